@@ -186,13 +186,12 @@ def times(worlds: Sequence[Findings]) -> list[str]:
 
 
 def draw_worlds(root: Path) -> None:
-    """The frontier and the spans of every world, next to the rows that they are drawn from."""
+    """The frontier of every world, next to the rows that it is drawn from."""
     for findings in read_findings(root / ROWS):
-        drawn = {"frontier": report_figures.frontier(findings), "spans": report_figures.tokens(findings, "spans")}
-        for name, picture in drawn.items():
-            if picture is not None:
-                file = (root / ROWS).parent / f"{name}-{SHOWN.get(findings.name, findings.name)}.svg"
-                write_file(file, picture.alone.encode())
+        picture = report_figures.frontier(findings)
+        if picture is not None:
+            file = (root / ROWS).parent / f"frontier-{SHOWN.get(findings.name, findings.name)}.svg"
+            write_file(file, picture.alone.encode())
 
 
 def render_evidence(text: str, root: Path = ROOT) -> str:

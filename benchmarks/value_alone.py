@@ -90,8 +90,8 @@ class TestStage(DecodeStage):
             return partial(takeover, context.models.slm, context.models.llm, context.policy, **context.options)
         context = Context(self.settings, self.run, max_length=max_length, max_batch=max_batch)
         if trial.method == ALONE:
-            options = pool_options(self.settings) | {"span": context.span}
-            return context.decoder(ValueSelector(NoScores(), self._without_scores), **options).generate_many
+            selector = ValueSelector(NoScores(), self._without_scores)
+            return context.decoder(selector, **pool_options(self.settings)).generate_many
         values = self.input(ValueStage)
         deployed = {one.deployed.recipe.label: one.deployed for one in values.candidates(self.seed)}[trial.method]
         return context.by_recipe(deployed, values.reranker(deployed.recipe, self.seed)).generate_many

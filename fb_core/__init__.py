@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     )
     from fb_core.server import ServerLLM
     from fb_core.shared_prefix import shared_prefix_logprobs, shared_prefix_logprobs_many
-    from fb_core.spans import Span
     from fb_core.targets import future_compatibility, group_targets
     from fb_core.training import (
         GroupMetrics,
@@ -66,7 +65,6 @@ _HOMES = {
     ),
     "fb_core.server": ("ServerLLM",),
     "fb_core.shared_prefix": ("shared_prefix_logprobs", "shared_prefix_logprobs_many"),
-    "fb_core.spans": ("Span",),
     "fb_core.targets": ("future_compatibility", "group_targets"),
     "fb_core.training": (
         "GroupMetrics",
@@ -105,7 +103,6 @@ __all__ = [
     "Selector",
     "ServerError",
     "ServerLLM",
-    "Span",
     "State",
     "Sweep",
     "TokenReranker",

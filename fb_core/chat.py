@@ -93,12 +93,10 @@ class Printer:
 
     def __init__(self, tokenizer: hf.Tokenizer, console: Console) -> None:
         self.console, self._text = console, Text(tokenizer, ())
-        self._span = 0  # tokens of the last event that are still to come
 
     def __call__(self, token: int, event: Event | None) -> None:
-        """Take one token, with its event if it is the first token of one."""
-        self._span = max(0, self._span - 1) if event is None else len(event.tokens)
-        self._print(self._text.add(token), EVENT_STYLE if self._span else "")
+        """Take one token, with its event if it is the token of one."""
+        self._print(self._text.add(token), "" if event is None else EVENT_STYLE)
 
     def end(self) -> None:
         """Print what is left, even if it is not whole characters."""

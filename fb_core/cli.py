@@ -247,7 +247,7 @@ SlmOption = Annotated[str | None, typer.Option(help="Small model: a folder, a hu
 LlmOption = Annotated[str | None, typer.Option(help="Large model: the same, or its name at a server.")]
 AdapterOption = Annotated[str | None, typer.Option(help="Folder of a reranker; without it the LLM's choice is taken.")]
 PAIR = (
-    "slm, llm, server, flavour, api_key_variable, adapter, recipe, certainty, span, threshold, thinking, "
+    "slm, llm, server, flavour, api_key_variable, adapter, recipe, certainty, threshold, thinking, "
     "max_new_tokens, max_events, max_length, device, dtype"
 )
 SERVER = "key_variable, max_batch, kv_memory, queue, body_limit, on_llm_error, prefill_tokens"

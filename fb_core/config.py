@@ -64,8 +64,6 @@ class PairSettings(Section):
         recipe: for an adapter that `train` wrote, the recipe that it chose or the published one.
         certainty: probability above which the LLM's token is taken without asking the adapter; None for never. An
             adapter with a chosen recipe has its own.
-        span: maximum tokens that the LLM offers at an event, chosen together; 0 for any number. If left out, the
-            adapter's, or 1.
         threshold: entropy in nats above which the LLM is asked. If left out, the adapter's, or 1 without an adapter; an
             adapter that names none needs it.
         thinking: whether a chat's answer begins with thinking, where the chat template can switch it. If left out, as
@@ -85,7 +83,6 @@ class PairSettings(Section):
     adapter: str | None = None
     recipe: Literal["chosen", "published"] = "chosen"
     certainty: float | None = Field(default=None, ge=0, le=1)
-    span: int | None = Field(default=None, ge=0)
     threshold: float | None = None
     thinking: bool | None = None
     max_new_tokens: int = Field(default=512, ge=1)
@@ -247,32 +244,16 @@ class CollectSettings(Section):
     tested: Annotated[str | None, FREE] = None  # likewise
 
 
-class SpanSettings(Section):
-    """How much the LLM offers at an event, as in `fb_core.spans.Span`; one token is the published method.
-
-    Attributes:
-        tokens: maximum tokens, the LLM's candidate included; None for any number.
-        delimiter: a span ends after a token whose text contains this; None for no delimiter.
-        agree: whether a span ends before the first token that the SLM would write itself.
-    """
-
-    tokens: int | None = Field(default=1, ge=1)
-    delimiter: str | None = Field(default=None, min_length=1)
-    agree: bool = False
-
-
 class FutureSettings(Section):
-    """The LLM's greedy continuations, its candidates at their first position, and the tail of its own candidate.
+    """The LLM's greedy continuations, and its candidates at their first position.
 
     Attributes:
         max_new_tokens: maximum tokens of a continuation.
         llm_k: the LLM's candidates in a pool.
-        span: how much the LLM offers at an event.
     """
 
     max_new_tokens: int = Field(default=4096, ge=1)
     llm_k: int = Field(default=8, ge=1)
-    span: SpanSettings = SpanSettings()
 
 
 class ScoreSettings(Section):
@@ -482,16 +463,6 @@ class RunSettings(Section):
                 f"train.horizons: expected at most the scored horizon {self.score.horizon}, got "
                 f"{max(self.train.horizons)}; raise score.horizon"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _spans_begin_the_future(self) -> RunSettings:
-        for name, value, plain in (("train.hindsight", self.train.hindsight, 0),):
-            if self.futures.span.tokens != 1 and value != plain:
-                raise ValueError(
-                    f"{name}: expected {plain!r} with futures.span, got {value!r}; a span is followed by the rest of "
-                    "the LLM's own future"
-                )
         return self
 
     @classmethod

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, check_ask, gate
 from fb_core.pool import Event, PoolKind
 from fb_core.selectors import Selector, State
-from fb_core.spans import Span
 
 MAX_LENGTH = 8192
 
@@ -32,19 +30,18 @@ MAX_LENGTH = 8192
 class Usage(NamedTuple):
     """What one generation asked of the LLM."""
 
-    calls: int  # requests; writing the tails of an event's candidates is part of its request
+    calls: int  # requests
     pool: float | None  # candidates an event, on average
     appended: int  # tokens chosen at events
-    suffix: int  # tokens that the LLM wrote after those and that were kept: tails of chosen spans, a takeover's rest
+    suffix: int  # tokens that the LLM wrote after those and that were kept, such as a takeover's rest
 
     @classmethod
-    def of(cls, events: Sequence[Event], new_tokens: int) -> Usage:
-        """From the events of a generation of `new_tokens` tokens."""
+    def of(cls, events: Sequence[Event]) -> Usage:
+        """From the events of a generation."""
         sizes = [len(event.pool) for event in events]
         calls = sum(event.asked for event in events)
         chosen = sum(len(event.pool) > 1 or event.asked for event in events)  # the others hold the SLM's token alone
-        tails = sum(min(len(event.tokens), new_tokens - event.step) - 1 for event in events)
-        return cls(calls, sum(sizes) / len(sizes) if sizes else None, chosen, tails)
+        return cls(calls, sum(sizes) / len(sizes) if sizes else None, chosen, 0)
 
 
 @dataclass
@@ -58,7 +55,7 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """What it asked of the LLM; a method whose LLM does more than propose at events has its own subclass."""
-        return Usage.of(self.events, len(self.token_ids))
+        return Usage.of(self.events)
 
 
 class CollaborativeDecoder:
@@ -66,12 +63,10 @@ class CollaborativeDecoder:
 
     At an event the LLM gives its candidates and the log-probabilities of the SLM's candidates, so log p_S and log p_T
     are known for the whole pool. An end-of-sequence token of either model ends a generation, whichever model wrote it.
-    If spans may be longer than one token, the LLM continues from its likeliest candidate, and that candidate and its
-    tail are chosen together or not at all. A span is one event and ends at the latest with its sequence.
 
     Safe to share between threads if `llm` and `selector` are, as this library's own are: it keeps nothing between
     calls. A transformers model may run in many threads, but must not be scored at the same time: for families without a
-    native decoder, a `CompatibilityScorer` or a span that ends by agreement switches the model's attention.
+    native decoder, a `CompatibilityScorer` switches the model's attention.
 
     Args:
         slm: the small model, in eval mode; it is never changed.
@@ -101,7 +96,6 @@ class CollaborativeDecoder:
             with that error; "slm" appends the SLM's own token and records the error in the event's `error`. All events
             of a step share one call and its failure. A failed event counts towards `max_events`, and the next event
             asks again.
-        span: how much the LLM offers at an event; one token if left out.
 
     Raises:
         TypeError: `slm` is not a transformers model, or another argument has the wrong type.
@@ -128,7 +122,6 @@ class CollaborativeDecoder:
         kv_memory: int | None = None,
         prefill_tokens: int = CHUNK,
         on_llm_error: OnError = "raise",
-        span: Span | None = None,
     ) -> None:
         self.pair = Pair(slm, llm, tokenizer)
         if pool not in ("joint", "slm", "llm"):
@@ -150,7 +143,6 @@ class CollaborativeDecoder:
             ("llm", self.pair.llm, LLM, max_events > 0 and pool != "slm", "a LocalLLM or a transformers causal LM"),
             ("selector", selector, Selector, max_events > 0, "one such as FutureBridgeSelector(reranker)"),
             ("policy", policy, RequestPolicy, True, "RequestPolicy(threshold)"),
-            ("span", span, Span, False, "one such as Span(4)"),
         ):
             if not isinstance(given, kind) and (needed or given is not None):
                 raise TypeError(f"{name}: expected type {kind.__name__}, got {type(given).__name__}; pass {remedy}")
@@ -164,14 +156,12 @@ class CollaborativeDecoder:
         self.batch_tokens = batch_tokens
         self.vocabulary = self.pair.vocabulary
         self.intervention = Intervention(
-            slm,
             self.pair.llm,
             selector,
             pool,
             min(slm_k, self.vocabulary),
             min(llm_k, self.vocabulary),
             on_llm_error,
-            span or Span(),
         )
         self.loop: Loop | None = None
         """What runs on pages, where `max_length` was given and the SLM has a native decoder."""
@@ -211,7 +201,7 @@ class CollaborativeDecoder:
         Args:
             input_ids: [P] or [1, P] int64 on the SLM's device, at least one.
             max_new_tokens: maximum tokens to generate; the model's positions are a limit too.
-            on_token: called with each token as it is appended, and with its event if it is the first token of one.
+            on_token: called with each token as it is appended, and with its event if it is the token of one.
 
         Returns:
             The new tokens, the end-of-sequence token included, and the events.
@@ -245,7 +235,7 @@ class CollaborativeDecoder:
         Args:
             prompts: [P] int64 each, of any lengths.
             max_new_tokens: maximum tokens to generate for each.
-            until: a generation also ends after the last token of this event, counted from 1.
+            until: a generation also ends after the token of this event, counted from 1.
 
         Raises:
             TypeError: as `generate`.
@@ -364,8 +354,8 @@ class CollaborativeDecoder:
         ends = self.pair.ends if ends is None else ends
         stop = hf.Stop(ends, max_new_tokens, hf.max_positions(self.slm), events, told)
         if self.loop is None:
-            choose, reads = partial(self._choose, stop), self.policy.ask is not None
-            rows = hf.lockstep(self.slm, checked, stop, choose, self.batch_tokens, hidden=reads)
+            reads = self.policy.ask is not None
+            rows = hf.lockstep(self.slm, checked, stop, self._choose, self.batch_tokens, hidden=reads)
         else:
             rows = self._together(checked, stop)
         return [self.generation(row) for row in rows]
@@ -375,27 +365,21 @@ class CollaborativeDecoder:
         new = torch.tensor(row.new, device=self.slm.device)
         return Generation(new, row.events, self.pair.text(new))
 
-    def _choose(self, stop: hf.Stop, step: hf.Step) -> list[int]:
-        """One token per row: the next of a span, the selector's where the policy asks (kept as an event), or greedy."""
+    def _choose(self, step: hf.Step) -> list[int]:
+        """One token per row: the selector's where the policy asks (kept as an event), or the greedy one."""
         logits = step.logits[:, : self.vocabulary]
         entropy, asking = gate(self.policy, step, logits, self.max_events)
-        asking = [place for place in asking if not step.rows[place].pending]
         tokens: list[int] = logits.argmax(-1).tolist()  # the first of equal ones
-        for place, row in enumerate(step.rows):
-            if row.pending:
-                tokens[place] = row.pending.pop(0)
         if not asking:
             return tokens
         kv, states = hf.PrefixKV.from_cache(step.cache, step.slots), []
         for place in asking:
-            row, ids = step.rows[place], step.rows[place].tokens
+            ids = step.rows[place].tokens
             prefix = hf.Prefix(kv, start=step.slots - len(ids), length=len(ids), pages=(place,))
-            room = stop.length(row) - len(ids)
-            states.append(State(torch.tensor(ids, device=logits.device), step.index, entropy[place], prefix, room))
+            states.append(State(torch.tensor(ids, device=logits.device), step.index, entropy[place], prefix))
         for place, event in zip(asking, self.intervention(states, logits[asking]), strict=True):
-            row = step.rows[place]
-            row.events.append(event)
-            tokens[place], *row.pending = event.tokens
+            step.rows[place].events.append(event)
+            tokens[place] = event.token
         return tokens
 
     def _together(self, prompts: Sequence[Tensor], stop: hf.Stop) -> list[hf.Running]:

@@ -118,7 +118,7 @@ def _pieces(row: Row, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, int | None
         return len(text) if step == len(tokens) else len(_decode(tokens[:step], tokenizer).rstrip(HALF))
 
     for number, event in enumerate(row.events, 1):
-        start, after = end(event.step), end(min(event.step + len(event.tokens), len(tokens)))
+        start, after = end(event.step), end(event.step + 1)
         yield escaped(text[shown:start], IN_TEXT), None
         piece, shown = text[start:after], after
         yield escaped(piece, IN_TOKEN) or token_text(tokens[event.step], tokenizer), number
@@ -142,18 +142,16 @@ def _heading(number: int, event: Event) -> str:
 
 
 def _cells(event: Event, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, ...]]:
-    """The cells of every candidate of the pool; a span is shown whole."""
+    """The cells of every candidate of the pool."""
     greedy = next((index for index, source in enumerate(event.sources) if source & SLM), None)
     for index, token in enumerate(event.pool):
-        ids = (token, *(event.tails[index] if event.tails else ()))
-        tail = _decode(list(ids), tokenizer)[len(_decode([token], tokenizer)) :]
         columns = (event.slm_logprob, event.llm_logprob, event.scores)
         scores = [column[index] if column else math.nan for column in columns]
         marks = (CHOSEN * (index == event.choice), GREEDY * (index == greedy))
         yield (
             " ".join(filter(None, marks)),
-            token_text(token, tokenizer) + escaped(tail, IN_TOKEN),
-            " ".join(map(str, ids)),
+            token_text(token, tokenizer),
+            str(token),
             SOURCES[event.sources[index]],
             *(UNKNOWN if math.isnan(score) else f"{score:.4f}" for score in scores),
         )

@@ -41,7 +41,6 @@ def load(settings: PairSettings) -> Loaded:
         certainty=settings.certainty,
         threshold=settings.threshold,
         max_events=settings.max_events,
-        span=settings.span,
     )
     thinking = thinking_of(settings.adapter) if settings.thinking is None else settings.thinking
     if deployment.selector is None:  # the recipe never asks the LLM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,24 +26,9 @@ class Pool:
     sources: Tensor  # [K] int32 bits, 1 = SLM, 2 = LLM
     slm_logprob: Tensor  # [K] float32, nats
     llm_logprob: Tensor  # [K] float32
-    tails: tuple[tuple[int, ...], ...] = ()  # of K candidates, ids appended after each; () if none has any
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    @property
-    def large(self) -> int | None:
-        """The index of the LLM's likeliest candidate, ties to the lowest id; None if the LLM proposed none."""
-        proposed = (self.sources & LARGE).bool()
-        if not bool(proposed.any()):
-            return None
-        best = proposed & (self.llm_logprob == self.llm_logprob[proposed].max())
-        return int(self.ids.where(best, self.ids.max() + 1).argmin())
-
-    def with_tail(self, place: int, tail: Sequence[int]) -> Pool:
-        """The same pool with this tail for the candidate at `place` and none for the others."""
-        tails = tuple(tuple(tail) if index == place else () for index in range(len(self)))
-        return replace(self, tails=tails if tail else ())
 
 
 @dataclass
@@ -59,17 +44,11 @@ class Event:
     scores: list[float] | None  # the selector's, None where it has none
     choice: int  # index into the pool
     error: str | None = None  # why the LLM did not answer; the pool is then the SLM's token alone
-    tails: list[list[int]] | None = None  # ids that are appended after each candidate, None where each is one token
 
     @property
     def token(self) -> int:
         """The id that was chosen."""
         return self.pool[self.choice]
-
-    @property
-    def tokens(self) -> list[int]:
-        """The chosen id and its tail; fewer of them were appended if the sequence ended before."""
-        return [self.token, *(self.tails[self.choice] if self.tails else ())]
 
     @property
     def asked(self) -> bool:
@@ -88,7 +67,6 @@ class Event:
             pool.llm_logprob.tolist(),
             None if scores is None else scores.tolist(),
             choice,
-            tails=[list(tail) for tail in pool.tails] or None,
         )
 
     @classmethod

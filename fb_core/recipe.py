@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -28,7 +28,6 @@ from fb_core.selectors import (
     ValueSelector,
     overridden,
 )
-from fb_core.spans import Span
 from fb_core.value import Form, ValueHead
 
 Trained = Literal["features", "calibrated", "calibrated-features"]
@@ -144,14 +143,6 @@ class Evidence(BaseModel):
     words: str
 
 
-class _Span(BaseModel):
-    model_config = _FROZEN
-
-    tokens: int | None = Field(ge=1, le=LARGEST)
-    ends: tuple[int, ...]
-    agree: bool
-
-
 class _Pools(BaseModel):
     """The pool options of `CollaborativeDecoder`."""
 
@@ -161,20 +152,6 @@ class _Pools(BaseModel):
     slm_k: int = Field(ge=1, le=LARGEST)
     llm_k: int = Field(ge=1, le=LARGEST)
     max_events: int = Field(ge=0, le=LARGEST)
-    span: _Span
-
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> _Pools:
-        """From a decoder's options."""
-        span: Span = options["span"]
-        known = _Span(tokens=span.tokens, ends=tuple(sorted(span.ends)), agree=span.agree)
-        return cls(**options | {"span": known})
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """As a decoder's options."""
-        span = Span(self.span.tokens, frozenset(self.span.ends), self.span.agree)
-        return self.model_dump() | {"span": span}
 
 
 class _Ask(BaseModel):
@@ -208,7 +185,7 @@ class Deployed:
         recipe: the recipe.
         value: its head, if it has one.
         policy: when it asks; includes the `AskHead` if it has one.
-        options: `pool`, `slm_k`, `llm_k`, `max_events` and `span` of a decoder.
+        options: `pool`, `slm_k`, `llm_k` and `max_events` of a decoder.
         evidence: what it was chosen on; None if there was no choice.
         thinking: whether the answers that it was trained on begin with thinking.
     """
@@ -229,7 +206,7 @@ class Deployed:
             ask=None if ask is None else _Ask(entropy_weight=ask.entropy_weight, bias=ask.bias, least=ask.least),
             threshold=self.policy.threshold,
             top_k=self.policy.top_k,
-            pools=_Pools.of(self.options),
+            pools=_Pools(**self.options),
             evidence=self.evidence,
             thinking=self.thinking,
         )
@@ -249,7 +226,7 @@ class Deployed:
         if (value and value.form) != stored.recipe.value or (ask is not None) != stored.recipe.ask:
             raise ValueError(f"heads that do not belong to {stored.recipe.label}")
         policy = RequestPolicy(stored.threshold, stored.top_k, ask)
-        return cls(stored.recipe, value, policy, stored.pools.options, stored.evidence, stored.thinking)
+        return cls(stored.recipe, value, policy, stored.pools.model_dump(), stored.evidence, stored.thinking)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save it in the description of the adapter in a folder; raises ValueError if there is none."""
@@ -296,7 +273,7 @@ class Deployment(NamedTuple):
 
     selector: Selector | None
     policy: RequestPolicy
-    options: dict[str, Any]  # `max_events` and `span`; pool, slm_k and llm_k too if the recipe has them
+    options: dict[str, Any]  # `max_events`; pool, slm_k and llm_k too if the recipe has them
 
 
 def deployment_of(
@@ -307,7 +284,6 @@ def deployment_of(
     certainty: float | None = None,
     threshold: float | None = None,
     max_events: int | None = None,
-    span: int | None = None,
 ) -> Deployment:
     """How to decode with an adapter's folder: by the recipe that `train` wrote into it, or as published.
 
@@ -319,8 +295,6 @@ def deployment_of(
         certainty: the LLM's token is taken if its probability is above this; only where no chosen recipe decides.
         threshold: nats, instead of the recipe's; needed with a folder that names none.
         max_events: instead of the recipe's, which is the maximum.
-        span: maximum tokens that the LLM offers at an event, 0 for any number, instead of the recipe's; the other
-            conditions that end the recipe's spans stay.
 
     Raises:
         ValueError: an adapter that is missing, damaged or made for another model, no threshold, or a certainty with a
@@ -339,13 +313,10 @@ def deployment_of(
                 )
             selector = overridden(FutureBridgeSelector(_reranker(Path(adapter), slm)), certainty)
         policy = RequestPolicy(THRESHOLD if threshold is None else threshold)
-        events = {"max_events": 8 if max_events is None else max_events}
-        return Deployment(selector, policy, {"span": Span() if span is None else Span(span or None)} | events)
+        return Deployment(selector, policy, {"max_events": 8 if max_events is None else max_events})
     assert adapter is not None
     folder, policy = Path(adapter), deployed.policy
     options = dict(deployed.options)
-    if span is not None:
-        options["span"] = replace(options["span"], tokens=span or None)
     if recipe == "published":
         inside = folder / PUBLISHED
         published = _reranker(inside if inside.is_dir() else folder, slm)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,14 +12,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
 
 Scope = Literal["candidate", "sequence"]
 HEAD_KEY = "base_model.model.score.weight"  # where PEFT keeps the head of a sequence classifier
 DESCRIPTION = "futurebridge.json"
-FORMAT = 1  # of the description
+FORMAT = 2  # of the description
 LONGEST_JSON = 1 << 20  # bytes
 APART = "the directory's config and weights do not belong together"
 FEATURES = ("slm", "llm", "in_slm", "in_llm", "slm_certain", "llm_certain")
@@ -124,9 +122,8 @@ class TokenReranker(nn.Module):
         candidates: Tensor | Sequence[int],
         cache: hf.Cache | None = None,
         features: Tensor | None = None,
-        tails: Sequence[Sequence[int]] = (),
     ) -> Tensor:
-        """Score the candidates of one state; a candidate with a tail is scored at the tail's last token.
+        """Score the candidates of one state.
 
         Args:
             prefix: [P] token ids, at least one.
@@ -134,8 +131,6 @@ class TokenReranker(nn.Module):
             cache: the frozen model's cache of exactly the prefix; it is read, not changed. Scope "sequence" computes
                 the prefix itself and ignores it.
             features: [K, F] float32 as from `candidate_features`, if the reranker was trained with features.
-            tails: K sequences of ids that follow the candidates; the adapter acts on them as on the candidates. () if
-                no candidate has a tail.
 
         Returns:
             float32 [K]; higher is better, and only differences matter.
@@ -143,27 +138,23 @@ class TokenReranker(nn.Module):
         Raises:
             TypeError: ids that are not integers.
             ValueError: an empty argument, a candidate given twice, an id outside the vocabulary, the wrong device, a
-                prefix beyond the model's positions, a cache of another length, features missing or of another shape,
-                not one tail per candidate, or a frozen model that was changed since.
+                prefix beyond the model's positions, a cache of another length, features missing or of another shape, or
+                a frozen model that was changed since.
         """
         self.check_base()
         tokens = hf.token_ids("prefix", prefix, self.base)
-        pool = hf.check_group(self.base, len(tokens), candidates, tails=tails)
+        pool = hf.check_group(self.base, len(tokens), candidates)
         given = None if features is None else [features]
         if self.scope == "sequence":
-            return self.score_hidden(self._sequence_hidden(tokens, pool, tails), given)
+            return self.score_hidden(self._sequence_hidden(tokens, pool), given)
         if cache is None:
             state = hf.prefill_packed(self.base, [tokens])[0]
         else:
             state = hf.cached_prefix(cache, self.base, len(tokens))
-        return self._packed_scores([state], [pool], given, [tails])
+        return self._packed_scores([state], [pool], given)
 
     def scores_many(
-        self,
-        prefixes: Sequence[hf.Prefix],
-        candidates: Sequence[Tensor],
-        features: Sequence[Tensor] | None = None,
-        tails: Sequence[Sequence[Sequence[int]]] = (),
+        self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor], features: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         """Score the candidates of many states in one packed forward over their cached prefixes (scope "candidate").
 
@@ -171,7 +162,6 @@ class TokenReranker(nn.Module):
             prefixes: one slice per state, all of one `PrefixKV`.
             candidates: one [K] of token ids per state.
             features: one [K, F] per state, if the reranker was trained with features.
-            tails: per state, as for `scores`; () if no state has tails.
 
         Returns:
             one float32 [K] per state.
@@ -185,43 +175,32 @@ class TokenReranker(nn.Module):
         if not prefixes:
             return []
         self.check_base()
-        tails = tails or [()] * len(prefixes)
         pools = [
-            hf.check_group(self.base, prefix.length, pool, tails=own)
-            for prefix, pool, own in zip(prefixes, candidates, tails, strict=True)
+            hf.check_group(self.base, prefix.length, pool) for prefix, pool in zip(prefixes, candidates, strict=True)
         ]
-        return list(self._packed_scores(prefixes, pools, features, tails).split([len(pool) for pool in pools]))
+        return list(self._packed_scores(prefixes, pools, features).split([len(pool) for pool in pools]))
 
     def _packed_scores(
-        self,
-        prefixes: Sequence[hf.Prefix],
-        pools: Sequence[Tensor],
-        features: Sequence[Tensor] | None,
-        tails: Sequence[Sequence[Sequence[int]]],
+        self, prefixes: Sequence[hf.Prefix], pools: Sequence[Tensor], features: Sequence[Tensor] | None
     ) -> Tensor:
         """[sum K]: one branch per candidate, adapters on; gradients reach adapter, head and feature weights."""
-        kv = prefixes[0].kv
+        kv, device = prefixes[0].kv, self.base.device
         paged = kv.layers[0][0].ndim == 4
-        branches = CandidateBranches.of([prefix.length for prefix in prefixes], pools, tails)
         layout = hf.Layout.build(
-            [(own, prefix.start, prefix.length) for own, prefix in zip(branches.lengths, prefixes, strict=True)],
-            self.base.device,
+            [([1] * len(pool), prefix.start, prefix.length) for prefix, pool in zip(prefixes, pools, strict=True)],
+            device,
             prefix=kv,
             pages=[prefix.pages for prefix in prefixes] if paged else None,
         )
-        model = hf.causal_lm(self.adapted)
-        hidden = hf.packed_forward(model, branches.ids, branches.positions, layout, branches.last)
+        places = [prefix.length for prefix, pool in zip(prefixes, pools, strict=True) for _ in pool]
+        positions = torch.tensor(places, device=device)
+        hidden = hf.packed_forward(hf.causal_lm(self.adapted), torch.cat(list(pools)), positions, layout)
         return self.score_hidden(hidden, features)
 
-    def _sequence_hidden(self, tokens: Tensor, pool: Tensor, tails: Sequence[Sequence[int]]) -> Tensor:
-        """[K, D] through ordinary attention, adapters on prefix, candidate and tail."""
-        branches = CandidateBranches.of([0], [pool], [tails])
-        (lengths,) = branches.lengths
-        ids = pad_sequence(list(branches.ids.split(lengths)), batch_first=True)  # causal: padding is never seen
-        rows = torch.cat([tokens.expand(len(pool), -1), ids], 1)
-        hidden = hf.causal_lm(self.adapted).base_model(input_ids=rows, use_cache=False).last_hidden_state
-        last = torch.tensor(lengths, device=pool.device) + len(tokens) - 1
-        return hidden[torch.arange(len(pool), device=pool.device), last]
+    def _sequence_hidden(self, tokens: Tensor, pool: Tensor) -> Tensor:
+        """[K, D] through ordinary attention, adapters on prefix and candidate."""
+        rows = torch.cat([tokens.expand(len(pool), -1), pool[:, None]], 1)
+        return hf.causal_lm(self.adapted).base_model(input_ids=rows, use_cache=False).last_hidden_state[:, -1]
 
     def score_hidden(self, hidden: Tensor, features: Sequence[Tensor] | None) -> Tensor:
         """Scores of candidates from their hidden states: head(h_c), plus w . f if there are features.
@@ -379,46 +358,9 @@ def read_description(folder: Path) -> dict[str, Any]:
     if description.get("format") != FORMAT:
         raise ValueError(
             f"{folder / DESCRIPTION}: expected format {FORMAT}, got {description.get('format')!r}; "
-            "load it with the version that wrote it"
+            "train the adapter again, or load it with the version that wrote it"
         )
     return description
-
-
-@dataclass(frozen=True, eq=False)
-class CandidateBranches:
-    """The candidates of some states, with their tails, as rows of a packed forward; make it with `of`.
-
-    Attributes:
-        ids: [N] int64, each candidate followed by its tail.
-        positions: [N] int64.
-        lengths: for each state, the rows of each candidate.
-        last: [sum K] the last row of each candidate; None if each has one row.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    lengths: list[list[int]]
-    last: Tensor | None
-
-    @classmethod
-    def of(
-        cls, positions: Sequence[int], pools: Sequence[Tensor], tails: Sequence[Sequence[Sequence[int]]]
-    ) -> CandidateBranches:
-        """From each state's position, candidates [K] and K tails (or () if none has a tail)."""
-        device = pools[0].device
-        each = [own or [()] * len(pool) for pool, own in zip(pools, tails, strict=True)]
-        lengths = [[1 + len(tail) for tail in own] for own in each]
-        places = [place + row for place, own in zip(positions, lengths, strict=True) for n in own for row in range(n)]
-        ids, last = torch.cat(list(pools)), None
-        if len(places) > len(ids):
-            spans = (
-                (first, *tail)
-                for pool, own in zip(pools, each, strict=True)
-                for first, tail in zip(pool.tolist(), own, strict=True)
-            )
-            ids = torch.tensor([token for span in spans for token in span], device=device)
-            last = torch.tensor([n for own in lengths for n in own], device=device).cumsum(0) - 1
-        return cls(ids, torch.tensor(places, device=device), lengths, last)
 
 
 def candidate_features(

@@ -8,7 +8,6 @@ from typing import Literal, TypeAlias, get_args, overload
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fb_core import hf, shared_prefix
 from fb_core.counts import check_count
@@ -27,23 +26,12 @@ class BranchGroup:
     Attributes:
         position: the state's prefix is tokens[:position] of its trajectory.
         candidates: [K] token ids, no two alike.
-        future: [F] token ids that follow every candidate.
-        tails: for each of the K candidates, how many of the future's first tokens belong to it; scoring starts after
-            them. () if no candidate has a tail.
-        horizon: H, the number of tokens to score; None for all F. Where fewer are left, the missing ones score 0, the
-            log-probability of a certain token.
+        future: [H] token ids that follow every candidate.
     """
 
     position: int
     candidates: Tensor
     future: Tensor
-    tails: Sequence[int] = ()
-    horizon: int | None = None
-
-    @property
-    def columns(self) -> int:
-        """H, the number of tokens scored for each candidate."""
-        return len(self.future) if self.horizon is None else self.horizon
 
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
@@ -110,10 +98,9 @@ class CompatibilityScorer:
                 dropout.
         """
         tokens = hf.token_ids("prefix", prefix, self.model)
-        group = BranchGroup(len(tokens), candidates, future)  # type: ignore[arg-type]
-        branches = self._check_group(group, len(tokens))
+        branches = self._check_group(BranchGroup(len(tokens), candidates, future), len(tokens))  # type: ignore[arg-type]
         held = tokens if cache is None else hf.cached_prefix(cache, self.model, len(tokens))
-        return _matrix(self._forward([(held, [branches])])[0][0], group)
+        return _matrix(self._forward([(held, [branches])])[0][0])
 
     def score_trajectory(self, tokens: Tensor | Sequence[int], groups: Sequence[BranchGroup]) -> list[Tensor]:
         """Score all groups of one trajectory in one forward.
@@ -127,8 +114,7 @@ class CompatibilityScorer:
 
         Raises:
             TypeError: as `score`.
-            ValueError: as `score`, a position outside 1..T, a horizon below 1, or tails that are not one number per
-                candidate or reach beyond the future.
+            ValueError: as `score`, or a position outside 1..T.
         """
         return self.score_trajectories([(tokens, groups)])[0]
 
@@ -168,10 +154,7 @@ class CompatibilityScorer:
             if return_local:
                 kept = [group._replace(first=0) for group in kept]
             checked.append((ids[: max((group.position for group in kept), default=0)], kept))
-        matrices = [
-            [_matrix(outputs, group, return_local) for outputs, group in zip(found, groups, strict=True)]
-            for found, (_, groups) in zip(self._packed(checked, token_budget), trajectories, strict=True)
-        ]
+        matrices = [[_matrix(outputs) for outputs in found] for found in self._packed(checked, token_budget)]
         if not return_local:
             return matrices
         return [[(whole[:, 1:].contiguous(), whole[:, 0].contiguous()) for whole in found] for found in matrices]
@@ -349,21 +332,9 @@ class CompatibilityScorer:
         future = hf.token_ids("future", group.future, self.model, self.valid_vocab)
         if len(future) == 0:
             raise ValueError("future: expected at least one token id, got none; give the continuation to be scored")
-        if group.horizon is not None:
-            check_count("horizon", group.horizon, 1, "leave it out for all", "{} token or more")
         position = hf.check_position(group.position, length)
-        reach = min(len(future), group.columns + max(group.tails, default=0))
-        candidates = hf.check_group(self.model, position, group.candidates, reach, self.valid_vocab)
-        if not group.tails:
-            whole = future[:reach].expand(len(candidates), -1)
-            return Branches(position, torch.cat([candidates[:, None], whole], 1).unbind(), 1)
-        if len(group.tails) != len(candidates) or not 0 <= min(group.tails) <= max(group.tails) <= len(future):
-            raise ValueError(
-                f"tails: expected {len(candidates)} numbers from 0 to the future's {len(future)}, got "
-                f"{list(group.tails)}; one for each candidate"
-            )
-        spans = zip(candidates.split(1), group.tails, strict=True)
-        return Branches(position, [torch.cat([first, future[: tail + group.columns]]) for first, tail in spans], 1)
+        candidates = hf.check_group(self.model, position, group.candidates, len(future), self.valid_vocab)
+        return Branches(position, torch.cat([candidates[:, None], future.expand(len(candidates), -1)], 1).unbind(), 1)
 
     def _packed(self, work: Sequence[tuple[Tensor, Sequence[Branches]]], budget: int, **asked: bool) -> Results:
         """The results of any amount of work, computed one forward at a time."""
@@ -404,13 +375,9 @@ class CompatibilityScorer:
         return shared_prefix.forward(self.model, pack, valid_vocab=self.valid_vocab, **asked)
 
 
-def _matrix(found: Sequence[tuple[Tensor, ...]], group: BranchGroup, local: bool = False) -> Tensor:
-    """float32 [K, H] of a group's candidates; with `local` [K, 1 + H], the candidates' own log-probs first."""
-    rows = [logprob for logprob, *_ in found]
-    if group.tails:
-        rows = [torch.cat([row[:local], row[local + tail :]]) for row, tail in zip(rows, group.tails, strict=True)]
-    width = local + group.columns
-    return torch.stack([pad(row, (0, width - len(row))) if len(row) < width else row for row in rows]).float()
+def _matrix(found: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    """float32 [K, R] of K continuations of one length."""
+    return torch.stack([logprob for logprob, *_ in found]).float()
 
 
 def _float32(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -26,7 +26,6 @@ class State:
     step: int  # number of tokens generated so far
     entropy: float  # nats
     prefix: hf.Prefix | None = None  # the frozen SLM's KV of exactly these tokens: views, valid until the next step
-    room: int = 1  # tokens that the sequence takes from here on at most
 
 
 class Selector(ABC):
@@ -247,11 +246,8 @@ class FutureBridgeSelector(ScoringSelector):
         reranker = self.reranker
         prefixes = [state.prefix for state in states if state.prefix is not None]
         if reranker.scope == "candidate" and len(prefixes) == len(states):
-            tails = [pool.tails for pool in pools]
-            return reranker.scores_many(prefixes, [pool.ids for pool in pools], features, tails)
+            return reranker.scores_many(prefixes, [pool.ids for pool in pools], features)
         return [
-            reranker.scores(
-                state.tokens, pool.ids, features=None if features is None else features[row], tails=pool.tails
-            )
+            reranker.scores(state.tokens, pool.ids, features=None if features is None else features[row])
             for row, (state, pool) in enumerate(zip(states, pools, strict=True))
         ]

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
 from fb_core.counts import check_count
-from fb_core.reranker import CandidateBranches, TokenReranker
+from fb_core.reranker import TokenReranker
 from fb_core.statistics import pairwise_agreement
 from fb_kernels import group_cross_entropy
 
@@ -30,15 +30,13 @@ ABOUT = "about"  # entry of a state that describes its sweep: JSON as bytes
 class TrainingGroup:
     """One state: its position in the trajectory, candidates [K], soft targets [K] or [K, h], features [K, F] if used.
 
-    The columns of [K, h] are those of `group_targets`, one per horizon; [K] is one column. `tails` has the K sequences
-    of ids that are appended with the candidates, or is () if no candidate has a tail.
+    The columns of [K, h] are those of `group_targets`, one per horizon; [K] is one column.
     """
 
     position: int
     candidates: Tensor
     target: Tensor
     features: Tensor | None = None
-    tails: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True)
@@ -424,7 +422,8 @@ class _Batch:
     cu_group: Tensor  # [G + 1]
     target: Tensor  # [N, R]
     layout: hf.Layout | None  # over the frozen prefixes; None where no run is of scope "candidate"
-    branches: CandidateBranches
+    ids: Tensor  # [N] of the candidates
+    positions: Tensor  # [N]
 
     @classmethod
     def build(cls, runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory]) -> _Batch:
@@ -432,29 +431,34 @@ class _Batch:
         groups = [group for trajectory in trajectories for group in trajectory.groups]
         sizes = [len(group.candidates) for group in groups]
         cu_group = hf.offsets(sizes, base.device)
-        branches = CandidateBranches.of(
-            [group.position for group in groups], [group.candidates for group in groups], [g.tails for g in groups]
-        )
         layout = None
         if any(run.reranker.scope == "candidate" for run in runs):
             prefixes = hf.prefill_packed(base, [_needed(trajectory) for trajectory in trajectories])
             starts = [
                 whole.start for whole, trajectory in zip(prefixes, trajectories, strict=True) for _ in trajectory.groups
             ]
-            states = zip(branches.lengths, starts, groups, strict=True)
+            states = zip(sizes, starts, groups, strict=True)
             layout = hf.Layout.build(
-                [(lengths, start, group.position) for lengths, start, group in states],
+                [([1] * size, start, group.position) for size, start, group in states],
                 base.device,
                 prefix=prefixes[0].kv,
             )
-        return cls(trajectories, groups, cu_group, torch.cat([group.target for group in groups]), layout, branches)
+        positions = [group.position for group in groups for _ in group.candidates]
+        return cls(
+            trajectories,
+            groups,
+            cu_group,
+            torch.cat([group.target for group in groups]),
+            layout,
+            torch.cat([group.candidates for group in groups]),
+            torch.tensor(positions, device=base.device),
+        )
 
     def scores(self, reranker: TokenReranker) -> Tensor:
         """float32 [N]."""
         if reranker.scope == "candidate" and self.layout is not None:
             model = hf.causal_lm(reranker.adapted)
-            branches = self.branches
-            hidden = hf.packed_forward(model, branches.ids, branches.positions, self.layout, branches.last)
+            hidden = hf.packed_forward(model, self.ids, self.positions, self.layout)
             features = [group.features for group in self.groups if group.features is not None]
             return reranker.score_hidden(hidden, features if reranker.feature_names else None)
         return torch.cat(
@@ -463,7 +467,6 @@ class _Batch:
                     trajectory.tokens[: group.position],
                     group.candidates,
                     features=group.features if reranker.feature_names else None,
-                    tails=group.tails,
                 )
                 for trajectory in self.trajectories
                 for group in trajectory.groups
@@ -597,7 +600,6 @@ def _digest(trajectories: Sequence[TrainingTrajectory]) -> str:
             tensors += [torch.tensor(group.position), group.candidates, group.target]
             if group.features is not None:
                 tensors.append(group.features)
-            tensors += [torch.tensor(tail, dtype=torch.int64) for tail in group.tails]
         for tensor in tensors:
             digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
             digest.update(tensor.cpu().numpy().tobytes())
@@ -645,7 +647,7 @@ def _checked_trajectory(runs: Sequence[Run], trajectory: TrainingTrajectory) -> 
     groups = []
     for group in trajectory.groups:
         position = hf.check_position(group.position, len(tokens))
-        candidates = hf.check_group(base, position, group.candidates, tails=group.tails)
+        candidates = hf.check_group(base, position, group.candidates)
         target = group.target[:, None] if group.target.ndim == 1 else group.target
         fits = (
             target.ndim == 2 and len(target) == len(candidates) and 0 <= min(columns) <= max(columns) < target.shape[1]
@@ -667,5 +669,5 @@ def _checked_trajectory(runs: Sequence[Run], trajectory: TrainingTrajectory) -> 
         features = None
         if named and group.features is not None:
             features = group.features.detach().to(base.device, torch.float32)
-        groups.append(TrainingGroup(position, candidates, target, features, group.tails))
+        groups.append(TrainingGroup(position, candidates, target, features))
     return TrainingTrajectory(tokens, groups)

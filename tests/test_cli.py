@@ -205,7 +205,6 @@ CHANGES = {
     ("train={rank: 4, dropout: 0}",): {"train": {"rank": 4, "dropout": 0.0}},
     ("models.slm=Qwen/Qwen3-1.7B",): {"models": {"slm": "Qwen/Qwen3-1.7B"}},
     ('problems.prompt="{problem} = ?"',): {"problems": {"prompt": "{problem} = ?"}},
-    ("futures.span.agree=true",): {"futures": {"span": {"tokens": 1, "delimiter": None, "agree": True}}},
 }
 
 

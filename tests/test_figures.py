@@ -298,16 +298,15 @@ def test_the_readme_shows_the_means_of_all_cells() -> None:
     assert "takeover takes 1.5 times as long as the SLM alone, FutureBridge 1.7 times" in with_times  # fastest loops
 
 
-def test_the_worlds_frontier_and_spans_are_drawn_from_the_committed_rows(root: Path) -> None:
+def test_the_worlds_frontier_is_drawn_from_the_committed_rows(root: Path) -> None:
     folder = (root / figures.ROWS).parent
     for file in folder.glob("*.svg"):
         file.unlink()
     figures.draw_worlds(root)
-    for name, page in (("frontier", "worlds.md"), ("spans", "experiments.md")):
-        for world in ("plans", "helpful", "control"):
-            assert (folder / f"{name}-{world}.svg").is_file()
-            assert f"](experiments/{name}-{world}.svg)" in (ROOT / "docs" / page).read_text()
-            assert (ROOT / "docs" / "experiments" / f"{name}-{world}.svg").is_file()
+    for world in ("plans", "helpful", "control"):
+        assert (folder / f"frontier-{world}.svg").is_file()
+        assert f"](experiments/frontier-{world}.svg)" in (ROOT / "docs" / "worlds.md").read_text()
+        assert (ROOT / "docs" / "experiments" / f"frontier-{world}.svg").is_file()
 
 
 def test_the_readmes_event_is_drawn_from_its_file(root: Path) -> None:

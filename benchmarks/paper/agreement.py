@@ -123,7 +123,7 @@ def matrix_of(group: Group | None, rolled: Rollout) -> Tensor | None:
     if group is None:
         return None
     scored, tried = group.state.pool, rolled.state.pool
-    return group.logprob if torch.equal(scored.ids, tried.ids) and scored.tails == tried.tails else None
+    return group.logprob if torch.equal(scored.ids, tried.ids) else None
 
 
 def _complete(folder: Artefact) -> bool:

@@ -59,8 +59,8 @@ def _parting_event(greedy: Row, row: Row) -> int | None:
     """The step of the event at which a text departs from greedy decoding's; None if it departs elsewhere or never."""
     steps = enumerate(zip_longest(greedy.tokens, row.tokens))
     parting = next((step for step, (one, other) in steps if one != other), len(row.tokens))
-    inside = (event.step for event in row.events if event.step <= parting < event.step + len(event.tokens))
-    return next((step for step in inside if step < len(greedy.tokens)), None)
+    at_event = any(event.step == parting for event in row.events)
+    return parting if at_event and parting < len(greedy.tokens) else None
 
 
 def problem_pages(settings: PaperSettings, run: Path, findings: Findings) -> dict[str, bytes]:

@@ -328,7 +328,7 @@ def _worked_event(plan: Plan) -> values.WorkedEvent | None:
                 future=decode(future.tokens[: plan.horizon].tolist(), skip_special_tokens=True),
                 candidates=tuple(
                     values.Candidate(
-                        token=decode([int(pool.ids[k]), *(pool.tails[k] if pool.tails else ())]),
+                        token=decode([int(pool.ids[k])]),
                         source={1: "SLM", 2: "LLM", 3: "both"}[int(pool.sources[k])],
                         p_slm=float(pool.slm_logprob[k].exp()),
                         p_llm=float(pool.llm_logprob[k].exp()),

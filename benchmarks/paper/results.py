@@ -189,9 +189,7 @@ def _means(counts: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def _counted(row: Row) -> dict[str, int]:
     """What decoding a problem took, by field of `Result`."""
-    left = sum(sum(map(len, event.tails or ())) - len(event.tokens) + 1 for event in row.events)
-    counts = {"events": len(row.events), "tokens": len(row.tokens)}
-    return counts | {"llm_written": row.llm_tokens + left}
+    return {"events": len(row.events), "tokens": len(row.tokens)}
 
 
 def _problem(run: Path, variant: Variant) -> str | None:

@@ -69,10 +69,10 @@ def run_tables(
         ValueError: settings, models or files do not fit the run, or the settings are not the published recipe.
         OSError: no disk space, model or server, or a worker was killed; finished work is kept.
     """
-    if settings.train.features or settings.evaluate.certainty is not None or settings.futures.span.tokens != 1:
+    if settings.train.features or settings.evaluate.certainty is not None:
         raise ValueError(
-            "tables: expected the published recipe, with which every row is compared, got train.features, "
-            "evaluate.certainty or futures.span; name a configuration without them, such as qwen3-1.7b-published"
+            "tables: expected the published recipe, with which every row is compared, got train.features or "
+            "evaluate.certainty; name a configuration without them, such as qwen3-1.7b-published"
         )
     for command in PREPARED:
         prepare(command, settings, run, show)

@@ -122,9 +122,6 @@ class ExperimentSettings(Section):
         quantiles: of the request policy; states, futures and rerankers are made again for each.
         certainty: probability above which the override takes the LLM's token.
         hindsight: early tokens of the hindsight baseline.
-        spans: maximum tokens that the LLM offers at an event; the largest also bounds the spans that end where the SLM
-            agrees.
-        delimiter: text after which a step ends, for the spans of one step.
     """
 
     alphas: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.25, 0.5, 0.75)
@@ -132,8 +129,6 @@ class ExperimentSettings(Section):
     quantiles: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.98, 0.995)
     certainty: float = Field(default=CERTAINTY, ge=0, le=1)
     hindsight: int = Field(default=4, ge=1)
-    spans: tuple[Annotated[int, Field(ge=2)], ...] = (2, 4, 8)
-    delimiter: str = Field(default="\n\n", min_length=1)
 
 
 class PaperSettings(RunSettings):
@@ -142,15 +137,6 @@ class PaperSettings(RunSettings):
     samples: SampleSettings = SampleSettings()
     compare: CompareSettings = CompareSettings()
     experiment: ExperimentSettings = ExperimentSettings()
-
-    @model_validator(mode="after")
-    def _spans_begin_the_future(self) -> PaperSettings:
-        if self.futures.span.tokens != 1 and self.samples.future != "llm":
-            raise ValueError(
-                f'samples.future: expected "llm" with futures.span, got "{self.samples.future}"; a span is followed by '
-                "the rest of the LLM's own future"
-            )
-        return self
 
     @classmethod
     def of_config(cls, name: str, changes: Sequence[str] = ()) -> PaperSettings:

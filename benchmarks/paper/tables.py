@@ -114,7 +114,7 @@ class Table:
         title: of its section in the report.
         varies: what differs between its rows; the first sentence is the section's brief description.
         rows: makes the rows of a run, in order, including the run's own and other borrowed ones.
-        figure: the kind of figure in its section, "tokens" also for columns of LLM tokens; `caption` is its caption.
+        figure: the kind of figure in its section; `caption` is its caption.
         beside: rows that others are compared with, besides `REFERENCES`.
         judged: whether its rerankers are compared with the rollouts.
     """
@@ -123,7 +123,7 @@ class Table:
     title: str
     varies: str
     rows: Callable[[Plan], list[Variant]]
-    figure: Literal["accuracy", "horizon", "sweep", "tokens"] | None = None
+    figure: Literal["accuracy", "horizon", "sweep"] | None = None
     caption: str = ""
     beside: tuple[Beside, ...] = ()
     judged: bool = False
@@ -190,26 +190,6 @@ def _temperatures(plan: Plan) -> list[Variant]:
     others = [t for t in plan.settings.experiment.temperatures if t != own]
     found = [plan.recipe(f"temperature-{t:g}", f"temperature {t:g}", t, train={"temperature": t}) for t in others]
     return _by_number([*found, plan.own(f"temperature {own:g}", own)])
-
-
-def _spans(plan: Plan) -> list[Variant]:
-    """The reranker and the direct LLM score with spans of several tokens."""
-    experiment = plan.settings.experiment
-    longest = max(experiment.spans)
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {
-        **{f"span-{n}": (f"{n} tokens", {"tokens": n}) for n in experiment.spans},
-        "span-step": ("to a step's end", {"tokens": None, "delimiter": experiment.delimiter}),
-        "span-agree": (f"until the SLM agrees, {longest} tokens at most", {"tokens": longest, "agree": True}),
-        "span-all": ("no bound", {"tokens": None}),
-    }
-    ours, direct = [plan.own("FutureBridge, one token")], [plan.method("direct")]
-    direct[0] = replace(direct[0], label="Direct LLM score, one token", borrowed=True)
-    for key, (words, span) in kinds.items():
-        ours.append(plan.recipe(key, f"FutureBridge, {words}", futures={"span": span}))
-        takes_over = ": takeover" if key == "span-all" else ""
-        label, changes = f"Direct LLM score, {words}{takes_over}", {"futures": {"span": span}}
-        direct.append(Variant(f"direct-{key}", label, changes, "direct"))
-    return [*ours, *direct]
 
 
 def _by_number(rows: list[Variant]) -> list[Variant]:
@@ -318,14 +298,6 @@ TABLES = {
             "scope", "Adapter scope", "Whether the adapter acts on the candidate alone or on its prefix too.", _scope
         ),
         Table("temperature", "Target temperature", "How soft the target is.", _temperatures),
-        Table(
-            "spans",
-            "Spans",
-            "How much the LLM offers at an event: one token, or also the tokens that it would write next.",
-            _spans,
-            "tokens",
-            "Accuracy against LLM tokens by kind of span, next to greedy decoding and takeover, with 95% intervals.",
-        ),
         Table("repairs", "Repairs", "Recipes beyond the published one.", _repairs, judged=True),
         Table(
             "quantiles",

@@ -30,7 +30,7 @@ from fb_core.selectors import Selector
 
 
 class Token(NamedTuple):
-    """A token as it was appended, and its event if it is the first token of one."""
+    """A token as it was appended, and its event if it is the token of one."""
 
     id: int
     event: Event | None
@@ -135,8 +135,7 @@ class Engine:
 
     The result of a sequence does not depend on the others (except at near ties in low precision). Prompts are prefilled
     in pieces between steps; full pages that prompts have in common are computed once. A sequence that waits for the LLM
-    does not hold up the others, unless the LLM runs in this process: then all wait while it writes a span. If pages run
-    short, sequences wait for their turn; none is dropped.
+    does not hold up the others. If pages run short, sequences wait for their turn; none is dropped.
 
     Safe to share between threads: the engine computes in one thread of its own.
 
@@ -148,8 +147,7 @@ class Engine:
         max_batch: sequences that run together.
         max_length: maximum tokens of a sequence, prompt included.
         kv_memory: as for `CollaborativeDecoder`.
-        options: more options of `CollaborativeDecoder`: pool, slm_k, llm_k, max_events, prefill_tokens, on_llm_error,
-            span.
+        options: more options of `CollaborativeDecoder`: pool, slm_k, llm_k, max_events, prefill_tokens, on_llm_error.
 
     Raises:
         TypeError: as `CollaborativeDecoder`.

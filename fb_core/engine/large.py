@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fb_core import hf
 from fb_core.engine.model import PagedModel, Part
-from fb_core.engine.pages import SIZE, pages_of
-from fb_core.llm import Candidates, Ids, LocalLLM, check_max_new_tokens, checked_prompts
+from fb_core.engine.pages import SIZE
+from fb_core.llm import Candidates, Ids, LocalLLM
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class _Held:
 
 
 class PagedLLM(LocalLLM):
-    """A `LocalLLM` over KV pages, for candidates and for continuations of one of them.
+    """A `LocalLLM` whose candidates come from KV pages.
 
     A query that extends an earlier one computes only its new tokens, and so does one that begins with full pages of
     another. The least recently used sequences make room for new ones. Safe to share between threads as a `LocalLLM` is.
@@ -106,56 +106,6 @@ class PagedLLM(LocalLLM):
     def candidates(self, ids: Ids, k: int, score_ids: Ids | None = None) -> Candidates:
         """As `LLM.candidates`."""
         return self.candidates_many([ids], k, None if score_ids is None else [score_ids])[0]
-
-    def complete_branches(
-        self, prefixes: Sequence[Ids], branches: Sequence[Ids], max_new_tokens: int
-    ) -> list[list[Tensor]]:
-        """As `LLM.complete_branches`; with one branch per prefix, from the prefix's pages. Raises as `LocalLLM`'s."""
-        if all(len(own) == 1 for own in branches) and len(branches) == len(prefixes):
-            check_max_new_tokens(max_new_tokens)
-            checked = [ids.tolist() for ids in checked_prompts("prefixes", prefixes, self.model, room=1)]
-            firsts = [int(hf.token_ids("branches", own, self.model)[0]) for own in branches]
-            with self._turn:
-                written = self._continued(checked, firsts, max_new_tokens)
-            if written is not None:
-                return [[torch.tensor(rest, dtype=torch.int64, device=self.device)] for rest in written]
-        return super().complete_branches(prefixes, branches, max_new_tokens)
-
-    @torch.no_grad()
-    def _continued(self, prefixes: Sequence[list[int]], firsts: Sequence[int], most: int) -> list[list[int]] | None:
-        """The tokens after each prefix and its first; None without room. Not kept, since they may be rejected."""
-        positions, using = hf.max_positions(self.model), list[_Held]()
-        limits = [len(ids) + 1 + most for ids in prefixes]
-        limits = limits if positions is None else [min(limit, positions) for limit in limits]
-        for ids, limit in zip(prefixes, limits, strict=True):
-            fits = limit <= self.paged.length and pages_of(limit) <= self.paged.pages.count
-            held = self._room(ids, using) if fits else None
-            if held is None or len(held.tokens) > len(ids):  # others may share what this would overwrite
-                return None
-            using.append(held)
-            while not self.paged.pages.grow(held.pages, limit):
-                if not self._drop(*using):
-                    return None
-        spans = [[first] for first in firsts]
-        going = [
-            row for row, limit in enumerate(limits) if firsts[row] not in self.ends and len(prefixes[row]) + 1 < limit
-        ]
-        known = [len(held.tokens) for held in using]
-        while going:
-            sequences = [[*prefixes[row], *spans[row]] for row in going]
-            parts = [
-                Part(ids[known[row] :], known[row], using[row].pages) for row, ids in zip(going, sequences, strict=True)
-            ]
-            logits = self.paged.logits(self.paged.extend(parts), hf.vocabulary(self.model)).float()
-            for row, ids, token in zip(going, sequences, self._greedy([], logits), strict=True):
-                spans[row].append(token)
-                known[row] = len(ids)
-            going = [
-                row
-                for row in going
-                if spans[row][-1] not in self.ends and len(prefixes[row]) + len(spans[row]) < limits[row]
-            ]
-        return [span[1:] for span in spans]
 
     def _extend(self, queries: Sequence[list[int]]) -> Tensor:
         """The residual stream [n, D] after each of the first n queries, as many as there are pages for."""

@@ -331,28 +331,25 @@ class Loop:
                 self._ask(task, outcome.entropy)
                 continue
             else:
-                self._append(task, [outcome.token], [outcome.ranked], bool(outcome.halt))
+                self._append(task, outcome.token, outcome.ranked, bool(outcome.halt))
             changed.append(task)
 
-    def _append(self, task: Task, tokens: Sequence[int], known: Sequence[Ranked | None], halted: bool) -> None:
-        """Append the step's token, or the tokens with which a halted row goes on."""
-        row, begin = task.row, len(task.row.tokens)
-        row.pending = list(tokens)
-        for ranks in known:
-            row.tokens.append(row.pending.pop(0))
-            if task.ranking and ranks is not None:
-                task.ranks.append(ranks)
-            try:
-                ends = task.stop(row)
-            except Exception as problem:
-                self._fail(task, problem)
-                return
-            if ends:
-                self._end(task)
-                return
-        if halted:
+    def _append(self, task: Task, token: int, known: Ranked | None, halted: bool) -> None:
+        """Append the step's token, or the one with which a halted row goes on."""
+        row = task.row
+        row.tokens.append(token)
+        if task.ranking and known is not None:
+            task.ranks.append(known)
+        try:
+            ends = task.stop(row)
+        except Exception as problem:
+            self._fail(task, problem)
+            return
+        if ends:
+            self._end(task)
+        elif halted:
             assert task.place is not None
-            self.step.go_on(task.place, task.max_events - len(row.events), tokens, begin)
+            self.step.go_on(task.place, task.max_events - len(row.events), token, len(row.tokens) - 1)
             task.since = self.step.begun
 
     def _fail(self, task: Task, problem: BaseException) -> None:
@@ -366,7 +363,7 @@ class Loop:
         assert task.pages is not None
         tokens = torch.tensor(task.row.tokens, device=self.step.logits.device)
         prefix = hf.Prefix(self.model.kv, 0, len(tokens), tuple(task.pages[: pages_of(len(tokens))]))
-        state = State(tokens, len(task.row.new), entropy, prefix, task.stop.length(task.row) - len(tokens))
+        state = State(tokens, len(task.row.new), entropy, prefix)
         logits = self.step.logits[task.place : task.place + 1].to(torch.float32, copy=True)
         answer = None
         if self._threads is not None:
@@ -397,7 +394,6 @@ class Loop:
         states, logits = [each.state for each in asking], torch.cat([each.logits for each in asking])
         try:
             events = self._events(tasks, states, logits, ask(states, logits))
-            known = self._take(tasks, events, logits)
         except KeyboardInterrupt:
             raise
         except BaseException as problem:
@@ -409,38 +405,13 @@ class Loop:
                 changed += tasks
             return
         changed += tasks
-        for task, event, each, ranks in zip(tasks, events, asking, known, strict=True):
+        for task, event, each in zip(tasks, events, asking, strict=True):
             task.asking = None
             task.row.events.append(event)
             task.waits.append(time.perf_counter() - each.began)
-            self._append(task, event.tokens, ranks, halted=True)
-
-    def _take(self, tasks: Sequence[Task], events: Sequence[Event], logits: Tensor) -> list[list[Ranked | None]]:
-        """Compute keys and values of the spans' tokens but the last; returns the likeliest tokens, if recorded."""
-        parts: list[Part] = []
-        places: list[range] = []  # each task's parts; one part per token if ranks are recorded
-        for task, event in zip(tasks, events, strict=True):
-            assert task.pages is not None
-            held, first = len(task.row.tokens), len(parts)
-            *tokens, _ = event.tokens
-            if task.ranking:
-                parts += [Part([token], held + index, task.pages) for index, token in enumerate(tokens)]
-            elif tokens:
-                parts.append(Part(tokens, held, task.pages))
-            places.append(range(first, len(parts)))
-        streams = self.model.extend(parts) if parts else None
-        known: list[list[Ranked | None]] = []
-        for row, (task, event, own) in enumerate(zip(tasks, events, places, strict=True)):
-            if not task.ranking:
-                known.append([None] * len(event.tokens))
-                continue
-            known.append([ranked(rank(logits[row]).tolist(), event.slm_logprob[event.choice])])
-            if streams is not None and own:
-                after = self.model.logits(streams[own.start : own.stop], self.step.vocabulary)
-                chances = after.float().log_softmax(-1)
-                taken = [float(chances[place, token]) for place, token in enumerate(event.tokens[1:])]
-                known[-1] += [ranked(each, chance) for each, chance in zip(rank(after).tolist(), taken, strict=True)]
-        return known
+            taken = event.slm_logprob[event.choice]
+            known = ranked(rank(each.logits[0]).tolist(), taken) if task.ranking else None
+            self._append(task, event.token, known, halted=True)
 
     def _events(
         self, tasks: Sequence[Task], states: Sequence[State], logits: Tensor, pools: Sequence[Pool] | OSError

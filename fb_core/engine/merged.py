@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.engine.model import PagedModel, Part
+from fb_core.engine.model import PagedModel
 from fb_core.engine.pages import pages_of
 from fb_core.native import Linear
 from fb_core.pool import Pool
@@ -79,11 +79,7 @@ class MergedReranker:
 
     @torch.no_grad()
     def scores_many(
-        self,
-        prefixes: Sequence[hf.Prefix],
-        candidates: Sequence[Tensor],
-        features: Sequence[Tensor] | None = None,
-        tails: Sequence[Sequence[Sequence[int]]] = (),
+        self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor], features: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         """As `TokenReranker.scores_many`; every prefix is in pages of the model from its first token on.
 
@@ -91,13 +87,11 @@ class MergedReranker:
             prefixes: one per state, of the model's `kv`.
             candidates: one [K] int64 per state.
             features: one [K, F] per state, if the reranker was trained with features.
-            tails: as for `TokenReranker.scores_many`.
 
         Returns:
             one float32 [K] per state.
         """
         hidden = self._hidden(prefixes, candidates)
-        self._replace_after_tails(hidden, prefixes, candidates, tails)
         scores = self.reranker.score_hidden(torch.cat(hidden), features)
         return list(scores.split([len(pool) for pool in candidates]))
 
@@ -121,24 +115,6 @@ class MergedReranker:
             for place, (state, part) in enumerate(some):
                 found[state].append(self._out[place * rows : place * rows + len(part)].clone())
         return [torch.cat(own) for own in found]
-
-    def _replace_after_tails(
-        self,
-        hidden: Sequence[Tensor],
-        prefixes: Sequence[hf.Prefix],
-        candidates: Sequence[Tensor],
-        tails: Sequence[Sequence[Sequence[int]]],
-    ) -> None:
-        """Replace, for candidates with a tail, the hidden state in [K, D] by the one after the tail."""
-        longer = [(row, k, tail) for row, own in enumerate(tails) for k, tail in enumerate(own) if tail]
-        if not longer:
-            return
-        parts = [
-            Part([int(candidates[row][k]), *tail], prefixes[row].length, prefixes[row].pages) for row, k, tail in longer
-        ]
-        found = self.model.normed(self.model.peek(parts, self.layers))
-        for (row, k, _), last in zip(longer, found, strict=True):
-            hidden[row][k] = last
 
     def _forward(self, states: int, rows: int) -> None:
         """One forward with the merged weights, over `rows` candidates of each of `states` states."""
@@ -167,4 +143,4 @@ class MergedSelector(FutureBridgeSelector):
 
     def _scores(self, states: Sequence[State], pools: Sequence[Pool], features: list[Tensor] | None) -> list[Tensor]:
         prefixes = [state.prefix for state in states if state.prefix is not None]
-        return self.merged.scores_many(prefixes, [pool.ids for pool in pools], features, [pool.tails for pool in pools])
+        return self.merged.scores_many(prefixes, [pool.ids for pool in pools], features)

@@ -183,17 +183,12 @@ class PagedModel:
             streams[[place for place, _ in chunk]] = self._extend([part for _, part in chunk])
         return streams
 
-    @torch.no_grad()
-    def peek(self, parts: Sequence[Part], layers: Sequence[Layer]) -> Tensor:
-        """As `extend`, with other layers, in one forward of any size; the pages are not changed."""
-        return self._take(self._packed(parts, False, keep=False), layers)
-
     def _extend(self, parts: Sequence[Part]) -> Tensor:
         """`extend` in one forward; in a captured one, padding rows are a branch of an empty sequence."""
         captured = self.graphs.captures
         numbers = self._packed(parts, captured)
         if not captured:
-            return self._take(numbers, self.layers)
+            return self._take(numbers)
         size = numbers.rows.shape[1]
         packed = self._buffers.setdefault(size, numbers)
         for buffer, now in zip(packed, numbers, strict=True):
@@ -201,19 +196,15 @@ class PagedModel:
         self.graphs.ready(("extend", size), partial(self._take_last, packed))()
         return self._last[: len(parts)]
 
-    def _packed(self, parts: Sequence[Part], captured: bool, keep: bool = True) -> Packed:
-        """The input of a forward over new tokens, padded if captured; `keep` says whether k and v go to the pages."""
+    def _packed(self, parts: Sequence[Part], captured: bool) -> Packed:
+        """The input of a forward over new tokens, padded if captured."""
         lengths = [len(part.tokens) for part in parts]
         total = sum(lengths)
         size = next(size for size in BUCKETS if total <= size) if captured else total
         groups = SEQUENCES + 1 if captured else len(parts)
         width = pages_of(self.length) if captured else max(pages_of(part.held) for part in parts)
         places = [range(part.held, part.held + length) for part, length in zip(parts, lengths, strict=True)]
-        slots = [-1] * total
-        if keep:
-            slots = [
-                part.pages[i // SIZE] * SIZE + i % SIZE for part, own in zip(parts, places, strict=True) for i in own
-            ]
+        slots = [part.pages[i // SIZE] * SIZE + i % SIZE for part, own in zip(parts, places, strict=True) for i in own]
         ids = [token for part in parts for token in part.tokens]
         positions = [place for own in places for place in own]
         bounds = [0, *accumulate(lengths)]
@@ -228,9 +219,9 @@ class PagedModel:
         return Packed(*(x.to(self.graphs.device) for x in numbers))
 
     def _take_last(self, packed: Packed) -> None:
-        self._last.copy_(self._take(packed, self.layers))
+        self._last.copy_(self._take(packed))
 
-    def _take(self, packed: Packed, layers: Sequence[Layer]) -> Tensor:
+    def _take(self, packed: Packed) -> Tensor:
         """The residual stream [G, D] after the last row of each sequence."""
         ids, positions, slots = packed.rows
         groups = len(packed.held)
@@ -245,7 +236,7 @@ class PagedModel:
         )
         hidden: Tensor = self.decoder.embedding(ids)
         residual: Tensor | None = None
-        for layer, keys, values in zip(layers, self.keys, self.values, strict=True):
+        for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):
             kept = keys.flatten(0, 1), values.flatten(0, 1), slots
             q, k, v, residual = layer.before_attention(hidden, residual, positions, self.cos, self.sin, kept)
             attended = branch_attention(q, k, v, keys, values, layout, window=layer.window, scale=layer.scale)

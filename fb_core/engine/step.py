@@ -133,12 +133,12 @@ class DecodeStep:
         self.first_slot[row, : len(pages)] = held * SIZE
 
     @torch.no_grad()
-    def go_on(self, row: int, budget: int, tokens: Sequence[int] = (), place: int = 0) -> None:
-        """Let a row go on with `budget` events left; `tokens`, if given, are written from `place`, its end, on."""
+    def go_on(self, row: int, budget: int, token: int | None = None, place: int = 0) -> None:
+        """Let a row go on with `budget` events left; `token`, if given, is written at `place`, its end."""
         self.order()
-        if tokens:
-            self.state.tokens[row, place : place + len(tokens)] = torch.tensor(tokens)
-            self.state.length[row] = place + len(tokens)
+        if token is not None:
+            self.state.tokens[row, place] = token
+            self.state.length[row] = place + 1
         self.state.budget[row] = budget
         self.state.halt[row] = int(Halt.NONE)
 

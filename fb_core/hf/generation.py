@@ -36,7 +36,6 @@ class Running:
     tokens: list[int]  # prompt and what was generated
     prompt: int  # its length
     events: list[Event] = field(default_factory=list)  # of a decoder that makes events
-    pending: list[int] = field(default_factory=list)  # tokens of its last event that are still to be appended
 
     @property
     def new(self) -> list[int]:
@@ -51,12 +50,12 @@ class Stop:
     ends: frozenset[int]  # stop at one of these ids
     room: int  # maximum new tokens
     positions: int | None  # maximum tokens, the prompt's included
-    events: float = float("inf")  # stop after the last token of this event, counted from 1
+    events: float = float("inf")  # stop after the token of this event, counted from 1
     told: Callable[[Running], bool] | None = None  # called after every token; True also stops
 
     def __call__(self, row: Running) -> bool:
         heard = self.told is not None and self.told(row)
-        ended = row.tokens[-1] in self.ends or (len(row.events) >= self.events and not row.pending)
+        ended = row.tokens[-1] in self.ends or len(row.events) >= self.events
         return heard or ended or len(row.tokens) >= self.length(row)
 
     def length(self, row: Running) -> int:

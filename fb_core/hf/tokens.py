@@ -256,29 +256,19 @@ def check_group(
     candidates: Tensor | Sequence[int],
     future: int = 1,
     valid_vocab: int | None = None,
-    tails: Sequence[Sequence[int]] = (),
 ) -> Tensor:
     """The candidates of a state after `position` tokens as checked ids; `future` is how many positions they need.
 
-    The ids that follow each candidate, `tails`, need as many positions more; () if no candidate has a tail.
-
     Raises:
         TypeError: ids that are not integers.
-        ValueError: no prefix, no candidate, an id given twice or outside the vocabulary, tails of another number of
-            candidates, or too many positions.
+        ValueError: no prefix, no candidate, an id given twice or outside the vocabulary, or too many positions.
     """
     ids = token_ids("candidates", candidates, model, valid_vocab)
     if len(ids) == 0:
         raise ValueError("candidates: expected at least one token id, got none; ask for a pool first")
     if len(ids.unique()) < len(ids):
         raise ValueError(f"candidates: expected no id twice, got {ids.tolist()}; remove duplicates with joint_pool")
-    if tails:
-        if len(tails) != len(ids):
-            raise ValueError(
-                f"tails: expected one for each of {len(ids)} candidates, got {len(tails)}; pass () for none"
-            )
-        many_token_ids("tails", tails, model, vocabulary(model) if valid_vocab is None else valid_vocab)
-    check_positions(model, position, future + max(map(len, tails), default=0))
+    check_positions(model, position, future)
     return ids
 
 

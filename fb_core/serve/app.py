@@ -340,8 +340,8 @@ class _Application:
         """The usage of a request's answers; with n above 1, completion tokens count n times."""
         self.metrics.whole.observe(time.perf_counter() - request.state.began)
         prompt, completion = sum(answer.prompt for answer in answers), sum(answer.completion for answer in answers)
-        asked = [Usage.of(answer.events, answer.completion) for answer in answers]
-        calls, helped = sum(one.calls for one in asked), sum(one.appended + one.suffix for one in asked)
+        asked = [Usage.of(answer.events) for answer in answers]
+        calls, helped = sum(one.calls for one in asked), sum(one.appended for one in asked)
         return usage_fields(prompt, completion * body.n, calls, helped)
 
 

@@ -297,7 +297,6 @@ def event_fields(event: Event) -> dict[str, Any]:
         **known,
         "scores": None if event.scores is None else _finite(event.scores),
         "choice": event.choice,
-        "tails": event.tails,
         "error": None if event.error is None else "the large model did not answer",
     }
 

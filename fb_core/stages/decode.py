@@ -8,10 +8,10 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from fb_core.config import ProblemSettings
@@ -94,28 +94,18 @@ class Row(BaseModel):
     @model_validator(mode="after")
     def _agrees(self) -> Row:
         for number, event in enumerate(self.events, 1):
-            columns: list[Sequence[Any]] = [event.sources, event.slm_logprob, event.llm_logprob]
+            columns: list[Sequence[float]] = [event.sources, event.slm_logprob, event.llm_logprob]
             columns += [] if event.scores is None else [event.scores]
-            columns += [] if event.tails is None else [event.tails]
             if any(len(column) != len(event.pool) for column in columns):
                 raise ValueError(f"event {number} with columns of several lengths")
-            ids = [*event.pool, *(token for tail in event.tails or () for token in tail)]
-            if not all(0 <= token < LARGEST for token in ids) or not set(event.sources) <= {1, 2, 3}:
+            if not all(0 <= token < LARGEST for token in event.pool) or not set(event.sources) <= {1, 2, 3}:
                 raise ValueError(f"event {number} with an id or a source that there is not")
-            if not 0 <= event.choice < len(event.pool) or event.step < 0:
+            chosen = event.pool[event.choice : event.choice + 1] if event.choice >= 0 <= event.step else []
+            if not chosen or chosen != self.tokens[event.step : event.step + 1]:
                 raise ValueError(f"event {number} whose choice is not the token of its step")
-            stands = self.tokens[event.step : event.step + len(event.tokens)]  # a span may be cut off at the end
-            ended = event.step + len(event.tokens) > len(self.tokens)
-            if not stands or stands != event.tokens[: len(stands) if ended else None]:
-                raise ValueError(f"event {number} whose choice is not the token of its step")
-        if any(later.step < event.step + len(event.tokens) for event, later in pairwise(self.events)):
+        if any(later.step <= event.step for event, later in pairwise(self.events)):
             raise ValueError("events out of order")
         return self
-
-    @field_serializer("events")
-    def _told(self, events: list[Event]) -> list[dict[str, Any]]:
-        """Events as dicts, without tails if every candidate is one token."""
-        return [{name: one for name, one in vars(event).items() if name != "tails" or one} for event in events]
 
 
 class Trial(NamedTuple):

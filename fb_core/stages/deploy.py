@@ -19,10 +19,9 @@ from fb_core.recipe import Deployed
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector, overridden
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.inputs import models_of, span_of, verifier_of
+from fb_core.stages.inputs import models_of, verifier_of
 
 if TYPE_CHECKING:
-    from fb_core.spans import Span
     from fb_core.verify import Verifier
 
 POLICY, RERANKER, DEPLOYED_STAGE = "policy", "reranker", "deployed"  # names of stages
@@ -110,11 +109,6 @@ class Context:
         return frozen_policy(self.run)
 
     @property
-    def span(self) -> Span:
-        """How much the LLM offers at an event."""
-        return span_of(self.settings.futures.span, self.models.tokenizer)
-
-    @property
     def verifier(self) -> Verifier:
         """The verifier of answers."""
         return verifier_of(self.settings.verify)
@@ -164,7 +158,7 @@ class Context:
     def deployed(self, reranker: TokenReranker) -> CollaborativeDecoder:
         """The decoder with a reranker, as the settings deploy it: a certain enough LLM overrides the reranker."""
         selector = overridden(FutureBridgeSelector(reranker), self.settings.evaluate.certainty)
-        return self.decoder(selector, ask=needs_llm(self.settings), span=self.span, **pool_options(self.settings))
+        return self.decoder(selector, ask=needs_llm(self.settings), **pool_options(self.settings))
 
 
 def decoder_for(
@@ -187,7 +181,7 @@ def decoder_for(
     if name == "greedy":
         return alone(context.models.slm, **context.options)
     if name == "direct":
-        return context.decoder(LLMPreference(), pool="joint", span=context.span)
+        return context.decoder(LLMPreference(), pool="joint")
     if name == "s2t":
         return context.decoder(LLMPreference(), pool="slm")
     assert seed is not None

@@ -24,7 +24,6 @@ from fb_core.verify import Verdict
 IDS, NATS, BITS = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.list_(pa.int8())
 POOL = pa.struct({"ids": IDS, "sources": BITS, "slm_logprob": NATS, "llm_logprob": NATS})
 PART = pa.struct({"id": pa.string(), "candidates": IDS, "sources": BITS})  # of a state, whose record has the log-probs
-SPANS = pa.struct([*PART, pa.field("tails", pa.list_(IDS))])  # if the LLM offered more than one token
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,8 +155,6 @@ COLUMNS: dict[type, dict[str, pa.DataType]] = {  # of each record's shards, by a
 def example_files(shard: str, kind: type, found: Sequence[Any]) -> dict[str, bytes]:
     """The file of a shard of trajectories, states, futures, groups (without matrices) or rollouts, for `Examples`."""
     columns = COLUMNS[kind]
-    if columns.get("state") == PART and any(one.state.pool.tails for one in found):
-        columns = columns | {"state": SPANS}
     rows = [{name: _plain(getattr(one, name), column) for name, column in columns.items()} for one in found]
     return {f"{shard}.parquet": table_bytes(rows, columns)}
 
@@ -178,8 +175,7 @@ def _plain(value: Any, column: pa.DataType) -> Any:
             return value.problem.id
         case State():
             part = {"id": value.id, "candidates": value.pool.ids.tolist(), "sources": value.pool.sources.tolist()}
-            part |= {"tails": value.pool.tails} if column == SPANS else {}
-            return part if column in (PART, SPANS) else value.id
+            return part if column == PART else value.id
         case Problem() | Pool():
             return {field.name: _plain(getattr(value, field.name), field.type) for field in column}
     return value
@@ -280,8 +276,7 @@ class Examples:
         place = {token: index for index, token in enumerate(state.pool.ids.tolist())}
         at = torch.tensor([self._known(stage, place, token) for token in part["candidates"]], dtype=torch.int64)
         sources = torch.tensor(part["sources"], dtype=torch.int32)
-        tails = tuple(tuple(tail) for tail in part.get("tails") or ())
-        pool = Pool(state.pool.ids[at], sources, state.pool.slm_logprob[at], state.pool.llm_logprob[at], tails)
+        pool = Pool(state.pool.ids[at], sources, state.pool.slm_logprob[at], state.pool.llm_logprob[at])
         return replace(state, pool=pool)
 
     def _known(self, stage: str, by_id: Mapping[Any, Any], name: Any) -> Any:

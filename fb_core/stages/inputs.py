@@ -12,21 +12,15 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.config import ModelSettings, ProblemSettings, RunSettings, ServerSettings, SpanSettings, VerifierSettings
+from fb_core.config import ModelSettings, ProblemSettings, RunSettings, ServerSettings, VerifierSettings
 from fb_core.llm import LLM, LocalLLM
 from fb_core.scorer import CompatibilityScorer
 from fb_core.server import ServerLLM, key_in
-from fb_core.spans import Span, ending_ids
 from fb_core.stages.artefacts import digest
 from fb_core.stages.problems import Problem, load_problems, prompt_ids, split, without_overlap
 from fb_core.verify import Verifier
 
-POOLS = (
-    "collect.slm_k",
-    "futures.llm_k",
-    "futures.span",
-    "score.pool",
-)  # settings of the candidate pool at an event
+POOLS = ("collect.slm_k", "futures.llm_k", "score.pool")  # settings of the candidate pool at an event
 DEPLOYED = (*POOLS, "evaluate.max_events", "evaluate.certainty", "train.scope", "train.features")  # and of the choice
 DEMO = "demo:"  # prefix of the name of a demo world
 
@@ -276,13 +270,6 @@ def _benchmark_problems(
         if left := len(problems) - len(found[name]):
             log.warning("%s: left out %d problems whose gold answer cannot be judged", name, left)
     return found
-
-
-@lru_cache(maxsize=4)
-def span_of(settings: SpanSettings, tokenizer: hf.Tokenizer) -> Span:
-    """How much the LLM offers at an event; raises ValueError if no token contains the delimiter."""
-    ends = frozenset() if settings.delimiter is None else ending_ids(tokenizer, settings.delimiter)
-    return Span(settings.tokens, ends, settings.agree)
 
 
 def file_stem(name: str) -> str:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fb_core import hf
 from fb_core.llm import LocalLLM, seeded
 from fb_core.stages.examples import Examples, Rollout, State, example_files
-from fb_core.stages.futures import FutureStage
-from fb_core.stages.inputs import span_of, verifier_of
-from fb_core.stages.pools import part_of, with_spans
-from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.stages.inputs import verifier_of
+from fb_core.stages.pools import part_of
+from fb_core.stages.stage import Cost, Output
 from fb_core.stages.states import OverStates, StateStage
 from fb_core.stages.trajectories import TrajectoryStage, judged
 from fb_core.verify import Verifier
@@ -29,30 +26,18 @@ def roll_out(
 
     Args:
         slm: the small model.
-        states: their pools hold the candidates; a rollout starts after a candidate and its tail.
+        states: their pools hold the candidates.
         tokenizer: of both models.
         verifier: checks the decoded solutions.
         max_new_tokens: longest rollout.
     """
-    prefixes, firsts = list[Tensor](), list[Sequence[int]]()
-    spans = [
-        [(first, *tail) for first, tail in zip_longest(state.pool.ids.tolist(), state.pool.tails, fillvalue=())]
-        for state in states
+    prefixes, firsts = [state.prefix.to(slm.device) for state in states], [state.pool.ids.tolist() for state in states]
+    written = slm.complete_branches(prefixes, firsts, max_new_tokens)
+    branches = [
+        torch.cat([rest.new_tensor([first]), rest])
+        for own, rests in zip(firsts, written, strict=True)
+        for first, rest in zip(own, rests, strict=True)
     ]
-    for state, own in zip(states, spans, strict=True):
-        prefix = state.prefix.to(slm.device)
-        prefixes.append(prefix)
-        firsts.append([first for first, *tail in own if not tail])
-        for *before, last in (span for span in own if len(span) > 1):
-            prefixes.append(torch.cat([prefix, prefix.new_tensor(before)]))
-            firsts.append([last])
-    written = iter(slm.complete_branches(prefixes, firsts, max_new_tokens))
-    branches = []
-    for own in spans:
-        singles = iter(next(written))
-        for span in own:
-            rest = next(singles) if len(span) == 1 else next(written)[0]
-            branches.append(torch.cat([rest.new_tensor(span), rest]))
     owners = [state for state in states for _ in range(len(state.pool))]
     texts, verdicts = judged(owners, branches, tokenizer, verifier)
     found, start = [], 0
@@ -75,29 +60,21 @@ class RolloutStage(OverStates):
         "rollouts.seed",
         "collect.slm_k",
         "collect.max_new_tokens",
-        "futures.span",
         "verify",
     )
     reads = (TrajectoryStage, StateStage)
     uses = ("slm", "tokenizer", "valid_vocab")
 
-    def inputs(self) -> Sequence[type[Stage]]:
-        return self.reads if self.settings.futures.span.tokens == 1 else (*self.reads, FutureStage)
-
     def work(self, shard: str) -> Output:
         settings, collect = self.settings.rollouts, self.settings.collect
         share = settings.validation if shard.startswith("validation") else settings.train
-        examples, span = Examples(self.run, shard), span_of(self.settings.futures.span, self.models.tokenizer)
-        states = [replace(state, pool=part_of(state.pool, collect.slm_k)) for state in examples.states.values()]
+        logged = Examples(self.run, shard).states.values()
+        states = [replace(state, pool=part_of(state.pool, collect.slm_k)) for state in logged]
         drawn = [
             state
             for state in states
             if len(state.pool) >= 2 and seeded(settings.seed, state.prefix.tolist()).random() < share
         ]
-        if not span.single:
-            scorer, futures = self.models.scorer, examples.futures()
-            followed = [replace(futures[state.id], state=state) for state in drawn]
-            drawn = [future.state for future in with_spans(followed, span, scorer, collect.max_new_tokens)]
         found = roll_out(
             self.models.local_slm,
             drawn,

@@ -11,8 +11,7 @@ from fb_core import scorer as packing
 from fb_core.scorer import BranchGroup, CompatibilityScorer
 from fb_core.stages.examples import Examples, Future, Group, group_files
 from fb_core.stages.futures import FutureStage, usable
-from fb_core.stages.inputs import span_of
-from fb_core.stages.pools import in_parts, with_spans
+from fb_core.stages.pools import in_parts
 from fb_core.stages.stage import Cost, Output
 from fb_core.stages.states import OverStates, StateStage
 from fb_core.stages.trajectories import TrajectoryStage
@@ -26,11 +25,11 @@ def score_states(
     batch: int = 64,
     token_budget: int = packing.TOKEN_BUDGET,
 ) -> list[Tensor]:
-    """One float32 [K, horizon] per future: its log-probs after each candidate of its state's pool and that one's tail.
+    """One float32 [K, horizon] per future: its log-probs after each candidate of its state's pool.
 
     Args:
         scorer: over the frozen SLM.
-        futures: one per state; each begins with the tail of its pool. Tokens past the horizon are ignored.
+        futures: one per state. Tokens past the horizon are ignored.
         horizon: tokens of the future to score.
         on_done: called with the number of finished groups.
         batch: trajectories between two calls of `on_done`.
@@ -66,10 +65,8 @@ def score_states(
 
 
 def _branches(future: Future, horizon: int, scorer: CompatibilityScorer) -> BranchGroup:
-    device, pool = scorer.model.device, future.state.pool
-    tails = [len(tail) for tail in pool.tails]
-    reach = horizon + max(tails, default=0)
-    return BranchGroup(future.state.position, pool.ids.to(device), future.tokens[:reach].to(device), tails, horizon)
+    device, state = scorer.model.device, future.state
+    return BranchGroup(state.position, state.pool.ids.to(device), future.tokens[:horizon].to(device))
 
 
 class ScoreStage(OverStates):
@@ -77,7 +74,7 @@ class ScoreStage(OverStates):
 
     name = "scores"
     command = "futurebridge score"
-    slice: ClassVar[Sequence[str]] = ("score", "collect.slm_k", "futures.span")
+    slice: ClassVar[Sequence[str]] = ("score", "collect.slm_k")
     reads = (TrajectoryStage, StateStage, FutureStage)
     uses = ("slm", "tokenizer", "valid_vocab")
 
@@ -98,10 +95,6 @@ class ScoreStage(OverStates):
         futures = self.futures(Examples(self.run, shard, self.models.slm.device))
         used, filters = usable(in_parts(futures, slm_k), settings.horizon)
         kept = [future for future in in_parts(futures, slm_k, settings.pool) if len(future.state.pool) >= 2]
-        span = span_of(self.settings.futures.span, self.models.tokenizer)
-        if not span.single:
-            room = self.input(TrajectoryStage).settings.collect.max_new_tokens
-            kept = with_spans(kept, span, self.models.scorer, room)
         good = {future.state.id for future in used}
         scored = [future for future in kept if future.state.id in good]
         matrices = score_states(self.models.scorer, scored, settings.horizon, self.on_progress, token_budget=budget)

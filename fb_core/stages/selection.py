@@ -14,7 +14,7 @@ from fb_core.config import ProblemSettings
 from fb_core.recipe import Deployed, Recipe
 from fb_core.stages.decode import DecodeStage, Trial, read_rows
 from fb_core.stages.deploy import Context, Generate, frozen_policy, needs_llm, pool_options
-from fb_core.stages.inputs import DEMO, DEPLOYED, span_of
+from fb_core.stages.inputs import DEMO, DEPLOYED
 from fb_core.stages.problems import Problem, drawn
 from fb_core.stages.scores import ScoreStage, filter_table
 from fb_core.stages.stage import Cost, Output, Stage
@@ -145,7 +145,7 @@ class RerankerStage(Stage):
             Recipe(certainty=settings.evaluate.certainty),
             None,
             frozen_policy(self.run),
-            pool_options(settings) | {"span": span_of(settings.futures.span, self.models.tokenizer)},
+            pool_options(settings),
             None,
             self.input(TrajectoryStage).settings.problems.thinking,
         )
@@ -155,11 +155,7 @@ class RerankerStage(Stage):
         filters = self.input(ScoreStage).folder.finished()["counts"]
         policy = frozen_policy(self.run)
         asked = self.input(TrajectoryStage)
-        span = self.settings.futures.span
-        ends = "frozenset()" if span.delimiter is None else f"ending_ids(tokenizer, {span.delimiter!r})"
-        imported = "Span" if span.delimiter is None else "Span, ending_ids"
         lines = [f"    {name}={value!r}," for name, value in pool_options(self.settings).items()]
-        lines += [] if span.tokens == 1 else [f"    span=Span({span.tokens}, {ends}, {span.agree}),"]
         names = {"slm": _public(models.slm), "llm": _public(models.llm)}
         loading = LOADING.format(**names)
         if models.slm.startswith(DEMO):
@@ -182,7 +178,6 @@ class RerankerStage(Stage):
             top_k=policy.top_k,
             quantile=self.input(PolicyStage).settings.collect.quantile,
             options="\n".join(lines),
-            spans="" if span.tokens == 1 else f"\nfrom fb_core.spans import {imported}",
             load=", scope='sequence'" if settings.scope == "sequence" else "",
             wrapped=WRAPPED.format(certainty) if (certainty := self.settings.evaluate.certainty) is not None else PLAIN,
             scope="the whole sequence" if settings.scope == "sequence" else "the candidate token alone",
@@ -258,7 +253,7 @@ continue from a token that it or {llm} proposes at an uncertain step. It was dis
 answer-verified continuation by {llm} after every candidate.
 
 ```python
-from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, RequestPolicy, TokenReranker{spans}
+from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, RequestPolicy, TokenReranker
 {loading}
 reranker = TokenReranker.from_pretrained("path/to/this/folder", slm{load})
 decoder = CollaborativeDecoder(

@@ -172,9 +172,7 @@ class TrainStage(Stage):
                 features = candidate_features(
                     pool.slm_logprob, pool.llm_logprob, pool.sources, self.settings.train.features
                 )
-                one = TrainingGroup(
-                    group.state.position, pool.ids.to(device), target.to(device), features.to(device), pool.tails
-                )
+                one = TrainingGroup(group.state.position, pool.ids.to(device), target.to(device), features.to(device))
                 members.setdefault(trajectory.problem.id, (trajectory.tokens, []))[1].append(one)
             found += [TrainingTrajectory(tokens, of_trajectory) for tokens, of_trajectory in members.values()]
         return found

@@ -24,7 +24,7 @@ from fb_core.stages.artefacts import Artefact, tensor_bytes
 from fb_core.stages.calibration import rolled_out_terms
 from fb_core.stages.deploy import RERANKER, chosen_reranker, frozen_policy, pool_options
 from fb_core.stages.examples import Examples, State
-from fb_core.stages.inputs import DEPLOYED, span_of
+from fb_core.stages.inputs import DEPLOYED
 from fb_core.stages.inside import FOLDER, TRAINED
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.selection import RerankerStage, SelectionStage
@@ -161,8 +161,7 @@ class ValueStage(Stage):
         )
 
     def _candidates(self, learned: _States, held_out: _States) -> Iterator[Candidate]:
-        policy, span = frozen_policy(self.run), span_of(self.settings.futures.span, self.models.tokenizer)
-        options = pool_options(self.settings) | {"span": span}
+        policy, options = frozen_policy(self.run), pool_options(self.settings)
         thinking = self.input(TrajectoryStage).settings.problems.thinking
         heads: dict[tuple[str, Form | None], ValueHead | None] = {}
         for name in learned.scores:
@@ -309,10 +308,10 @@ def _scores(reranker: TokenReranker, whole: hf.Prefix, states: Sequence[State]) 
     ]
     if reranker.scope == "candidate":
         prefixes = [replace(whole, length=state.position) for state in states]
-        found = reranker.scores_many(prefixes, pools, features, [state.pool.tails for state in states])
+        found = reranker.scores_many(prefixes, pools, features)
     else:
         found = [
-            reranker.scores(state.prefix, pool, features=rows, tails=state.pool.tails)
+            reranker.scores(state.prefix, pool, features=rows)
             for state, pool, rows in zip(states, pools, features, strict=True)
         ]
     return [scores.cpu() for scores in found]

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from warm import futurebridge
 
-from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy, Span
+from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy
 from fb_core.chat import EVENT_STYLE, Chat, Printer, read_prompt
 from fb_core.config import PairSettings, ServeSettings
 from fb_core.pool import Event
@@ -107,7 +107,7 @@ def test_a_certain_llm_overrides_the_adapter(pair):
 def trained(pair, folder, thinking=False):
     """The adapter in a folder as `train` writes it."""
     shutil.copytree(pair / "adapter", folder)
-    pools = {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8, "span": Span()}
+    pools = {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8}
     Deployed(Recipe(), None, RequestPolicy(1.2), pools, None, thinking).save(folder)
     return folder
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,6 @@ from fb_core.hub import deployed_files
 from fb_core.loading import load
 from fb_core.recipe import ASK, DIRECT, GREEDY, PUBLISHED, Deployed, Recipe
 from fb_core.reranker import DESCRIPTION
-from fb_core.spans import Span
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.choice import ChoiceStage, TrialStage, Tried, decide, promising
 from fb_core.stages.commands import run_command, train_others
@@ -277,7 +275,7 @@ def test_the_folder_of_an_adapter_holds_recipe_and_evidence(run, chosen_settings
     assert found.evidence == dict(evidence)[recipe]
     assert found.evidence.problems == 24
     assert found.policy.threshold == frozen_policy(run).threshold
-    assert found.options == {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8, "span": Span()}
+    assert found.options == {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8}
     assert found.thinking
     assert "## Deployed recipe" in (folder_of(run) / "README.md").read_text()
     TokenReranker.from_pretrained(folder_of(run), load_pair("plans").slm)
@@ -291,7 +289,7 @@ def test_every_adapter_of_a_run_says_what_it_was_trained_for(run, chosen_setting
         assert Deployed.load(folder).thinking
         selector, policy, options = deployment_of(str(folder), slm)
         assert (type(selector), policy) == (FutureBridgeSelector, frozen_policy(run))
-        assert options == {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8, "span": Span()}
+        assert options == {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8}
         loaded = load(PairSettings(slm="demo:plans", llm="demo:plans", adapter=str(folder)))
         assert (loaded.policy, loaded.options, loaded.thinking) == (policy, options, True)
         assert deployment_of(str(folder), slm, certainty=0.5).selector.certainty == 0.5
@@ -343,10 +341,6 @@ def test_greedy_asks_nobody_and_options_come_from_the_recipe(run, chosen_setting
     selector, policy, options = deployment_of(direct, slm, threshold=0.3, max_events=3)
     assert isinstance(selector, LLMPreference)
     assert (policy.threshold, options["max_events"], options["slm_k"]) == (0.3, 3, 3)
-    loaded = Deployed.load(direct)
-    loaded = replace(loaded, options=loaded.options | {"span": Span(4, frozenset({9}), agree=True)})
-    loaded.save(direct)
-    assert deployment_of(direct, slm, span=0).options["span"] == Span(None, frozenset({9}), agree=True)
     with pytest.raises(ValueError, match=r"certainty: expected none with the recipe in .* \(direct LLM score\)"):
         deployment_of(direct, slm, certainty=0.5)
 
@@ -369,6 +363,18 @@ def test_a_damaged_recipe_is_refused_in_a_sentence(run, chosen_settings, tmp_pat
     (folder / DESCRIPTION).write_text(json.dumps(description))
     with pytest.raises(ValueError, match=r"futurebridge\.json: expected a recipe as `train` writes it, got "):
         Deployed.load(folder)
+
+
+def test_an_adapter_of_the_first_format_is_refused_in_a_sentence(run, chosen_settings, tmp_path):
+    """Its recipe may hold spans, which events do not have."""
+    folder = deployed_as(run, tmp_path / "one", Recipe(), chosen_settings)
+    description = json.loads((folder / DESCRIPTION).read_text()) | {"format": 1}
+    description["recipe"]["pools"]["span"] = {"tokens": 4, "ends": [], "agree": False}
+    (folder / DESCRIPTION).write_text(json.dumps(description))
+    slm = load_pair("plans").slm
+    for load_it in (lambda: deployment_of(str(folder), slm), lambda: TokenReranker.from_pretrained(folder, slm)):
+        with pytest.raises(ValueError, match=r"futurebridge\.json: expected format 2, got 1; train the adapter again"):
+            load_it()
 
 
 def test_a_lost_weight_is_refused(run, chosen_settings, tmp_path):

@@ -17,8 +17,6 @@ from fb_core import (
 )
 from fb_core.counts import check_count
 from fb_core.pair import Pair
-from fb_core.scorer import BranchGroup
-from fb_core.spans import Span
 from fb_core.training import Recipe
 
 POLICY = RequestPolicy(1.0)
@@ -39,19 +37,13 @@ DOORS = [
     ("max_new_tokens", lambda count: decoder().generate([3], count)),
     ("rank", lambda count: TokenReranker.from_base(tiny("qwen3"), rank=count)),
     ("top_k", lambda count: RequestPolicy(1.0, count)),
-    ("tokens", lambda count: Span(count)),
     ("batch_tokens", lambda count: LocalLLM(tiny("qwen3"), batch_tokens=count)),
     ("k", lambda count: LocalLLM(tiny("qwen3")).candidates([3], count)),
     ("n", lambda count: LocalLLM(tiny("qwen3")).sample_many([[3]], count, 4)),
     ("token_budget", lambda count: CompatibilityScorer(tiny("qwen3")).logprobs_many([([3], [[4]])], count)),
-    ("horizon", lambda count: trajectory(BranchGroup(1, [4, 5], [6], horizon=count))),
     ("in_flight", lambda count: ServerLLM("http://127.0.0.1:9", vocabulary=9, in_flight=count)),
     *((name, lambda count, name=name: Recipe(**{name: count})) for name in ("epochs", "groups_per_step")),
 ]
-
-
-def trajectory(group):
-    return CompatibilityScorer(tiny("qwen3")).score_trajectory([3, 4, 5], [group])
 
 
 @pytest.mark.parametrize(("name", "call"), DOORS)

@@ -35,7 +35,6 @@ from fb_core.selectors import (
     ValueSelector,
 )
 from fb_core.server import ServerLLM
-from fb_core.spans import Span
 
 MARGIN = 1e-4
 NEVER, ALWAYS = math.inf, -math.inf
@@ -356,11 +355,11 @@ class FakeReranker:
     def __init__(self, scope, feature_names=()):
         self.scope, self.feature_names, self.calls = scope, feature_names, []
 
-    def scores_many(self, prefixes, candidates, features=None, tails=()):
+    def scores_many(self, prefixes, candidates, features=None):
         self.calls.append(("many", [prefix.length for prefix in prefixes], features))
         return [-ids.float() for ids in candidates]
 
-    def scores(self, prefix, candidates, cache=None, features=None, tails=()):
+    def scores(self, prefix, candidates, cache=None, features=None):
         self.calls.append(("one", [len(prefix)], features))
         return -candidates.float()
 
@@ -512,10 +511,6 @@ def test_the_tokenizers_end_token_ends_a_generation_too():
     assert large.ends == {whole[last]}
     assert large.complete(prompt, 20).tolist() == whole[: last + 1]
     assert LocalLLM(model, tokenizer=tokenizer).complete(prompt, 20).tolist() == whole[: last + 1]
-    span = CollaborativeDecoder(
-        model, model, LLMPreference(), RequestPolicy(ALWAYS), max_length=64, tokenizer=tokenizer, span=Span(9)
-    )
-    assert span.generate(prompt, 20).token_ids.tolist() == whole[: last + 1]
 
 
 def test_padding_of_the_embedding_never_counts():
@@ -574,7 +569,6 @@ def decoder_of(**options):
         ({"tokenizer": "gpt2"}, TypeError, "tokenizer: expected a tokenizer or a pair of them, got str"),
         ({"tokenizer": ()}, TypeError, "tokenizer: expected a tokenizer or a pair of them, got an empty tuple"),
         ({"tokenizer": (None, None)}, TypeError, "tokenizer: expected a tokenizer or a pair of them, got NoneType"),
-        ({"span": 4}, TypeError, r"span: expected type Span, got int; pass one such as Span\(4\)"),
         ({"slm_k": 2.5}, ValueError, "slm_k: expected 1 or more, got 2.5"),
     ],
 )

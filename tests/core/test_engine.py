@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decoding import NEVER, Mixed, prompts
-from tiny import V, tiny
+from tiny import EOS, V, tiny
 
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy, SLMPreference
 from fb_core.engine.engine import Engine
@@ -257,6 +257,24 @@ def test_log_probs_are_the_small_models_at_every_place(ahead):
             assert token.seconds is None or 0 < token.seconds < 60
             events += token.event is not None and token.id != token.ranked.ids[0]
     assert events > 5
+
+
+@pytest.mark.parametrize("fast", [{}, {"max_length": 60}])
+def test_an_end_that_the_large_model_alone_has_ends_the_generation(fast):
+    slm, llm = models()
+    (ids,) = prompts(6, seed=5)
+
+    def decoder():
+        return CollaborativeDecoder(slm, llm, LLMPreference(), RequestPolicy(-math.inf), max_events=6, **fast)
+
+    whole = decoder().generate(ids, 30).token_ids.tolist()
+    assert len(whole) > 5
+    llm.generation_config.eos_token_id = [EOS, whole[4]]
+    wanted = whole[: whole.index(whole[4]) + 1]
+    assert decoder().generate(ids, 30).token_ids.tolist() == wanted
+    if fast:
+        with engine(slm, llm, LLMPreference(), -math.inf, max_events=6) as served:
+            assert served.submit(ids, 30).result(60).token_ids.tolist() == wanted
 
 
 def test_where_pages_are_scarce_sequences_wait():

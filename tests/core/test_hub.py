@@ -16,7 +16,7 @@ from runs import settings
 from transformers import AutoModelForCausalLM
 from warm import futurebridge
 
-from fb_core import RequestPolicy, Span, TokenReranker, hf
+from fb_core import RequestPolicy, TokenReranker, hf
 from fb_core.demo.pairs import load_pair
 from fb_core.hub import deployed_files, push_to_hub
 from fb_core.policy import AskHead
@@ -25,7 +25,7 @@ from fb_core.stages.artefacts import Artefact
 from fb_core.stages.selection import RerankerStage
 
 PUBLISHED = ["README.md", "adapter_config.json", "adapter_model.safetensors", "futurebridge.json"]
-POOLS = {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8, "span": Span()}
+POOLS = {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8}
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_folder_that_lacks_a_file_is_refused(folder, name, inside):
         ("README.md", "\udcff", "model card"),
         ("adapter_model.safetensors", "x" * 40, "expected a safetensors file, got"),
         ("futurebridge.json", "{", "expected a small JSON object of an adapter, got"),
-        ("futurebridge.json", '{"format": 1, "recipe": 3}', "expected a recipe as `train` writes it"),
+        ("futurebridge.json", '{"format": 2, "recipe": 3}', "expected a recipe as `train` writes it"),
         ("published/README.md", "# no head", "library_name at its head, got none"),
     ],
 )

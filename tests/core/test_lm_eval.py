@@ -24,7 +24,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, Span, TokenReranker, shared_prefix
+from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, TokenReranker, shared_prefix
 from fb_core.lm_eval import UNSUPPORTED, FutureBridgeLM
 from fb_core.recipe import Deployed, Recipe
 
@@ -311,7 +311,7 @@ def test_an_adapter_brings_what_it_was_trained_for(
     given = {"tokenizer": words, "llm": large, "adapter": str(tmp_path)}
     with pytest.raises(ValueError, match=r"^threshold: expected the nats at which the adapter in .* got none there"):
         FutureBridgeLM(model, **given)
-    pools = {"pool": "joint", "slm_k": 3, "llm_k": 2, "max_events": 5, "span": Span()}
+    pools = {"pool": "joint", "slm_k": 3, "llm_k": 2, "max_events": 5}
     Deployed(Recipe(), None, RequestPolicy(1.7068), pools, None, True).save(tmp_path)
     lm = FutureBridgeLM(model, **given)
     decoder, pool = lm.engine.decoder, lm.engine.decoder.intervention

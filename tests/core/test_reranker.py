@@ -346,7 +346,7 @@ def test_hostile_adapter_config(entry, value, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2},
+        {"format": 1},
         {"features": ["slm"]},
         {"features": {"slm": "x"}},
         {"features": {"slm": float("nan")}},

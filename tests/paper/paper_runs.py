@@ -23,8 +23,6 @@ SMALL: dict[str, dict[str, Any]] = {
         "temperatures": [1.0],
         "quantiles": [0.92],
         "hindsight": 2,
-        "spans": [3],
-        "delimiter": ".",
     },
 }
 

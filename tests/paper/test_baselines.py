@@ -27,7 +27,6 @@ from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.policy import RequestPolicy
 from fb_core.pool import LARGE, SLM
 from fb_core.selectors import FutureBridgeSelector, LLMPreference, SLMPreference
-from fb_core.spans import Span
 from fb_core.targets import KL_WEIGHT, MARGIN, group_targets, selection_target
 from fb_core.training import _hinge
 from fb_kernels import group_cross_entropy
@@ -67,8 +66,6 @@ def words_tokenizer(size, **more):
 
 class Pools:
     """A context of no run: two models, a policy and options of the decoder."""
-
-    span = Span()
 
     def __init__(self, slm, llm, policy, **options):
         self.given, self.options = (slm, llm), {"policy": policy, **options}

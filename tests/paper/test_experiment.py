@@ -43,7 +43,7 @@ from fb_core.stages.rollouts import token_kind
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
-METHODS = ["greedy", "majority", "one-token-takeover", "direct", "futurebridge"]
+METHODS = ["greedy", "majority", "one-token-takeover", "direct", "spans", "futurebridge"]
 PROGRAM = "benchmarks.paper.__main__"
 
 
@@ -82,9 +82,8 @@ def state_of(run):
     return {stage.name: contents(stage.resolve()) for stage in stages}, times
 
 
-MADE = ("greedy", "majority", "direct", "one-token-takeover", "futurebridge")
+MADE = ("greedy", "majority", "direct", "one-token-takeover", "spans", "futurebridge")
 MADE += ("alpha-0.5", "pool-slm", "override", "q0.92", "q0.92/direct", "q0.92/futurebridge")
-MADE += ("span-3", "direct-span-all")
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +114,7 @@ LEARNED = {"training", "selection", "reranker"}
         ("futurebridge", COLLECTED | {"futures", "scores"} | LEARNED, set()),
         ("alpha-0.5", COLLECTED | {"futures", "scores"}, LEARNED),
         ("pool-slm", COLLECTED | {"futures"}, LEARNED | {"scores"}),
-        ("span-3", COLLECTED | {"futures"}, LEARNED | {"scores"}),
-        ("direct-span-all", COLLECTED, set()),
+        ("spans", COLLECTED, set()),
         (
             "override",
             COLLECTED | {"futures", "scores", "training", "rollouts"},
@@ -261,7 +259,7 @@ def test_rows_of_a_quantile_are_beside_the_methods_at_that_quantile(made, found,
 
 
 def test_tables_that_were_not_asked_for_are_left_out(found):
-    assert {row.table for row in found.rows} == {"methods", "pools", "alpha", "spans", "repairs", "quantiles"}
+    assert {row.table for row in found.rows} == {"methods", "pools", "alpha", "repairs", "quantiles"}
     pools = rows_of(found, "pools")
     assert list(pools) == [("futurebridge", None), ("pool-slm", None), ("pool-llm", None), ("pool-slm-wide", None)]
     assert pools["futurebridge", None].label == "joint pool"
@@ -270,40 +268,6 @@ def test_tables_that_were_not_asked_for_are_left_out(found):
     assert next(iter(repairs)) == ("futurebridge", None)
     assert {key for (key, _), row in repairs.items() if row.accuracy} == {"futurebridge", "override"}
     assert all(row.ours for row in repairs.values())
-
-
-def test_rows_of_spans_say_what_the_llm_wrote(made, found):
-    run, _, _ = made
-    rows = {row.key: row for row in found.of("spans")}
-    kinds = ("3", "step", "agree", "all")
-    assert list(rows) == [
-        *("futurebridge", *(f"span-{kind}" for kind in kinds)),
-        *("direct", *(f"direct-span-{kind}" for kind in kinds)),
-    ]
-    assert {key for key, row in rows.items() if row.accuracy} == {"futurebridge", "span-3", "direct", "direct-span-all"}
-    for key in ("futurebridge", "direct"):
-        assert rows[key].llm_tokens.mean == rows[key].llm_written == rows[key].events  # a token an event
-    for key in ("span-3", "direct-span-all"):
-        stand, offered, problems = 0, 0, 0
-        for file in sorted((run / "variants" / key / "comparison").glob("*.jsonl")):
-            for row in map(json.loads, file.read_text().splitlines()):
-                problems += 1
-                for event in row["events"]:
-                    tails = event.get("tails") or [[]] * len(event["pool"])
-                    stand += 1 + len(tails[event["choice"]])
-                    offered += 1 + sum(map(len, tails))
-        assert rows[key].llm_tokens.mean == pytest.approx(stand / problems)
-        assert rows[key].llm_written == pytest.approx(offered / problems)
-    assert rows["span-3"].llm_written > rows["span-3"].llm_tokens.mean > rows["span-3"].events
-    assert rows["direct-span-all"].llm_written == rows["direct-span-all"].llm_tokens.mean > 10
-    assert rows["direct-span-all"].events <= 1
-    tables = {section.title: [b for b in section.blocks if hasattr(b, "rows")] for section in render([found]).sections}
-    (shown,) = tables["Spans"]
-    place = {head: column for column, head in enumerate(shown.head)}
-    cells = {row[0]: row for row in shown.rows}["FutureBridge, 3 tokens"]
-    assert cells[place["LLM tokens per problem"]] == f"{rows['span-3'].llm_tokens.mean:.1f}"
-    assert cells[place["LLM tokens with unchosen spans"]] == f"{rows['span-3'].llm_written:.1f}"
-    assert "LLM tokens per problem" not in tables["Methods"][0].head
 
 
 def test_findings_are_plain_and_finite(made, found):
@@ -328,16 +292,15 @@ def test_findings_are_plain_and_finite(made, found):
     ("tokens", "step"),
     [
         ([1, 9, 3, 4], 1),  # the first event's own token
-        ([1, 2, 9, 4], 1),  # inside its tail
-        ([1, 2, 3, 9], None),  # after it, where there is no event
+        ([1, 2, 9, 4], None),  # after it, where there is no event
         ([1, 2, 3], None),  # it ends sooner
     ],
 )
-def test_a_text_parts_at_the_event_whose_tokens_differ(tokens, step):
+def test_a_text_parts_at_the_event_whose_token_differs(tokens, step):
     known = {"benchmark": "b", "method": "m", "seed": None, "loop": "batch", "problem": "p", "prompt_sha256": ""}
     known |= {"gold": "", "verdict": "wrong", "calls": 1, "seconds": None, "peak_bytes": None, "text": ""}
-    event = Event(1, 2.0, [tokens[1], 7], [1, 2], [-1.0, -1.0], [-1.0, -1.0], [1.0, 0.0], 0, tails=[[tokens[2]], []])
-    counts = {"pool": None, "appended": 1, "suffix": 1}
+    event = Event(1, 2.0, [tokens[1], 7], [1, 2], [-1.0, -1.0], [-1.0, -1.0], [1.0, 0.0], 0)
+    counts = {"pool": None, "appended": 1, "suffix": 0}
     greedy = Row(**known, **counts, tokens=[1, 2, 3, 4], events=[])
     assert _parting_event(greedy, Row(**known, **counts, tokens=tokens, events=[event])) == step
 
@@ -588,7 +551,7 @@ def test_shipped_settings_are_published_where_they_say_so():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"train": {"features": ["slm"]}}, {"evaluate": {"certainty": 0.6}}, {"futures": {"span": {"tokens": 2}}}],
+    [{"train": {"features": ["slm"]}}, {"evaluate": {"certainty": 0.6}}],
 )
 def test_an_experiment_begins_with_the_published_recipe(changes, tmp_path):
     with pytest.raises(ValueError, match=r"experiment: expected the published recipe"):

@@ -90,7 +90,6 @@ VARIANTS = {
     ],
     "alpha": [("alpha-0.5", "α = 0.5", 0.94, 0.5), ("alpha-0.25", "α = 0.25", 0.91, 0.25)],
     "temperature": [("tau-1", "τ = 1", 0.956, 1.0)],
-    "spans": [("span-4", "FutureBridge, 4 tokens", 0.951, None)],
     "scope": [("sequence", "Whole sequence", 0.962, None)],
     "repairs": [
         ("features", "With features", 0.964, None),
@@ -547,7 +546,7 @@ TITLES = [
     ),
     *("Deployed recipe", "Costs", "Candidate pools", "Pool coverage", "Horizon", "Futures", "Future quality"),
     *("Hybrid targets", "Adapter scope", "Target temperature", "Agreement with rollouts", "Advice", "Calibration"),
-    *("Spans", "Repairs", "Request quantiles", "Choices by kind of event", "One trajectory", "One event in full"),
+    *("Repairs", "Request quantiles", "Choices by kind of event", "One trajectory", "One event in full"),
     *("Reranker selection", "States", "Settings", "How to read the numbers"),
 ]
 
@@ -772,12 +771,6 @@ def test_the_frontier_is_that_of_the_average_where_there_is_one():
     for axis in axes:
         assert axis.get_ylabel() == "accuracy on average, %"
         assert len(axis.containers) == len({*METHODS, *(key for key, *_ in VARIANTS["repairs"])})
-
-
-def test_the_figure_of_the_spans_has_the_ends_of_the_line_too():
-    (axis,) = drawn("tokens", read(tiny())).axes
-    labels = {text.get_text() for text in axis.texts}
-    assert labels == {"Greedy", "Takeover", *(label for _, label, *_ in VARIANTS["spans"])}
 
 
 def test_the_line_of_the_frontier_ends_at_greedy_and_takeover():
@@ -1226,8 +1219,7 @@ def test_cells_say_how_many_test_sets_and_models_they_are_of():
 
 
 DRAWN = [
-    *("accuracy", "forest", "agreement", "horizon", "quality", "trajectory", "event", "cost", "sweep"),
-    *("frontier", "tokens"),
+    *("accuracy", "forest", "agreement", "horizon", "quality", "trajectory", "event", "cost", "sweep", "frontier"),
 ]
 
 
@@ -1236,7 +1228,7 @@ def shown_by(name, found):
     return [found] if name == "forest" else found
 
 
-OF_TABLE = {"accuracy": ["methods"], "horizon": ["horizons"], "sweep": ["quantiles"], "tokens": ["spans"]}
+OF_TABLE = {"accuracy": ["methods"], "horizon": ["horizons"], "sweep": ["quantiles"]}
 
 
 @pytest.mark.parametrize("name", DRAWN)

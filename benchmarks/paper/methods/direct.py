@@ -1,8 +1,8 @@
-"""Direct LLM score: at every admitted state the LLM's likeliest candidate, a token of its own or a span of them.
+"""Direct LLM score: at every admitted state the LLM's likeliest candidate.
 
 Definition: the candidate of the joint pool with the largest log p_T is appended. The LLM's argmax is always in the
 pool, so this equals one-token takeover, which appends the LLM's argmax whatever the SLM proposes; ties go to the lowest
-id in both. If the run's settings have spans, the LLM's continuation of that token is appended too.
+id in both.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ from fb_core.selectors import LLMPreference
 METHOD = Method(
     name="direct",
     label="Direct LLM score",
-    decode=lambda run, _: run.decoder(LLMPreference(), pool="joint", span=run.span).generate_many,
+    decode=lambda run, _: run.decoder(LLMPreference(), pool="joint").generate_many,
     timed=("fast",),
 )

@@ -144,9 +144,6 @@ def _rows_table(findings: Findings, rows: Sequence[Result], shown: Experiment, b
     columns += [_minus_column(name) for name in beside]
     columns += [number_column("events", "events per problem", 2), mean_column("calls", "LLM calls per problem", 2)]
     columns.append(number_column("tokens", "tokens per problem", 1))
-    if shown.figure == "tokens":
-        columns.append(mean_column("llm_tokens", "LLM tokens per problem", 1))
-        columns.append(number_column("llm_written", "LLM tokens with unchosen spans", 1))
     unequal = len({row.problems for row in rows if row.problems}) > 1
     columns += [number_column("problems", "problems")] if unequal else []
     return column_table(f"{shown.title} on {benchmark}", rows, columns, made_with(findings, rows))

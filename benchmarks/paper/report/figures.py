@@ -342,14 +342,6 @@ def frontier(findings: Findings, theme: Theme) -> Figure | None:
     return _against(primary(findings.frontier), theme, {"llm_tokens": "LLM tokens", "calls": "LLM calls"})
 
 
-@pictured
-def tokens(findings: Findings, theme: Theme, table: str) -> Figure | None:
-    """Accuracy of a table's rows, greedy decoding and takeover against the LLM's tokens, on the primary benchmark."""
-    rows = findings.of(table)
-    ends = [row for row in findings.of("methods") if row.key in ("greedy", "takeover")]
-    return _against(primary([*ends, *rows]), theme, {"llm_tokens": "LLM tokens"}) if rows else None
-
-
 def _against(rows: Sequence[Result], theme: Theme, costs: Mapping[str, str]) -> Figure | None:
     """Accuracy against costs per problem, a panel each, with the line from greedy decoding to takeover.
 

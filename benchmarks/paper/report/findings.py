@@ -80,13 +80,13 @@ class Experiment(_Values):
 
     Attributes:
         varies: what it varies, in sentences.
-        figure: the kind of figure; "tokens" also has columns of LLM tokens.
+        figure: the kind of figure.
     """
 
     name: str
     title: str
     varies: str
-    figure: Literal["accuracy", "horizon", "sweep", "tokens"] | None = None
+    figure: Literal["accuracy", "horizon", "sweep"] | None = None
     caption: str = ""
 
 
@@ -103,7 +103,6 @@ class Result(_Values):
         calls: mean number per problem of requests to the LLM.
         llm_tokens: mean number per problem of the answer's tokens that the LLM wrote or that were chosen when it was
             asked.
-        llm_written: the same, with the tails of spans that were not chosen.
         above_line: accuracy minus that of takeover on such a share of the problems (the SLM decodes the rest) that it
             costs the same number of `llm_tokens`; None for greedy decoding and takeover, the ends of that line.
     """
@@ -126,7 +125,6 @@ class Result(_Values):
     tokens: float | None = None
     llm_tokens: Interval | None = None
     above_line: Interval | None = None
-    llm_written: float | None = None
 
 
 class Agreement(_Values):

@@ -34,7 +34,6 @@ EXPERIMENT_FIGURES: Mapping[str, Callable[[Findings, str], Picture | None]] = {
     "accuracy": figures.accuracy,
     "horizon": figures.horizon,
     "sweep": figures.sweep,
-    "tokens": figures.tokens,
 }
 
 
