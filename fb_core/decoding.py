@@ -222,7 +222,7 @@ class CollaborativeDecoder:
             on_token(row.tokens[-1], last)
             return False
 
-        return self.decode(input_ids, max_new_tokens, told)
+        return self._decode([input_ids], max_new_tokens, told=told)[0]
 
     def generate_many(
         self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096, *, until: float = float("inf")
@@ -330,15 +330,6 @@ class CollaborativeDecoder:
         with self._alone():
             self.loop.load_adapter(directory)
 
-    def decode(
-        self,
-        input_ids: Tensor | Sequence[int],
-        max_new_tokens: int,
-        told: Callable[[hf.Running], bool],
-    ) -> Generation:
-        """As `generate`; `told` is called after every token, and ends the generation by returning True."""
-        return self._decode([input_ids], max_new_tokens, told=told)[0]
-
     def _decode(
         self,
         prompts: Sequence[Tensor | Sequence[int]],
@@ -347,17 +338,20 @@ class CollaborativeDecoder:
         events: float = float("inf"),
         told: Callable[[hf.Running], bool] | None = None,
     ) -> list[Generation]:
-        """Decode by either loop; the arguments are those of `hf.Stop`."""
-        hf.check_decodable("slm", self.slm)
+        """Decode prompts as a user gives them; the arguments are those of `hf.Stop`."""
         check_max_new_tokens(max_new_tokens)
         checked = checked_prompts("input_ids", prompts, self.slm, room=1)
         ends = self.pair.ends if ends is None else ends
-        stop = hf.Stop(ends, max_new_tokens, hf.max_positions(self.slm), events, told)
+        return self.decode(checked, hf.Stop(ends, max_new_tokens, hf.max_positions(self.slm), events, told))
+
+    def decode(self, prompts: Sequence[Tensor], stop: hf.Stop) -> list[Generation]:
+        """Decode checked prompts by either loop."""
+        hf.check_decodable("slm", self.slm)
         if self.loop is None:
             reads = self.policy.ask is not None
-            rows = hf.lockstep(self.slm, checked, stop, self._choose, self.batch_tokens, hidden=reads)
+            rows = hf.lockstep(self.slm, prompts, stop, self._choose, self.batch_tokens, hidden=reads)
         else:
-            rows = self._together(checked, stop)
+            rows = self._together(prompts, stop)
         return [self.generation(row) for row in rows]
 
     def generation(self, row: hf.Running) -> Generation:

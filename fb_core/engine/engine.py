@@ -416,7 +416,8 @@ def _one_after_another(state: _State) -> None:
 
         GONE.set(task.gone)
         try:
-            outcome: Generation | BaseException = decoder.decode(task.row.tokens, task.stop.room, told)
+            prompt = torch.tensor(task.row.tokens, device=decoder.slm.device)
+            outcome: Generation | BaseException = decoder.decode([prompt], replace(task.stop, told=told))[0]
         except BaseException as problem:
             outcome = problem
         with state.changed:
