@@ -247,7 +247,7 @@ def test_a_step_that_halted_changes_nothing_when_it_runs_again():
     assert step.outcomes(1) == first
     now = (*step.state, *step.model.keys, *step.model.values, step.logits)
     assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
-    step.go_on(0, 7, [17], 5)
+    step.go_on(0, 7, 17, 5)
     step.run(1)
     assert step.state.tokens[0, 5] == 17
     assert int(step.state.budget) == 7

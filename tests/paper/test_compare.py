@@ -12,6 +12,7 @@ import torch
 from paper_runs import settings
 from runs import linked
 
+from benchmarks.paper import methods
 from benchmarks.paper.comparison import CompareStage
 from benchmarks.paper.costs import DeploymentStage, deployment_rows, offline_rows
 from benchmarks.paper.methods import generator
@@ -22,7 +23,7 @@ from benchmarks.paper.methods.takeover import TakeoverGeneration
 from benchmarks.paper.r2r.decoding import r2r
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage, read_router
 from benchmarks.paper.settings import EXTERNAL, names
-from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, TokenReranker, Verifier, methods
+from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, TokenReranker, Verifier
 from fb_core.decoding import Generation, Usage
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LocalLLM

@@ -554,7 +554,7 @@ def test_shipped_settings_are_published_where_they_say_so():
     [{"train": {"features": ["slm"]}}, {"evaluate": {"certainty": 0.6}}],
 )
 def test_an_experiment_begins_with_the_published_recipe(changes, tmp_path):
-    with pytest.raises(ValueError, match=r"experiment: expected the published recipe"):
+    with pytest.raises(ValueError, match=r"tables: expected the published recipe"):
         run_tables(["methods"], changed(PaperSettings(**PAPER), changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -686,7 +686,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
             assert "verified" in row.minus
         assert ("first correct sample" in row.minus) == (row.key in ("future-unverified", "future-incorrect"))
     keys = {(row.table, row.key) for row in found.rows}
-    assert len([key for table, key in keys if table == "methods"]) == 14 + 3 + 1 + 3  # distilled, tuned, unseen
+    assert len([key for table, key in keys if table == "methods"]) == 15 + 3 + 1 + 3  # distilled, tuned, unseen
     assert len([key for table, key in keys if table == "horizons"]) == 2
     assert len([key for table, key in keys if table == "futures"]) == 6 + 1
     by_quantile = {}
