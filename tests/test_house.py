@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import inspect
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,45 @@ def faults(source: str, path: str) -> list[str]:
     tree = ast.parse(source)
     found = [*import_faults(tree, path), *call_faults(tree), *operator_faults(tree, path)]
     return found + [f"holds the absolute path {match.group()}" for match in ABSOLUTE_PATH.finditer(source)]
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """The modules that each module imports, in functions and for type checkers too; sources are by path."""
+    modules = {module_of(path) for path in sources}
+    graph = {}
+    for path, source in sources.items():
+        own, found = module_of(path), set()
+        for module, name in imports(ast.parse(source), path):
+            found |= {f"{module}.{name}"} & modules or {module} & modules
+        package = f"{own}." if path.endswith("/__init__.py") else None  # a package may gather what lies in it
+        graph[own] = {one for one in found - {own} if package is None or not one.startswith(package)}
+    return graph
+
+
+def circle_in(sources: Mapping[str, str]) -> list[str]:
+    try:
+        graphlib.TopologicalSorter(import_graph(sources)).prepare()
+    except graphlib.CycleError as found:
+        return list(found.args[1])
+    return []
+
+
+def test_no_import_goes_round_in_a_circle() -> None:
+    paths = [path for package in (*PACKAGES, "benchmarks") for path in (ROOT / package).rglob("*.py")]
+    assert circle_in({relative(path): path.read_text(encoding="utf-8") for path in paths}) == []
+
+
+@pytest.mark.parametrize(
+    "back", ["from a import b", "import a.b", "def f():\n    from a.b import x", "if TYPE_CHECKING:\n    import a.b"]
+)
+def test_a_circle_is_seen(back: str) -> None:
+    sources = {"a/__init__.py": "from a.b import x", "a/b.py": "from a.c import y", "a/c.py": back}
+    assert set(circle_in(sources)) == {"a.b", "a.c"}
+    assert circle_in(sources | {"a/c.py": "import torch"}) == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)

@@ -43,7 +43,6 @@ SHARED: tuple[tuple[type[Stage], ...], ...] = (
     (RouterLabelStage, RouterStage),
     (SampleStage,),
 )  # made once, then linked by the variants
-_SAMPLES: Mapping[str, type[Stage] | None] = {"llm": None, "own": OwnFutureStage}  # else `SampleStage`
 PROBLEM = "problem.json"  # why a variant could not be made, in its folder
 LOG = "log.txt"
 Done = Callable[[Variant, str | None], None]  # (variant, why it could not be made or None)
@@ -216,6 +215,13 @@ def make(variant: Variant, values: str, run: Path, judge: bool) -> str | None:
     return None
 
 
+def with_futures(command: Command, settings: PaperSettings) -> list[type[Stage]]:
+    """The stages of a command, those that make other futures before the scores."""
+    kind = settings.samples.future
+    other: list[type[Stage]] = [] if kind == "llm" else [OwnFutureStage if kind == "own" else SampleStage]
+    return [*(other if command == "score" else ()), *stages_of(command, settings)]
+
+
 def instead(settings: PaperSettings) -> Mapping[type[Stage], type[Stage]]:
     """The stages that take the place of others under these settings."""
     return {} if settings.samples.future == "llm" else {ScoreStage: OtherScoreStage}
@@ -225,9 +231,7 @@ def _stages(variant: Variant, settings: PaperSettings, judge: bool) -> list[type
     """All stages that a variant's rows need, in order."""
     trained = variant.method in (OURS, None)
     commands: tuple[Command, ...] = ("collect", "futures", "score", "train") if trained else ("collect",)
-    kinds = [kind for command in commands for kind in stages_of(command, settings)]
-    if trained and (samples := _SAMPLES.get(settings.samples.future, SampleStage)) is not None:
-        kinds.insert(kinds.index(ScoreStage), samples)
+    kinds = [kind for command in commands for kind in with_futures(command, settings)]
     if judge:
         kinds += [RolloutStage, *([AgreementStage] if variant.method is not None else [])]
     if variant.method is not None and method(variant.method).routed:

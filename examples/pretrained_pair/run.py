@@ -75,7 +75,7 @@ def main() -> None:
     spend("small", [maker, "small", str(WORK / "large"), str(WORK / "small")])
     write_problems()
     run = ["--config", str(HERE / "pretrained_pair.yaml"), "--run-dir", str(WORK / "run")]
-    spend("method", ["-m", "fb_core", "experiment", *TABLES, *run], threads=2)
+    spend("method", ["-m", "benchmarks.paper", "tables", *TABLES, *run], threads=2)
 
 
 if __name__ == "__main__":

@@ -266,7 +266,7 @@ def test_both_outputs_hold_every_candidate_with_its_score(run):
     timed = [rows[0].model_copy(update={"seconds": 1.254})]
     assert ", 1.25 s" in html_page(timed, tokenizer)
     assert ", 1.25 s" not in html_page(rows[:1], tokenizer)
-    assert text.count(": greedy, ") == 1
+    assert text.count(": Greedy, ") == 1
 
 
 def test_the_text_is_whole_with_its_events_in_place(run):

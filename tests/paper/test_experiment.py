@@ -334,7 +334,7 @@ def test_turned_problems_are_told_by_the_event_at_which_the_texts_part(made, fou
     for one in found.turned.changes:
         page = (tmp_path / one.page).read_text()
         assert f"<h1>{escape(one.problem)}</h1>" in page
-        assert "greedy <span" in page
+        assert "Greedy <span" in page
         assert f"FutureBridge, seed {one.seed}" in page
     assert 'href="problems' not in render([found]).html()  # no page, no link
 
@@ -466,7 +466,7 @@ def test_every_row_has_a_folder_of_its_own(chosen, tmp_path):
     assert by_key["s2t-local-original"].train.target == "select"
     assert by_key["s2t-local-original"].score.pool == "slm"
     assert (by_key["distilled"].train.alpha, by_key["distilled"].score.pool) == (0.0, "joint")
-    assert by_key["future-shuffled"].score.future == "shuffled"
+    assert by_key["future-shuffled"].samples.future == "shuffled"
     assert by_key["on-policy"].collect.deployed == str(tmp_path)
     assert by_key["hindsight"].train.hindsight == 2
     assert by_key["scope-sequence"].train.scope == "sequence"
@@ -572,7 +572,7 @@ def test_one_certainty_in_code_settings_and_docs():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"score": {"future": "wrong"}}, "score.future"),
+        ({"samples": {"future": "wrong"}}, "samples.future"),
         ({"score": {"pool": "all"}}, "score.pool"),
         ({"train": {"target": "best"}}, "train.target"),
         ({"train": {"features": ["temperature"]}}, "train.features"),

@@ -12,14 +12,15 @@ from paper_runs import settings
 from runs import linked
 
 from benchmarks.paper.futures import OwnFutureStage, SampleStage, futures_of_quality, read_samples
+from benchmarks.paper.run import instead, with_futures
 from fb_core import CompatibilityScorer, Verifier
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LocalLLM
 from fb_core.pool import Pool
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.commands import run_command
 from fb_core.stages.examples import Examples, Future, State, Trajectory
 from fb_core.stages.futures import usable
+from fb_core.stages.inside import work_through
 from fb_core.stages.pools import in_parts
 from fb_core.stages.problems import Problem
 from fb_core.stages.run import run_stage
@@ -216,9 +217,15 @@ def test_own_futures_are_the_slms_first_right_sample_from_the_bare_state(run, pa
     assert 0 < right < len(states)
 
 
+def run_score(chosen, place) -> None:
+    """The stage of the scores under these settings."""
+    kinds = instead(chosen)
+    run_stage(kinds.get(ScoreStage, ScoreStage)(chosen, place, kinds))
+
+
 def scored(run, folder, kind) -> Path:
     place = linked(run, folder, *LOGGED, "samples", "own-futures")
-    run_stage(ScoreStage(settings(score={"future": kind}), place))
+    run_score(settings(samples={"future": kind}), place)
     return place
 
 
@@ -249,10 +256,10 @@ def test_scores_are_of_the_futures_asked_for_on_one_set_of_states(run, pair, tmp
 
 def test_other_samples_or_a_missing_stage_are_named(run, tmp_path):
     place = linked(run, tmp_path / "run", *LOGGED, "samples")
-    with pytest.raises(ValueError, match=r"expected finished own-futures.*run `futurebridge score` first"):
-        run_stage(ScoreStage(settings(score={"future": "own"}), place))
+    with pytest.raises(ValueError, match=r"expected finished own-futures.*run `python -m benchmarks.paper` first"):
+        run_score(settings(samples={"future": "own"}), place)
     with pytest.raises(ValueError, match=r"settings\.samples\.llm_temperature 1\.5, got 1\.0; put that back"):
-        run_stage(ScoreStage(settings(score={"future": "incorrect"}, samples={"llm_temperature": 1.0}), place))
+        run_score(settings(samples={"future": "incorrect", "llm_temperature": 1.0}), place)
 
 
 def test_a_servers_time_is_no_gpu_time(tmp_path):
@@ -271,9 +278,10 @@ def test_a_run_trains_on_every_kind_of_future(run, tmp_path, kind):
     place = linked(run, tmp_path / "run", *LOGGED)
     for stage in ("samples", "own-futures"):
         (place / stage).symlink_to(run / stage, target_is_directory=True)
-    chosen = settings(score={"future": kind}, train={"seeds": [0], "epochs": 1})
-    for command in ("score", "train"):
-        run_command(command, chosen, place, show=lambda text: None)
-    groups = [group for one in TrainStage(chosen, place).groups("train") for group in one.groups]
+    chosen = settings(samples={"future": kind}, train={"seeds": [0], "epochs": 1})
+    kinds = [one for command in ("score", "train") for one in with_futures(command, chosen)]
+    work_through(kinds, chosen, place, tmp_path, instead(chosen))
+    stage = TrainStage(chosen, place, instead(chosen))
+    groups = [group for one in stage.groups("train") for group in one.groups]
     assert len(groups) == Artefact(place, "scores").finished()["counts"]["train groups"] > 20
     assert Artefact(place, "reranker").finished()["counts"] == {"adapters": 1}

@@ -354,7 +354,6 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
             "mixed": 190,
             "minimum_mixed": 25,
         },
-        "advice": ["The target agrees with rollouts at words (89.5%); at digits it says nothing: use features."],
         "costs": {
             "offline": [
                 {
@@ -545,7 +544,7 @@ TITLES = [
         "Problems with changed outcomes",
     ),
     *("Deployed recipe", "Costs", "Candidate pools", "Pool coverage", "Horizon", "Futures", "Future quality"),
-    *("Hybrid targets", "Adapter scope", "Target temperature", "Agreement with rollouts", "Advice", "Calibration"),
+    *("Hybrid targets", "Adapter scope", "Target temperature", "Agreement with rollouts", "Calibration"),
     *("Repairs", "Request quantiles", "Choices by kind of event", "One trajectory", "One event in full"),
     *("Reranker selection", "States", "Settings", "How to read the numbers"),
 ]
