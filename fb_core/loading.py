@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 from fb_core import hf
 from fb_core.config import PairSettings
+from fb_core.demo import checkpoint
 from fb_core.llm import LLM
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.recipe import deployment_of, thinking_of
 from fb_core.selectors import Selector
 from fb_core.server import ServerLLM, key_in
-from fb_core.stages.inputs import load_model
 
 
 class Loaded(NamedTuple):
@@ -33,7 +33,7 @@ def load(settings: PairSettings) -> Loaded:
         ValueError: models that do not belong together, or settings that do not fit them.
         OSError: a model, adapter or server that is not there.
     """
-    slm, tokenizer = load_model(settings.slm, "slm", settings.device, settings.dtype)
+    slm, tokenizer = hf.load_model(checkpoint(settings.slm, "slm"), settings.device, settings.dtype)
     deployment = deployment_of(
         settings.adapter,
         slm,
@@ -52,7 +52,7 @@ def load(settings: PairSettings) -> Loaded:
 def _llm(settings: PairSettings, tokenizer: hf.Tokenizer) -> tuple[LLM | hf.CausalLM, hf.Tokenizer]:
     if settings.server is None:
         assert settings.llm is not None
-        return load_model(settings.llm, "llm", settings.device, settings.dtype)
+        return hf.load_model(checkpoint(settings.llm, "llm"), settings.device, settings.dtype)
     server = ServerLLM(
         settings.server,
         settings.flavour,

@@ -10,16 +10,17 @@ import queue
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from importlib import resources
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from numpy.random import SeedSequence, default_rng
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from transformers import Qwen3Config, Qwen3ForCausalLM, get_scheduler
 
+from fb_core import hf
+from fb_core.demo import DEMO, MODELS, checkpoint
 from fb_core.demo.worlds import WORLDS, Problem, World
 
 Progress = Callable[[str, int, int], None]
@@ -62,17 +63,16 @@ RECIPES: dict[str, Recipe] = {
 
 def load_pair(name: str, directory: Path | None = None) -> DemoPair:
     """The pair of a world ("plans", "helpful" or "control"), from the package or a directory written by `retrain`."""
-    if name not in WORLDS:
-        raise ValueError(f"load_pair: expected one of {', '.join(WORLDS)}, got {name!r}; pick one of them.")
-    with resources.as_file(resources.files("fb_core.demo") / "weights") as shipped:
-        slm, llm = map(_load_model, folders(name, shipped if directory is None else Path(directory)))
+    places = [checkpoint(f"{DEMO}{name}", role) for role in ("slm", "llm")]
+    if directory is not None:
+        places = [str(place) for place in folders(name, Path(directory))]
+    slm, llm = (hf.load_model(place, "cpu", "float32")[0] for place in places)
     return DemoPair(WORLDS[name], slm, llm)
 
 
 def folders(name: str, directory: Path) -> tuple[Path, Path]:
     """The folders of a world's SLM and LLM, as `retrain` writes them."""
-    slm, llm = _model_names([name])
-    return directory / slm, directory / llm
+    return directory / MODELS[name, "slm"], directory / MODELS[name, "llm"]
 
 
 def retrain(
@@ -175,6 +175,7 @@ def _config(world: World, recipe: Recipe) -> Qwen3Config:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,  # the files have half of that
     )
 
 
@@ -196,13 +197,3 @@ def _model_names(worlds: Collection[str]) -> list[str]:
     """Names of the models that the worlds use, SLMs first."""
     names = [name for name, recipe in RECIPES.items() if set(recipe.worlds) & set(worlds)]
     return sorted(names, key=lambda name: RECIPES[name].part, reverse=True)
-
-
-def _load_model(folder: Path) -> Qwen3ForCausalLM:
-    if not (folder / WEIGHTS).is_file():
-        raise ValueError(f"load_pair: expected a model in {folder}, found none; make it with retrain.")
-    weights = load_file(folder / WEIGHTS)
-    with torch.random.fork_rng(devices=[]):
-        model = Qwen3ForCausalLM(Qwen3Config.from_json_file(folder / CONFIG))
-    model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
-    return model.eval().requires_grad_(False)

@@ -19,7 +19,7 @@ from rich.markdown import Markdown
 from rich.progress import TimeElapsedColumn
 
 from fb_core.config import RunSettings
-from fb_core.demo import pairs
+from fb_core.demo import DEMO, pairs
 from fb_core.explain import find_rows, html_page, print_rows
 from fb_core.files import write_file
 from fb_core.progress import Board
@@ -27,7 +27,7 @@ from fb_core.stages.artefacts import Artefact, json_bytes
 from fb_core.stages.commands import Command, run_command
 from fb_core.stages.deploy import LABELS
 from fb_core.stages.evaluation import EvaluateStage
-from fb_core.stages.inputs import DEMO, models_of
+from fb_core.stages.inputs import models_of
 from fb_core.stages.inside import Changes, changed
 
 WORLDS = ("tiny", "tiny-helpful", "tiny-control")  # the slowest first

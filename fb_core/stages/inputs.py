@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fb_core import hf
 from fb_core.config import ModelSettings, ProblemSettings, RunSettings, ServerSettings, VerifierSettings
+from fb_core.demo import DEMO, checkpoint
 from fb_core.llm import LLM, LocalLLM
 from fb_core.scorer import CompatibilityScorer
 from fb_core.server import ServerLLM, key_in
@@ -22,19 +23,8 @@ from fb_core.verify import Verifier
 
 POOLS = ("collect.slm_k", "futures.llm_k", "score.pool")  # settings of the candidate pool at an event
 DEPLOYED = (*POOLS, "evaluate.max_events", "evaluate.certainty", "train.scope", "train.features")  # and of the choice
-DEMO = "demo:"  # prefix of the name of a demo world
 
 log = logging.getLogger(__name__)
-
-
-def load_model(path: str, role: str, device: str, dtype: str) -> tuple[hf.CausalLM, hf.Tokenizer]:
-    """The "slm" or "llm" of a pair and its tokenizer, from a folder, the hub or the demo; raises as `hf.load_model`."""
-    if not path.startswith(DEMO):
-        return hf.load_model(path, device, dtype)
-    from fb_core.demo.pairs import load_pair
-
-    pair = load_pair(path.removeprefix(DEMO))
-    return (pair.slm if role == "slm" else pair.llm), pair.world.tokenizer
 
 
 class Models:
@@ -42,11 +32,12 @@ class Models:
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
+        self._places = {"slm": checkpoint(settings.slm, "slm"), "llm": checkpoint(settings.llm, "llm")}
         self._known: dict[str, str | int | None] = {}  # hashes by role
 
     @cached_property
     def _slm(self) -> tuple[hf.CausalLM, hf.Tokenizer]:
-        return self._load(self.settings.slm, "slm")
+        return self._load("slm")
 
     @property
     def slm(self) -> hf.CausalLM:
@@ -56,15 +47,12 @@ class Models:
     @cached_property
     def tokenizer(self) -> hf.Tokenizer:
         """The SLM's, which the LLM must share."""
-        if self.settings.slm.startswith(DEMO):
-            return self._slm[1]
-        return hf.load_tokenizer(self.settings.slm)
+        return hf.load_tokenizer(self._places["slm"])
 
     @property
     def tokenizer_here(self) -> hf.Tokenizer | None:
         """The tokenizer if it is on this machine, else None; downloads nothing."""
-        path = self.settings.slm
-        return self.tokenizer if path.startswith(DEMO) or hf.has_tokenizer(path) else None
+        return self.tokenizer if hf.has_tokenizer(self._places["slm"]) else None
 
     @property
     def vocabulary(self) -> int:
@@ -96,7 +84,7 @@ class Models:
     def slm_writer(self) -> LLM:
         """The writer of the SLM's own trajectories: its server, or the SLM in this process."""
         server = self.settings.slm_server
-        return self.local_slm if server is None else self._server(server, self.settings.slm)
+        return self.local_slm if server is None else self._server(server, "slm")
 
     @cached_property
     def llm(self) -> LLM:
@@ -107,8 +95,8 @@ class Models:
         """
         server = self.settings.llm_server
         if server is not None:
-            return self._server(server, self.settings.llm)
-        model, tokenizer = self._load(self.settings.llm, "llm")
+            return self._server(server, "llm")
+        model, tokenizer = self._load("llm")
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(
                 f"llm: expected the vocabulary of {self.settings.slm}, got another in {self.settings.llm}; use two "
@@ -119,7 +107,7 @@ class Models:
     @property
     def device(self) -> str:
         """The hardware that the SLM runs on, such as "cpu" or "NVIDIA H200"."""
-        wanted = "cpu" if self.settings.slm.startswith(DEMO) else self.settings.device
+        wanted = self.settings.device
         if wanted == "auto":
             wanted = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.cuda.get_device_name(torch.device(wanted)) if wanted.startswith("cuda") else wanted
@@ -140,37 +128,31 @@ class Models:
         return found
 
     def _unpadded(self) -> int | None:
-        path = self.settings.slm
-        rows = hf.vocabulary(self.slm) if path.startswith(DEMO) else hf.checkpoint_vocabulary(path)
-        return self.vocabulary if self.vocabulary < rows else None
+        return self.vocabulary if self.vocabulary < hf.checkpoint_vocabulary(self._places["slm"]) else None
 
     def _hash(self, role: str) -> str:
         if role == "tokenizer":
             return hf.tokenizer_hash(self.tokenizer)
         if role == "llm" and (server := self.settings.llm_server) is not None:
             return digest(["server", server.model or self.settings.llm])
-        path = str(getattr(self.settings, role))
-        return hf.fingerprint(self._load(path, role)[0]) if path.startswith(DEMO) else hf.checkpoint_hash(path)
+        return hf.checkpoint_hash(self._places[role])
 
     def parameters(self, role: str) -> int | None:
         """The number of weights of "slm" or "llm", from its files; None if a server has them or they are not here."""
         if role == "llm" and self.settings.llm_server is not None:
             return None
-        path = str(getattr(self.settings, role))
-        return self._load(path, role)[0].num_parameters() if path.startswith(DEMO) else hf.checkpoint_size(path)
+        return hf.checkpoint_size(self._places[role])
 
-    def _load(self, path: str, role: str) -> tuple[hf.CausalLM, hf.Tokenizer]:
-        return load_model(path, role, self.settings.device, self.settings.dtype)
+    def _load(self, role: str) -> tuple[hf.CausalLM, hf.Tokenizer]:
+        return hf.load_model(self._places[role], self.settings.device, self.settings.dtype)
 
-    def _server(self, server: ServerSettings, name: str) -> ServerLLM:
-        demo, tokenizer = name.startswith(DEMO), self.tokenizer
-        ends = hf.eos_ids(self.slm, tokenizer) if demo else hf.checkpoint_ends(name, tokenizer)
+    def _server(self, server: ServerSettings, role: str) -> ServerLLM:
         made = ServerLLM(
             server.url,
             server.flavour,
-            model=server.model or name,
+            model=server.model or getattr(self.settings, role),
             vocabulary=self.vocabulary,
-            ends=ends,
+            ends=hf.checkpoint_ends(self._places[role], self.tokenizer),
             timeout=server.timeout,
             retries=server.retries,
             in_flight=server.in_flight,

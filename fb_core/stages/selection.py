@@ -11,10 +11,11 @@ import numpy as np
 
 from fb_core import hf
 from fb_core.config import ProblemSettings
+from fb_core.demo import DEMO
 from fb_core.recipe import Deployed, Recipe
 from fb_core.stages.decode import DecodeStage, Trial, read_rows
 from fb_core.stages.deploy import Context, Generate, frozen_policy, needs_llm, pool_options
-from fb_core.stages.inputs import DEMO, DEPLOYED
+from fb_core.stages.inputs import DEPLOYED
 from fb_core.stages.problems import Problem, drawn
 from fb_core.stages.scores import ScoreStage, filter_table
 from fb_core.stages.stage import Cost, Output, Stage

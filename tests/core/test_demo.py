@@ -185,6 +185,8 @@ def test_only_base_weights_ship():
     with resources.as_file(resources.files("fb_core.demo") / "weights") as folder:
         files = [path for path in Path(folder).rglob("*") if path.is_file()]
     assert files
-    assert {path.name for path in files} <= {"model.safetensors", "config.json", "generation_config.json"}
+    assert {path.name for path in files} == {
+        *("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")
+    }
     assert not [path for path in files if "adapter" in path.name or "reranker" in path.name]
     assert sum(path.stat().st_size for path in files) < 6 << 20

@@ -117,9 +117,9 @@ def test_two_processes_write_what_one_does(tmp_path, monkeypatch):
 
 
 def test_unknown_worlds_and_missing_weights_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="expected one of plans, helpful, control"):
+    with pytest.raises(ValueError, match="expected one of demo:plans, demo:helpful, demo:control"):
         load_pair("nowhere")
-    with pytest.raises(ValueError, match="expected a model in"):
+    with pytest.raises(OSError, match="plans-slm: expected a folder or hub id of a model"):
         load_pair("plans", tmp_path)
     with pytest.raises(ValueError, match="nowhere"):
         retrain(tmp_path, worlds=["nowhere"])
@@ -148,6 +148,11 @@ def test_shipped_pair_has_the_gap_it_is_for(name):
 def test_shipped_weights_are_safetensors_and_small():
     folder = Path(pairs.__file__).parent / "weights"
     files = [file for file in folder.rglob("*") if file.is_file()]
-    assert {file.name for file in files} <= {"config.json", "model.safetensors"}
+    assert {file.name for file in files} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert {file.parent.name for file in files} == set(pairs.RECIPES)
     assert sum(file.stat().st_size for file in files) < 5e6
