@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
+from collections.abc import Callable, Mapping
 from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -241,37 +243,73 @@ def _show_bench(found: Found) -> None:
 
 
 PairOption = Annotated[
-    Path | None, typer.Option("--pair", exists=True, dir_okay=False, help="A YAML file with settings.")
+    Path | None, typer.Option("--pair", exists=True, dir_okay=False, help="A YAML file with the settings below.")
 ]
-SlmOption = Annotated[str | None, typer.Option(help="Small model: a folder, a hub id, or demo:plans.")]
-LlmOption = Annotated[str | None, typer.Option(help="Large model: the same, or its name at a server.")]
-AdapterOption = Annotated[str | None, typer.Option(help="Folder of a reranker; without it the LLM's choice is taken.")]
-PAIR = (
-    "slm, llm, server, flavour, api_key_variable, adapter, recipe, certainty, threshold, thinking, "
-    "max_new_tokens, max_events, max_length, device, dtype"
-)
-SERVER = "key_variable, max_batch, kv_memory, queue, body_limit, on_llm_error, prefill_tokens"
-OVERRIDE = "Override a setting, such as threshold=1.7 or server=http://large:8000; repeatable. Settings: "
-PairSetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=f"{OVERRIDE}{PAIR}.")]
-ServeSetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=f"{OVERRIDE}{PAIR}, {SERVER}.")
+PairSetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="The same settings as in a file; repeatable.")
 ]
+PAIR = {
+    "slm": "Small model: a folder, a hub id, or demo:plans.",
+    "llm": "Large model: the same, or its name at the server.",
+    "server": "URL of an inference server that holds the large model.",
+    "flavour": "The server's kind: vllm, sglang or llama.cpp.",
+    "api_key_variable": "Environment variable that holds the server's key.",
+    "adapter": "Folder of a reranker; without it the LLM's choice is taken.",
+    "recipe": "chosen: what train chose for the adapter; published: the paper's.",
+    "certainty": "Probability above which the LLM's token is taken without the adapter.",
+    "threshold": "Entropy in nats above which the LLM is asked; default the adapter's, or 1 without one.",
+    "thinking": "true or false: whether an answer begins with thinking; default the adapter's, else false.",
+    "max_new_tokens": "Most tokens per answer.",
+    "max_events": "Most events per answer; default the adapter's, else 8.",
+    "max_length": "Most tokens of prompt and answer; memory is reserved for them.",
+    "device": "cpu, cuda, cuda:1; auto takes a GPU if there is one.",
+    "dtype": "float32, bfloat16, float16; auto takes the checkpoint's.",
+}
+SERVER = {
+    "key_variable": "Environment variable with the key that clients must send.",
+    "max_batch": "Sequences that run together.",
+    "kv_memory": "Bytes for the KV cache; default at most half of the free memory.",
+    "queue": "Most requests waiting or in progress.",
+    "body_limit": "Most bytes per request.",
+    "on_llm_error": "If the large model does not answer: raise ends the answer, slm goes on without.",
+    "prefill_tokens": "Most prompt tokens prefilled between two steps while others run.",
+}
+
+
+def _options(helps: Mapping[str, str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command an option for each of these settings, in place of its keyword arguments."""
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        known = inspect.signature(command, eval_str=True)
+        own = [one for one in known.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[str | None, typer.Option(help=text, metavar="VALUE", show_default=False)],
+            )
+            for name, text in helps.items()
+        ]
+        command.__signature__ = known.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        return command
+
+    return add
 
 
 @app.command()
+@_options(PAIR)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
     pair: PairOption = None,
-    slm: SlmOption = None,
-    llm: LlmOption = None,
-    adapter: AdapterOption = None,
     changes: PairSetOption = None,
     file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
+    **given: str | None,
 ) -> None:
     """Answer one prompt with a pair and an adapter; tokens chosen at events are highlighted."""
     from fb_core.config import PairSettings
 
-    settings = PairSettings.load(pair, changes or (), slm=slm, llm=llm, adapter=adapter)
+    settings = PairSettings.load(pair, changes or (), **given)
     from rich.console import Console
 
     from fb_core import chat as terminal
@@ -283,20 +321,15 @@ def generate(
 
 
 @app.command()
-def chat(
-    pair: PairOption = None,
-    slm: SlmOption = None,
-    llm: LlmOption = None,
-    adapter: AdapterOption = None,
-    changes: PairSetOption = None,
-) -> None:
+@_options(PAIR)
+def chat(pair: PairOption = None, changes: PairSetOption = None, **given: str | None) -> None:
     """Chat with a pair and an adapter; Ctrl-C stops an answer, an empty line or Ctrl-D ends the chat.
 
     If the conversation outgrows max_length, its oldest turns are dropped; an error ends only the turn.
     """
     from fb_core.config import PairSettings
 
-    settings = PairSettings.load(pair, changes or (), slm=slm, llm=llm, adapter=adapter)
+    settings = PairSettings.load(pair, changes or (), **given)
     from rich.console import Console
 
     from fb_core import chat as terminal
@@ -326,21 +359,20 @@ def chat(
 
 
 @app.command()
+@_options(PAIR | SERVER)
 def serve(
     pair: PairOption = None,
-    slm: SlmOption = None,
-    llm: LlmOption = None,
-    adapter: AdapterOption = None,
-    changes: ServeSetOption = None,
+    changes: PairSetOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on; loopback by default.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests in progress get at shutdown.")] = 30,
+    **given: str | None,
 ) -> None:
     """Serve a pair over OpenAI's API: completions and chat completions, streamed or whole."""
     from fb_core.config import ServeSettings
     from fb_core.extras import require
 
-    settings = ServeSettings.load(pair, changes or (), slm=slm, llm=llm, adapter=adapter)
+    settings = ServeSettings.load(pair, changes or (), **given)
     require("serve", "starlette", "uvicorn", "prometheus_client", extra="serve")
     from fb_core.serve.run import serve as run
 
