@@ -447,8 +447,9 @@ def test_a_pair_is_a_file_that_options_override(tmp_path):
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])
 def test_the_help_names_all_settings_of_a_pair(command):
-    shown = re.sub(r"[^\w]+", " ", run(command, "--help").stdout).split()
-    assert set((ServeSettings if command == "serve" else PairSettings).model_fields) <= set(shown)
+    shown = set(re.findall(r"--[\w-]+", run(command, "--help").stdout))
+    settings = ServeSettings if command == "serve" else PairSettings
+    assert {f"--{name.replace('_', '-')}" for name in settings.model_fields} <= shown
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "\xff", "[" * 100_000, '{"a": ' + "1" * 5_000])
@@ -473,7 +474,7 @@ def test_generate_takes_a_pair_of_the_demo():
     assert "Traceback" not in result.stderr
     result = futurebridge("generate", prompt, "--slm", "demo:nope", "--llm", "demo:nope")
     assert result.returncode == 2
-    assert "expected one of plans" in result.stderr
+    assert "expected one of demo:plans" in result.stderr
 
 
 @pytest.mark.parametrize(

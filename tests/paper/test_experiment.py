@@ -704,7 +704,6 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     assert judged == {(q, label) for q in (0.9, 0.92) for label in labels}
     assert len(found.costs.deployment) == 12
     assert {"samples", "router", "rollouts"} <= {row.stage for row in found.costs.offline}
-    assert found.advice
     for kind in ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"):
         assert (run / "variants" / f"future-{kind}" / "samples").is_symlink()  # sampled once
     assert (run / "variants/q0.92/variants/calibrated/rollouts").is_symlink()
