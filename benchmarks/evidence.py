@@ -35,7 +35,7 @@ from fb_core.stages.commands import Command, run_command
 from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
 from fb_core.stages.deploy import Context, Generate, frozen_policy
 from fb_core.stages.inputs import DEPLOYED, benchmark_problems
-from fb_core.stages.inside import changed, work_through
+from fb_core.stages.nested_runs import changed, work_through
 from fb_core.stages.run import run_stage
 from fb_core.stages.selection import RerankerStage
 from fb_core.stages.states import PolicyStage
@@ -121,7 +121,7 @@ class TestStage(DecodeStage):
         deployed = self._candidates[trial.method]
         reranker = self.input(ValueStage).reranker(deployed.recipe, self.seed)
         context = Context(self.settings, self.run, max_length=max_length, max_batch=max_batch)
-        return context.by_recipe(deployed, reranker).generate_many
+        return context.decoder_for(deployed, reranker).generate_many
 
 
 def name_of(world: str, seed: int, quantile: float) -> str:

@@ -37,7 +37,7 @@ from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
 from fb_core.stages.deploy import Context, Generate, frozen_policy, pool_options
 from fb_core.stages.examples import Examples
 from fb_core.stages.inputs import DEPLOYED, benchmark_problems, splits_of
-from fb_core.stages.inside import changed, work_through
+from fb_core.stages.nested_runs import changed, work_through
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import run_stage
 from fb_core.stages.selection import RerankerStage
@@ -94,7 +94,7 @@ class TestStage(DecodeStage):
             return context.decoder(selector, **pool_options(self.settings)).generate_many
         values = self.input(ValueStage)
         deployed = {one.deployed.recipe.label: one.deployed for one in values.candidates(self.seed)}[trial.method]
-        return context.by_recipe(deployed, values.reranker(deployed.recipe, self.seed)).generate_many
+        return context.decoder_for(deployed, values.reranker(deployed.recipe, self.seed)).generate_many
 
     @cached_property
     def _without_scores(self) -> ValueHead:

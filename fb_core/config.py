@@ -33,7 +33,7 @@ MOST_VALUES = 10_000  # in such a file
 MOST_LEVELS = 32
 LONGEST_NUMBER = 1000  # characters
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-FREE = "changes no result"  # marks a setting that is not part of a stage's identity
+NOT_IN_IDENTITY = "changes no result"  # marks a setting that is not part of a stage's identity
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -240,8 +240,8 @@ class CollectSettings(Section):
     quantile: float = Field(default=0.99, ge=0, le=1)
     max_states: int = Field(default=8, ge=1)
     slm_k: int = Field(default=8, ge=1)
-    deployed: Annotated[str | None, FREE] = None  # the identity has that run's digest instead
-    tested: Annotated[str | None, FREE] = None  # likewise
+    deployed: Annotated[str | None, NOT_IN_IDENTITY] = None  # the identity has that run's digest instead
+    tested: Annotated[str | None, NOT_IN_IDENTITY] = None  # likewise
 
 
 class FutureSettings(Section):
@@ -267,7 +267,7 @@ class ScoreSettings(Section):
     """
 
     horizon: int = Field(default=128, ge=1)
-    token_budget: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], FREE] = "auto"
+    token_budget: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], NOT_IN_IDENTITY] = "auto"
     pool: Literal["joint", "slm", "llm", "slm-wide"] = "joint"
 
 
@@ -340,8 +340,8 @@ class TrainSettings(Section):
     epochs: int = Field(default=3, ge=1)
     order_seed: int = Field(default=0, ge=0)
     microbatches: int = Field(default=1, ge=1)
-    checkpoint_steps: Annotated[int, FREE] = Field(default=50, ge=1)
-    tracker: Annotated[Literal["tensorboard", "wandb", "trackio"] | None, FREE] = None
+    checkpoint_steps: Annotated[int, NOT_IN_IDENTITY] = Field(default=50, ge=1)
+    tracker: Annotated[Literal["tensorboard", "wandb", "trackio"] | None, NOT_IN_IDENTITY] = None
 
     @field_validator("horizons", "seeds")
     @classmethod
@@ -436,7 +436,7 @@ class VerifierSettings(Section):
         memory_bytes: address space of one process.
     """
 
-    workers: Annotated[int, FREE] = Field(default=2, ge=1)
+    workers: Annotated[int, NOT_IN_IDENTITY] = Field(default=2, ge=1)
     timeout: float = Field(default=5.0, gt=0)
     memory_bytes: int = Field(default=2 << 30, ge=256 << 20)
 
@@ -444,7 +444,7 @@ class VerifierSettings(Section):
 class RunSettings(Section):
     """A whole run, as in a YAML file; what is left out has the published value."""
 
-    models: Annotated[ModelSettings, FREE]  # stages identify models by their hashes
+    models: Annotated[ModelSettings, NOT_IN_IDENTITY]  # stages identify models by their hashes
     problems: ProblemSettings = ProblemSettings()
     collect: CollectSettings = CollectSettings()
     futures: FutureSettings = FutureSettings()
@@ -508,13 +508,13 @@ class Slice:
         raise AttributeError(f"settings: expected to be only read, got a new {name}")
 
 
-def counted(part: BaseModel | Slice) -> dict[str, Any]:
+def identity_of(part: BaseModel | Slice) -> dict[str, Any]:
     """The settings that results depend on, by name."""
     kind = vars(part)["_kind"] if isinstance(part, Slice) else type(part)
     return {
-        name: counted(value) if isinstance(value, BaseModel | Slice) else value
+        name: identity_of(value) if isinstance(value, BaseModel | Slice) else value
         for name, value in vars(part).items()
-        if name != "_kind" and FREE not in kind.model_fields[name].metadata
+        if name != "_kind" and NOT_IN_IDENTITY not in kind.model_fields[name].metadata
     }
 
 
@@ -575,7 +575,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = self._values = 0
-        self._sizes: dict[int, int] = {}  # values in a finished node, aliases counted as what they stand for
+        self._sizes: dict[int, int] = {}  # values in a finished node, aliases identity_of as what they stand for
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         before, alias = self._values, self.check_event(yaml.AliasEvent)
@@ -589,7 +589,7 @@ class _Loader(yaml.SafeLoader):
         self._values += self._sizes[id(node)] if alias else 1
         self._sizes[id(node)] = self._values - before
         if self._values > MOST_VALUES:
-            raise ValueError(f"more than {MOST_VALUES} values, aliases counted as what they stand for")
+            raise ValueError(f"more than {MOST_VALUES} values, aliases identity_of as what they stand for")
         if node.tag in NUMBERS and len(node.value) > LONGEST_NUMBER:
             raise ValueError(f"a number of {len(node.value)} characters")
         return node

@@ -217,12 +217,12 @@ class CollaborativeDecoder:
         if on_token is None:
             return self._decode([input_ids], max_new_tokens)[0]
 
-        def told(row: hf.Running) -> bool:
+        def passed_on(row: hf.Running) -> bool:
             last = row.events[-1] if row.events and row.events[-1].step == len(row.tokens) - row.prompt - 1 else None
             on_token(row.tokens[-1], last)
             return False
 
-        return self._decode([input_ids], max_new_tokens, told=told)[0]
+        return self._decode([input_ids], max_new_tokens, on_token=passed_on)[0]
 
     def generate_many(
         self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096, *, until: float = float("inf")
@@ -295,7 +295,7 @@ class CollaborativeDecoder:
         if streamer is not None and len(input_ids) != 1:
             raise ValueError(f"streamer: expected one prompt, got {len(input_ids)}; stream them one by one")
 
-        def told(row: hf.Running) -> bool:
+        def on_token(row: hf.Running) -> bool:
             if streamer is not None:
                 streamer.put(torch.tensor(row.tokens[-1:]))
             ids = torch.cat([input_ids[row.index], input_ids.new_tensor(row.new)])
@@ -305,7 +305,7 @@ class CollaborativeDecoder:
             attention_mask = torch.ones_like(input_ids)
         prompts = [ids[keep.bool()] for ids, keep in zip(input_ids, attention_mask, strict=True)]
         room = generation_config.max_length - input_ids.shape[1]
-        new = [one.token_ids for one in self._decode(prompts, room, frozenset(), told=told)]
+        new = [one.token_ids for one in self._decode(prompts, room, frozenset(), on_token=on_token)]
         padding = generation_config.pad_token_id
         padded = pad_sequence(new, batch_first=True, padding_value=0 if padding is None else padding)
         return torch.cat([input_ids, padded], 1)
@@ -336,13 +336,13 @@ class CollaborativeDecoder:
         max_new_tokens: int,
         ends: frozenset[int] | None = None,
         events: float = float("inf"),
-        told: Callable[[hf.Running], bool] | None = None,
+        on_token: Callable[[hf.Running], bool] | None = None,
     ) -> list[Generation]:
         """Decode prompts as a user gives them; the arguments are those of `hf.Stop`."""
         check_max_new_tokens(max_new_tokens)
         checked = checked_prompts("input_ids", prompts, self.slm, room=1)
         ends = self.pair.ends if ends is None else ends
-        return self.decode(checked, hf.Stop(ends, max_new_tokens, hf.max_positions(self.slm), events, told))
+        return self.decode(checked, hf.Stop(ends, max_new_tokens, hf.max_positions(self.slm), events, on_token))
 
     def decode(self, prompts: Sequence[Tensor], stop: hf.Stop) -> list[Generation]:
         """Decode checked prompts by either loop."""

@@ -31,7 +31,7 @@ from fb_core.progress import Board
 from fb_core.stages.artefacts import json_bytes
 from fb_core.stages.commands import Command, run_command, stages_of
 from fb_core.stages.deploy import DEPLOYED_STAGE
-from fb_core.stages.inside import link, work_through
+from fb_core.stages.nested_runs import link, work_through
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import run_stage
 from fb_core.stages.scores import ScoreStage

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from benchmarks.paper.methods import label_of
 from benchmarks.paper.report.findings import OURS, Experiment
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
-from fb_core.stages.inside import FOLDER, TRAINED, Changes, training_changes
+from fb_core.stages.nested_runs import FOLDER, TRAINED, Changes, training_changes
 
 REFERENCES = ("greedy", "direct", "futurebridge")  # every row is compared with these methods
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
 from benchmarks.paper.tables import Plan, Variant
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.inside import changed
+from fb_core.stages.nested_runs import changed
 
 
 def plan_of(settings: PaperSettings, run: Path) -> Plan:

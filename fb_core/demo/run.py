@@ -28,7 +28,7 @@ from fb_core.stages.commands import Command, run_command
 from fb_core.stages.deploy import LABELS
 from fb_core.stages.evaluation import EvaluateStage
 from fb_core.stages.inputs import models_of
-from fb_core.stages.inside import Changes, changed
+from fb_core.stages.nested_runs import Changes, changed
 
 WORLDS = ("tiny", "tiny-helpful", "tiny-control")  # the slowest first
 COMMANDS: tuple[Command, ...] = ("collect", "futures", "score", "train", "evaluate")

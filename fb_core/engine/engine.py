@@ -410,14 +410,14 @@ def _one_after_another(state: _State) -> None:
             decoder.intervention = replace(decoder.intervention, selector=task.selector)
             decoder.policy = replace(decoder.policy, ask=None)  # the AskHead was fitted to the engine's own selector
 
-        def told(row: hf.Running, handle: Handle = handle) -> bool:
+        def on_token(row: hf.Running, handle: Handle = handle) -> bool:
             handle._task.row = row
             return not handle._tell() or handle in state.leaving or state.closed
 
         GONE.set(task.gone)
         try:
             prompt = torch.tensor(task.row.tokens, device=decoder.slm.device)
-            outcome: Generation | BaseException = decoder.decode([prompt], replace(task.stop, told=told))[0]
+            outcome: Generation | BaseException = decoder.decode([prompt], replace(task.stop, on_token=on_token))[0]
         except BaseException as problem:
             outcome = problem
         with state.changed:

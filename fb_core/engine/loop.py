@@ -32,9 +32,9 @@ from fb_core.reranker import TokenReranker
 from fb_core.selectors import CertainLLM, FutureBridgeSelector, ScoringSelector, Selector, State, ValueSelector
 from fb_kernels import Halt
 
-COMPANY = 8
+MAX_WAIT_STEPS = 8
 """Steps that an event waits for others, where the LLM is in this process and one forward serves them all."""
-PAUSE = 0.05
+POLL_SECONDS = 0.05
 """Seconds that the loop waits for an LLM elsewhere where nothing else is to be done."""
 Ask = Callable[[Sequence[State], Tensor], Sequence[Pool] | OSError]
 
@@ -378,12 +378,12 @@ class Loop:
         alone = len(asking) == len(self.rows) and not self.entering  # no other work is left
         if self._threads is None:
             longest = max(self.step.begun - task.asking.since for task in asking if task.asking)
-            if alone or 2 * len(asking) >= len(self.rows) or longest >= COMPANY:
+            if alone or 2 * len(asking) >= len(self.rows) or longest >= MAX_WAIT_STEPS:
                 pools = self.intervention.pools
                 self._resolve(asking, pools if len(asking) > 1 else partial(_asked_for, asking[0], pools), changed)
             return
         answers = [task.asking.answer for task in asking if task.asking and task.asking.answer]
-        done, _ = wait(answers, timeout=PAUSE if alone else 0, return_when=FIRST_COMPLETED)
+        done, _ = wait(answers, timeout=POLL_SECONDS if alone else 0, return_when=FIRST_COMPLETED)
         for task in asking:
             if task.asking is not None and (answer := task.asking.answer) in done and answer is not None:
                 self._resolve([task], lambda *_, answer=answer: answer.result(), changed)

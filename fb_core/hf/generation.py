@@ -51,12 +51,12 @@ class Stop:
     room: int  # maximum new tokens
     positions: int | None  # maximum tokens, the prompt's included
     events: float = float("inf")  # stop after the token of this event, counted from 1
-    told: Callable[[Running], bool] | None = None  # called after every token; True also stops
+    on_token: Callable[[Running], bool] | None = None  # called after every token; True also stops
 
     def __call__(self, row: Running) -> bool:
-        heard = self.told is not None and self.told(row)
+        stopped = self.on_token is not None and self.on_token(row)
         ended = row.tokens[-1] in self.ends or len(row.events) >= self.events
-        return heard or ended or len(row.tokens) >= self.length(row)
+        return stopped or ended or len(row.tokens) >= self.length(row)
 
     def length(self, row: Running) -> int:
         """Maximum tokens of a sequence, the prompt's included."""

@@ -102,7 +102,7 @@ class Artefact:
         self.stage = stage
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keep other processes from working on the folder, and remove files that a killed process left unfinished.
 
         Raises:

@@ -97,7 +97,7 @@ class _RecipeTrials(DecodeStage):
         deployed = self.candidates[trial.method, seed].deployed
         context = Context(self.settings, self.run, max_length=max_length, max_batch=max_batch)
         reranker = self.input(ValueStage).reranker(deployed.recipe, seed)
-        return context.by_recipe(deployed, reranker).generate_many
+        return context.decoder_for(deployed, reranker).generate_many
 
     def tried(self, recipe: Recipe, seed: int) -> Tried:
         """The results of a recipe whose shard is finished."""

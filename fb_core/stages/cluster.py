@@ -81,7 +81,7 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Map
 
     def hire() -> None:
         worker = _resting.pop()[1] if _resting else kind.remote()
-        begun = worker.begin.remote(stage.elsewhere(stage.run.resolve()))
+        begun = worker.begin.remote(stage.factory(stage.run.resolve()))
         under_way[begun] = (worker, None)  # it gets a shard once it has started
 
     try:

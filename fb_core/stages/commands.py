@@ -15,7 +15,7 @@ from fb_core.stages.choice import STAGES as CHOICE
 from fb_core.stages.cluster import dismiss
 from fb_core.stages.evaluation import EvaluateStage, write_page
 from fb_core.stages.futures import FutureStage
-from fb_core.stages.inside import FOLDER, TRAINED, changed, training_changes, work_through
+from fb_core.stages.nested_runs import FOLDER, TRAINED, changed, training_changes, work_through
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import plan, run_stage
 from fb_core.stages.scores import ScoreStage
@@ -72,27 +72,27 @@ def run_command(
         ValueError: settings, models or files do not fit the run.
         OSError: no disk space, model or server; finished work is kept.
     """
-    leads = int(os.environ.get("RANK", "0")) == 0  # under `accelerate launch` the other processes only help to train
+    is_main = int(os.environ.get("RANK", "0")) == 0  # under `accelerate launch` the other processes only help to train
 
     def work(kinds: Sequence[type[Stage]]) -> None:
         for kind in kinds:
             stage = kind(settings, run)
-            if leads and dry_run:
+            if is_main and dry_run:
                 show(plan(stage))
-            elif leads:
+            elif is_main:
                 manifest = run_stage(stage, engine)
                 show(stage.report(manifest))
                 if kind is EvaluateStage:
                     write_page(run, manifest)
             elif kind is TrainStage and not dry_run:
-                run_stage(stage, leads=False)
+                run_stage(stage, is_main=False)
 
     if command == "train":
         _check_choice(settings)
     work(stages_of(command, settings))
     if command == "train" and settings.problems.certification:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            if leads:
+            if is_main:
                 show("The sweep is trained. Run `futurebridge train` again in a single process to choose the recipe.")
         else:
             work((RolloutStage,))
@@ -104,7 +104,7 @@ def run_command(
                     dismiss()  # the other rerankers are trained in this process
                 train_others(settings, run, show)
             work(CHOICE)
-    if leads and not dry_run:
+    if is_main and not dry_run:
         write_file(run / SETTINGS, settings.model_dump_json(indent=1, include=set(RunSettings.model_fields)).encode())
 
 

@@ -127,7 +127,7 @@ class Context:
         }
         return CollaborativeDecoder(self.models.slm, llm, selector, self.policy, **self.options, **(given | options))
 
-    def by_recipe(self, deployed: Deployed, reranker: TokenReranker | None) -> CollaborativeDecoder:
+    def decoder_for(self, deployed: Deployed, reranker: TokenReranker | None) -> CollaborativeDecoder:
         """The decoder of a recipe; `reranker` gives its scores if the recipe uses one."""
         models, selector = self.models, deployed.recipe.selector(reranker, deployed.value)
         if selector is None:
@@ -136,7 +136,7 @@ class Context:
             models.slm, models.llm, selector, deployed.policy, **self.options, **deployed.options
         )
 
-    def chosen(self, seed: int) -> CollaborativeDecoder:
+    def chosen_decoder(self, seed: int) -> CollaborativeDecoder:
         """The decoder of the recipe that the run chose for a seed.
 
         Raises:
@@ -153,15 +153,15 @@ class Context:
         if deployed.recipe.trained:
             scope = self.settings.train.scope
             reranker = TokenReranker.from_pretrained(adapters.path / shard, self.models.slm, scope=scope).eval()
-        return self.by_recipe(deployed, reranker)
+        return self.decoder_for(deployed, reranker)
 
-    def deployed(self, reranker: TokenReranker) -> CollaborativeDecoder:
+    def reranking_decoder(self, reranker: TokenReranker) -> CollaborativeDecoder:
         """The decoder with a reranker, as the settings deploy it: a certain enough LLM overrides the reranker."""
         selector = overridden(FutureBridgeSelector(reranker), self.settings.evaluate.certainty)
         return self.decoder(selector, ask=needs_llm(self.settings), **pool_options(self.settings))
 
 
-def decoder_for(
+def named_decoder(
     name: str, settings: RunSettings, run: Path, seed: int | None, max_length: int | None = None, max_batch: int = 1
 ) -> CollaborativeDecoder:
     """The decoder of one of `LABELS`.
@@ -185,7 +185,7 @@ def decoder_for(
     if name == "s2t":
         return context.decoder(LLMPreference(), pool="slm")
     assert seed is not None
-    return context.chosen(seed) if name == "deployed" else context.deployed(context.reranker(seed))
+    return context.chosen_decoder(seed) if name == "deployed" else context.reranking_decoder(context.reranker(seed))
 
 
 def alone(slm: hf.CausalLM, **options: Any) -> CollaborativeDecoder:

@@ -19,16 +19,16 @@ from fb_core.stages.stage import Engine, Stage, clock, work_and_put
 from fb_core.verify import tally_words
 
 
-def run_stage(stage: Stage, engine: Engine = "local", *, leads: bool = True) -> dict[str, Any]:
+def run_stage(stage: Stage, engine: Engine = "local", *, is_main: bool = True) -> dict[str, Any]:
     """Do what is left of a stage and write its final manifest.
 
     Args:
         stage: to run.
         engine: "local" for this process, "ray" for workers of a Ray cluster.
-        leads: False in a process that only helps another one and writes nothing.
+        is_main: False in a process that only helps another one and writes nothing.
 
     Returns:
-        the manifest; empty if not `leads`.
+        the manifest; empty if not `is_main`.
 
     Raises:
         ValueError: the stage was begun with other settings, models or inputs, or an input is missing or damaged.
@@ -36,14 +36,14 @@ def run_stage(stage: Stage, engine: Engine = "local", *, leads: bool = True) -> 
     """
     identity = stage.identity()
     shards = stage.shards()
-    stage.leads = leads
-    if not leads:
+    stage.is_main = is_main
+    if not is_main:
         done = stage.folder.receipts(shards)
         for shard in shards:
             if shard not in done:
                 stage.work(shard)
         return {}
-    with stage.folder.held():
+    with stage.folder.locked():
         begun = stage.folder.manifest()
         stage.folder.begin(identity, stage.choose() if begun is None else begun["chosen"])
         done = stage.folder.receipts(shards)

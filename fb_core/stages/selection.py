@@ -66,7 +66,7 @@ class SelectionStage(DecodeStage):
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
         reranker = self.input(TrainStage).trained(*self._rerankers[trial.method])
         context = Context(self.settings, self.run, max_length=max_length, max_batch=max_batch)
-        return context.deployed(reranker).generate_many
+        return context.reranking_decoder(reranker).generate_many
 
     def summary(self) -> dict[str, Any]:
         """The table and the choice: highest accuracy averaged over seeds; ties go to the first epoch and horizon."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
-from fb_core.config import RunSettings, Slice, counted
+from fb_core.config import RunSettings, Slice, identity_of
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.inputs import Models, models_of
 
@@ -55,7 +55,7 @@ class Stage(ABC):
         unit: what its shards count.
         parallel: whether shards can be worked on in any order and on any worker.
         settings: its slice.
-        leads: False in a process that only helps another one and writes nothing.
+        is_main: False in a process that only helps another one and writes nothing.
         on_progress: called with the number of finished units of the current shard.
     """
 
@@ -76,7 +76,7 @@ class Stage(ABC):
         self.run = run
         self.folder = Artefact(run, self.name)
         self.on_progress: Callable[[int], None] = lambda done: None
-        self.leads = True
+        self.is_main = True
 
     @classmethod
     def slice_in(cls, settings: RunSettings) -> Sequence[str]:
@@ -112,7 +112,7 @@ class Stage(ABC):
         assert kind in self.inputs(), f"{self.name} does not read {kind.name}"
         return cast(Input, self._instead.get(kind, kind)(self.__whole, self.run, self._instead))
 
-    def elsewhere(self, run: Path) -> Callable[[], Stage]:
+    def factory(self, run: Path) -> Callable[[], Stage]:
         """A function that makes the same stage in another process."""
         return partial(type(self), self.__whole, run, self._instead)
 
@@ -173,7 +173,7 @@ class Stage(ABC):
             read.folder.check(manifest, read.identity(models))
             inputs[kind.name] = manifest["digest"]
         known = {"models": self.models.hashes(*self.uses)} if models else {}
-        return {"settings": counted(self.settings), "data": self.data(), "inputs": inputs, **known}
+        return {"settings": identity_of(self.settings), "data": self.data(), "inputs": inputs, **known}
 
 
 def work_and_put(stage: Stage, shard: str) -> Mapping[str, int]:

@@ -111,7 +111,7 @@ class TrainStage(Stage):
                 self._checkpoint(sweep, seconds + processes * (time.perf_counter() - began))
                 self._track(figures)  # only now, since a killed process repeats the steps after its last checkpoint
                 figures.clear()
-        if not self.leads:
+        if not self.is_main:
             return Output({}, {})
         at_once = -(-self.settings.train.groups_per_step // self.settings.train.microbatches)
         metrics = [
@@ -278,7 +278,7 @@ class TrainStage(Stage):
 
     def _accelerator(self) -> Any:
         """Accelerate's accelerator, if this process is one of several or tracks the training; else None."""
-        tracker = self.settings.train.tracker if self.leads else None
+        tracker = self.settings.train.tracker if self.is_main else None
         if int(os.environ.get("WORLD_SIZE", "1")) == 1 and tracker is None:
             return None
         from accelerate import Accelerator, InitProcessGroupKwargs
@@ -326,7 +326,7 @@ class TrainStage(Stage):
 
     def _checkpoint(self, sweep: Sweep, seconds: float) -> None:
         """Write the sweep's state and remove earlier checkpoints; `seconds` is the epoch's time so far."""
-        if not self.leads:
+        if not self.is_main:
             return
         before, name = self._checkpoints(), f"step-{sweep.step:07d}"
         if sweep.step in sweep.epoch_ends:

@@ -25,7 +25,7 @@ from fb_core.stages.calibration import rolled_out_terms
 from fb_core.stages.deploy import RERANKER, chosen_reranker, frozen_policy, pool_options
 from fb_core.stages.examples import Examples, State
 from fb_core.stages.inputs import DEPLOYED
-from fb_core.stages.inside import FOLDER, TRAINED
+from fb_core.stages.nested_runs import FOLDER, TRAINED
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.selection import RerankerStage, SelectionStage
 from fb_core.stages.stage import Cost, Output, Stage

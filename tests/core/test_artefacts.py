@@ -315,9 +315,9 @@ def test_two_processes_do_not_work_on_one_folder(tmp_path):
     artefact, _ = filled(tmp_path)
     code = (
         "import sys, pathlib\nfrom fb_core.stages.artefacts import Artefact\n"
-        "with Artefact(pathlib.Path(sys.argv[1]), 'states').held():\n    pass\n"
+        "with Artefact(pathlib.Path(sys.argv[1]), 'states').locked():\n    pass\n"
     )
-    with artefact.held():
+    with artefact.locked():
         other = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert "expected to be the only process" in other.stderr
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == 0
@@ -327,7 +327,7 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
     artefact, names = filled(tmp_path)
     left = artefact.path / f".{names[0]}.parquet.host.123.part"
     left.write_bytes(b"half")
-    with artefact.held():
+    with artefact.locked():
         assert not left.exists()
     assert artefact.receipts(names).keys() == set(names)
 

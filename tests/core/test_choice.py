@@ -311,7 +311,7 @@ def test_every_recipe_survives_its_folder(run, chosen_settings, tmp_path):
         selector, policy, options = deployment_of(str(folder), pair.slm)
         loaded = CollaborativeDecoder(pair.slm, pair.llm, selector, policy, **options).generate_many(prompts, 30)
         before = next(one.deployed for one in values.candidates(0) if one.deployed.recipe == recipe)
-        own = context.by_recipe(before, values.reranker(recipe, 0)).generate_many(prompts, 30)
+        own = context.decoder_for(before, values.reranker(recipe, 0)).generate_many(prompts, 30)
         assert [one.token_ids.tolist() for one in loaded] == [one.token_ids.tolist() for one in own]
         assert [[event.step for event in one.events] for one in loaded] == [
             [event.step for event in one.events] for one in own
@@ -470,7 +470,7 @@ def test_a_problem_of_a_competitor_ends_the_command(run, chosen_settings, tmp_pa
     shutil.copytree(run, again, symlinks=True)
     folder = Artefact(again / "variants" / "features", "training")
     (folder.path / "manifest.json").unlink()
-    with folder.held(), pytest.raises(ValueError, match="expected to be the only process"):
+    with folder.locked(), pytest.raises(ValueError, match="expected to be the only process"):
         train_others(chosen_settings, again, print)
 
 

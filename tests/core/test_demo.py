@@ -175,7 +175,7 @@ def test_retrained_pairs_are_checkpoints_like_others(monkeypatch, tmp_path):
 
 def test_a_folder_of_other_settings_is_named(tmp_path):
     folder = Artefact(tmp_path / "runs" / "tiny-seed-0", "trajectories")
-    with folder.held():
+    with folder.locked():
         folder.begin({"settings": {"problems": {"limit": 7}}}, {})
     with pytest.raises(ValueError, match=r"settings.problems.limit 7, got 48"):
         run_demo({"tiny": small(0)}, tmp_path)

@@ -16,7 +16,7 @@ from benchmarks.paper.settings import PaperSettings
 from fb_core.demo.pairs import load_pair
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.commands import COMMANDS, run_command
-from fb_core.stages.inside import changed
+from fb_core.stages.nested_runs import changed
 
 pytestmark = pytest.mark.gpu
 AGAIN = {  # a shard of each stage whose bytes depend on its inputs alone

@@ -301,7 +301,7 @@ def test_the_llm_is_asked_where_its_word_counts(no_llm, run, changes):
     pool = {"score": {"pool": "slm" if changes else "joint"}}
     reranker = TokenReranker.from_pretrained(run / "reranker" / "seed-0", load_pair("plans").slm)
     with pytest.raises(AssertionError, match="not wanted here"):
-        Context(settings(**changes, **pool), run).deployed(reranker)
+        Context(settings(**changes, **pool), run).reranking_decoder(reranker)
 
 
 def test_a_certain_llm_decides(prompts, pair, run):

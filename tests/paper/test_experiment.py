@@ -38,7 +38,7 @@ from fb_core.stages.artefacts import Artefact
 from fb_core.stages.decode import Row
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.inputs import benchmark_problems, models_of
-from fb_core.stages.inside import changed
+from fb_core.stages.nested_runs import changed
 from fb_core.stages.rollouts import token_kind
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from fb_core.pool import Pool
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.examples import Examples, Future, State, Trajectory
 from fb_core.stages.futures import usable
-from fb_core.stages.inside import work_through
+from fb_core.stages.nested_runs import work_through
 from fb_core.stages.pools import in_parts
 from fb_core.stages.problems import Problem
 from fb_core.stages.run import run_stage

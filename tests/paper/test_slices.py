@@ -15,7 +15,7 @@ from benchmarks.paper.costs import DeploymentStage
 from benchmarks.paper.futures import OtherScoreStage, OwnFutureStage, SampleStage
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
 from benchmarks.paper.settings import PaperSettings
-from fb_core.config import FREE, Slice, counted
+from fb_core.config import NOT_IN_IDENTITY, Slice, identity_of
 from fb_core.stages.calibration import CalibrationStage
 from fb_core.stages.choice import STAGES as CHOICE
 from fb_core.stages.commands import COMMANDS, stages_of
@@ -89,7 +89,7 @@ def test_all_stages_are_here():
 def test_a_stage_reads_its_slice_alone_and_all_of_it_counts(kind, other, tmp_path):
     chosen = settings(collect=other)
     names, stage = kind.slice_in(chosen), kind(chosen, tmp_path)
-    before, seen = counted(stage.settings), 0
+    before, seen = identity_of(stage.settings), 0
     for leaf in leaves(chosen):
         if not covered(names, leaf):
             with pytest.raises(AttributeError):
@@ -98,7 +98,7 @@ def test_a_stage_reads_its_slice_alone_and_all_of_it_counts(kind, other, tmp_pat
         read(stage, leaf)
         if leaf in ("collect.deployed", "collect.tested") and leaf.partition(".")[2] not in other:
             continue  # whether there is one changes the slice itself
-        after = counted(kind(changed(chosen, leaf), tmp_path).settings)
+        after = identity_of(kind(changed(chosen, leaf), tmp_path).settings)
         assert (after == before) == (leaf in FREELY), leaf
         seen += leaf not in FREELY
     assert seen or not names
@@ -107,7 +107,7 @@ def test_a_stage_reads_its_slice_alone_and_all_of_it_counts(kind, other, tmp_pat
 def test_only_what_changes_no_result_is_free():
     def free(kind, before=""):
         for name, field in kind.model_fields.items():
-            if FREE in field.metadata:
+            if NOT_IN_IDENTITY in field.metadata:
                 yield before + name
             elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
                 yield from free(field.annotation, f"{before}{name}.")
@@ -117,12 +117,12 @@ def test_only_what_changes_no_result_is_free():
 
 def test_a_slice_is_frozen_and_travels(tmp_path):
     part = Slice(settings(), ["verify", "collect.max_states", "collect.slm_k", "compare.router.width"])
-    assert counted(part) == {
+    assert identity_of(part) == {
         "verify": {"timeout": 5.0, "memory_bytes": 2 << 30},
         "collect": {"max_states": 8, "slm_k": 3},
         "compare": {"router": {"width": 16}},
     }
-    assert counted(pickle.loads(pickle.dumps(part))) == counted(part)
+    assert identity_of(pickle.loads(pickle.dumps(part))) == identity_of(part)
     for where, name in ((part, "verify"), (part.collect, "slm_k"), (part.collect, "top_k")):
         with pytest.raises(AttributeError, match="expected to be only read"):
             setattr(where, name, 1)
@@ -135,7 +135,7 @@ def test_the_identity_is_the_slice(undisturbed):
     for kind in (kind for command in COMMANDS for kind in stages_of(command, settings())):
         stage = kind(settings(), run)
         manifest = stage.folder.finished()
-        assert manifest["identity"]["settings"] == json.loads(json.dumps(counted(stage.settings)))
+        assert manifest["identity"]["settings"] == json.loads(json.dumps(identity_of(stage.settings)))
         assert manifest["identity"] == json.loads(json.dumps(stage.identity()))
 
 

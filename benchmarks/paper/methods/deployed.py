@@ -11,7 +11,7 @@ from benchmarks.paper.methods import Method
 METHOD = Method(
     name="deployed",
     label="FutureBridge, as deployed",
-    decode=lambda run, seed: run.chosen(seed).generate_many,
+    decode=lambda run, seed: run.chosen_decoder(seed).generate_many,
     seeded=True,
     timed=("fast", "plain"),
 )

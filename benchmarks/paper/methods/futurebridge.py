@@ -12,7 +12,7 @@ from benchmarks.paper.methods import Method
 METHOD = Method(
     name="futurebridge",
     label="FutureBridge",
-    decode=lambda run, seed: run.deployed(run.reranker(seed)).generate_many,
+    decode=lambda run, seed: run.reranking_decoder(run.reranker(seed)).generate_many,
     seeded=True,
     timed=("fast", "plain"),
 )
