@@ -355,7 +355,7 @@ def within(got: Output, expected: Output, rows: Tensor | None, tolerance: float 
 
 
 def allowed_error(plain: Output, expected: Output, ulps: float = 4.0) -> float:
-    """The house rule: twice the error of plain PyTorch in the case's dtype, plus a few ulps of the largest value."""
+    """The error rule: twice the error of plain PyTorch in the case's dtype, plus a few ulps of the largest value."""
     allowance = max(
         ulps * torch.finfo(value.dtype).eps * float(truth.abs().max())
         for value, truth in zip(_tensors(plain), _tensors(expected), strict=True)

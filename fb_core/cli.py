@@ -380,7 +380,7 @@ def serve(
 
 
 def _complain(problem: Exception) -> None:
-    """Print an error that a user can mend, line by line, escaped: it may quote a model, a server or a file."""
+    """Print an error that a user can fix, line by line, escaped: it may quote a model, a server or a file."""
     from fb_core.terminal import escaped
 
     for line in str(problem).splitlines():
@@ -388,7 +388,7 @@ def _complain(problem: Exception) -> None:
 
 
 def main() -> None:
-    """Run a command; an error that a user can mend is printed as one line, wrong settings as one line each."""
+    """Run a command; an error that a user can fix is printed as one line, wrong settings as one line each."""
     try:
         app()
     except (ValueError, TypeError, OSError, ImportError) as problem:

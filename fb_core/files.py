@@ -27,7 +27,7 @@ def write_file(path: Path, data: bytes) -> None:
     except OSError as problem:
         with suppress(OSError):
             temporary.unlink()
-        remedy = "make room" if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
+        remedy = "make room" if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "fix that"
         raise OSError(
             problem.errno,
             f"{path}: expected to write {len(data)} bytes, got: {problem.strerror}; {remedy} and run the command "

@@ -113,7 +113,7 @@ def _check_card(path: Path) -> None:
         known = ModelCard.load(path).data.to_dict()
     except (ValueError, yaml.YAMLError) as problem:
         first = str(problem).strip().partition("\n")[0]
-        raise ValueError(f"{path}: expected a model card with YAML at its head, got: {first}; mend it") from None
+        raise ValueError(f"{path}: expected a model card with YAML at its head, got: {first}; fix it") from None
     if "library_name" not in known:
         raise ValueError(f"{path}: expected a model card with a library_name at its head, got none; {REMEDY}")
     base = known.get("base_model")

@@ -171,7 +171,7 @@ def main() -> None:
             if tuple(tests) not in usual:
                 word, usual[tuple(tests)] = said(tests, HANG)
                 if word != "SURVIVED":
-                    raise SystemExit(f"{file}: expected tests that pass without a change, got a failure; mend {tests}")
+                    raise SystemExit(f"{file}: expected tests that pass without a change, got a failure; fix {tests}")
             kept = source.read_text(encoding="utf-8")
             source.write_text(text, encoding="utf-8")
             word, seconds = said(tests, 60 + 5 * usual[tuple(tests)])

@@ -1,4 +1,4 @@
-"""The rules of the house, read from the source: who may import whom, what is never called, what must lie where."""
+"""The rules of the code layout, read from the source: who imports whom, what is never called, what lies where."""
 
 from __future__ import annotations
 

@@ -48,8 +48,7 @@ def test_the_citation_names_this_version_and_the_paper():
 
 @pytest.mark.parametrize("command", [one for one in COMMANDS if one.split()[1] in STAGES])
 def test_stages_of_the_readme_can_be_planned(command, tmp_path):
-    arguments = [*shlex.split(command)[1:], "--run-dir", str(tmp_path / "run")]
-    arguments = [one for one in arguments if one != "--advise"] + ["--dry-run"]
+    arguments = [*shlex.split(command)[1:], "--run-dir", str(tmp_path / "run"), "--dry-run"]
     done = futurebridge(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "at most" in done.stdout

@@ -9,4 +9,4 @@ HAS_GLUON = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"])  # tha
 if os.environ.get("TRITON_INTERPRET") == "1":
     from fb_kernels.triton import interpreter
 
-    interpreter.mend()
+    interpreter.fix()

@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
-def mend() -> None:
+def fix() -> None:
     """Apply the patches that are needed; a second call changes nothing."""
     builder = InterpreterBuilder
     if builder.cast_impl.__module__ != __name__ and _integers_for_bfloat16():

@@ -37,15 +37,15 @@ def test_a_users_kernels_are_interpreted() -> None:
 def test_what_is_right_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import interpreter
 
-    import fb_kernels.triton.interpreter as mends
+    import fb_kernels.triton.interpreter as fixes
 
-    def right(tensor: type, scope: mends._Attributes) -> None:
+    def right(tensor: type, scope: fixes._Attributes) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    before = mends.InterpreterBuilder.cast_impl
+    before = fixes.InterpreterBuilder.cast_impl
     for patch, kept in ((right, True), (lambda tensor, scope: scope.set_attr(tensor, "__index__", int), False)):
         monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-        mends.mend()
+        fixes.fix()
         assert (interpreter._patch_lang_tensor is patch) == kept
-        assert mends._reads_bounds()
-    assert mends.InterpreterBuilder.cast_impl is before
+        assert fixes._reads_bounds()
+    assert fixes.InterpreterBuilder.cast_impl is before
