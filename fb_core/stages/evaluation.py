@@ -34,8 +34,8 @@ class EvaluateStage(DecodeStage):
     """Greedy decoding, S2T, the direct LLM score and the rerankers on the benchmarks: as published and as deployed.
 
     The last is there if `train` chose a recipe. FutureBridge runs once for every reranker seed; with the three
-    published seeds these are AIME's three repeats. On a benchmark with repeats every method has as many runs, although
-    those without a seed are all alike; on others it has one.
+    published seeds these are AIME's three repeats. On a benchmark with repeats greedy decoding has as many runs,
+    although they are all alike; on others it has one.
     """
 
     name = "evaluation"
@@ -65,7 +65,8 @@ class EvaluateStage(DecodeStage):
                 raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
             repeated = known is not None and known.repeats > 1
             for key in self._methods:
-                runs: Sequence[int | None] = seeds if key in SEEDED or repeated else (None,)
+                several = key in SEEDED or (repeated and key == "greedy")
+                runs: Sequence[int | None] = seeds if several else (None,)
                 for seed in runs:
                     for start in range(0, len(problems), size):
                         shard = f"{stem}.{key}{'' if seed is None else f'-{seed}'}.{start // size:05d}"

@@ -170,15 +170,18 @@ def test_every_problem_has_its_row(run):
     ]
     for seed in (None, 0, 1):
         mine = [row for row in rows if row["seed"] == seed]
+        assert {row["method"] for row in mine} == ({"greedy", "s2t", "direct"} if seed is None else {"futurebridge"})
         assert {row["problem"].removeprefix("plans/") for row in mine} == problems
         for row in mine:
             assert (row["verdict"] == "correct") == (f"\\boxed{{{row['gold']}}}" in row["text"])
             assert len(row["prompt_sha256"]) == 64
             assert (row["loop"], row["seconds"]) == ("batch", None)  # many at once: none has a time of its own
-            assert bool(row["events"]) <= (seed is not None)
+            assert not row["events"] or row["method"] != "greedy"
     table = Artefact(run, "evaluation").finished()["summary"]["table"]
     assert [(row["method"], row["problems"], row["runs"]) for row in table] == [
-        ("greedy", 9, 1),
+        ("Greedy", 9, 1),
+        ("S2T", 9, 1),
+        ("Direct LLM score", 9, 1),
         ("FutureBridge", 9, 2),
     ]
 
@@ -647,14 +650,14 @@ def test_shipped_settings_load(name):
 
 
 def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
-    """Two problems of one set and one of another, greedy once and two rerankers."""
+    """Two problems of one set and one of another, two rerankers, the others once."""
     stage = EvaluateStage(settings(evaluate={"benchmarks": ["a", "b"]}), tmp_path)
     right = {("a", None): "10", ("a", 0): "11", ("a", 1): "10", ("b", None): "0", ("b", 0): "1", ("b", 1): "1"}
     none = {"events": [], "calls": 0, "pool": None, "appended": 0, "suffix": 0, "peak_bytes": None}
     rows = [
         Row(
             benchmark=benchmark,
-            method="greedy" if seed is None else "futurebridge",
+            method=method,
             seed=seed,
             loop="fast",
             problem=str(problem),
@@ -666,22 +669,22 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
             **{"tokens": [0] * (3 if benchmark == "a" else 9), **none},
         )
         for (benchmark, seed), verdicts in right.items()
+        for method in (("greedy", "s2t", "direct") if seed is None else ("futurebridge",))
         for problem, verdict in enumerate(verdicts)
     ]
     monkeypatch.setattr("fb_core.stages.evaluation.benchmark_problems", lambda _: {"a": [], "b": []})
     monkeypatch.setattr(stage, "rows", lambda: rows)
     summary = stage.summary()
+    once = ("Greedy", "S2T", "Direct LLM score")
     assert [(row["benchmark"], row["method"], row["problems"], row["runs"]) for row in summary["table"]] == [
-        ("a", "greedy", 2, 1),
-        ("a", "FutureBridge", 2, 2),
-        ("b", "greedy", 1, 1),
-        ("b", "FutureBridge", 1, 2),
-        ("average", "greedy", 3, 1),
-        ("average", "FutureBridge", 3, 2),
+        (benchmark, method, problems, 1 if method in once else 2)
+        for benchmark, problems in (("a", 2), ("b", 1), ("average", 3))
+        for method in (*once, "FutureBridge")
     ]
     average = summary["table"][-1]
     assert average["accuracy"] == list(statistics.average_interval([[1, 0.5], [1]]))
     assert average["minus greedy"] == list(statistics.average_interval([[1, 0.5], [1]], [[1, 0], [0]]))
+    assert average["minus direct"] == average["minus greedy"]  # which are right on the same problems here
     assert average["accuracy"][0] == (0.75 + 1) / 2
     assert average["tokens"] == 6  # a benchmark counts alike, however many problems it has
     assert "| average | FutureBridge | 3 x 2 | 87.5 [" in stage.report({"summary": summary})
@@ -696,8 +699,12 @@ def test_a_set_that_is_repeated_has_as_many_runs_of_greedy_decoding(monkeypatch,
         runs.setdefault((trial.benchmark, trial.method), []).append(trial.seed)
     assert runs == {
         ("aime-2024=a.jsonl", "greedy"): [4, 5, 6],
+        ("aime-2024=a.jsonl", "s2t"): [None],
+        ("aime-2024=a.jsonl", "direct"): [None],
         ("aime-2024=a.jsonl", "futurebridge"): [4, 5, 6],
         ("gsm8k", "greedy"): [None],
+        ("gsm8k", "s2t"): [None],
+        ("gsm8k", "direct"): [None],
         ("gsm8k", "futurebridge"): [4, 5, 6],
     }
     assert not caplog.records
