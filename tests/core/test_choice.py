@@ -34,7 +34,7 @@ from fb_core.reranker import DESCRIPTION
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.choice import ChoiceStage, TrialStage, Tried, decide, promising
 from fb_core.stages.commands import run_command, train_others
-from fb_core.stages.deploy import Context, frozen_policy
+from fb_core.stages.deploy import LABELS, Context, frozen_policy
 from fb_core.stages.examples import Examples
 from fb_core.stages.inputs import splits_of
 from fb_core.stages.values import Candidate, ValueStage, competing, possible
@@ -426,7 +426,7 @@ def test_evaluate_shows_the_published_and_the_deployed_recipe(run, chosen_settin
     )
     finish("evaluate", there, again)
     table = Artefact(again, "evaluation").finished()["summary"]["table"]
-    assert [row["method"] for row in table] == ["greedy", "FutureBridge", "FutureBridge, as deployed"]
+    assert [row["method"] for row in table] == list(LABELS.values())
 
 
 def test_the_command_says_what_it_chose(chosen_settings, run, tmp_path):

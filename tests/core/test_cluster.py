@@ -31,7 +31,7 @@ import ray
 import test_cluster
 from fb_core.config import RunSettings
 from fb_core.stages.commands import run_command
-from fb_core.stages.stage import run_stage
+from fb_core.stages.run import run_stage
 
 ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 settings, folder = RunSettings.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2])
