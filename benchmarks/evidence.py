@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from benchmarks.paper.methods.takeover import takeover
 from benchmarks.paper.report.theme import Theme, pictured
-from benchmarks.paper.run import processes
 from fb_core import statistics
 from fb_core.config import RunSettings
 from fb_core.files import write_file
+from fb_core.processes import processes
 from fb_core.recipe import DIRECT, GREEDY, Recipe
 from fb_core.stages.choice import ChoiceStage, TrialStage
 from fb_core.stages.commands import Command, run_command
@@ -587,7 +587,7 @@ def make_all(
     (out / "cells").mkdir(parents=True, exist_ok=True)
     jobs = [(world, seed) for seed in seeds for world in WORLDS]
     began = time.monotonic()
-    with processes(workers) as pool:
+    with processes(workers, "benchmarks.evidence") as pool:
         under_way = {
             pool.submit(make_some, world, seed, quantiles, out, problems): (world, seed) for world, seed in jobs
         }

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
-from multiprocessing import get_all_start_methods, get_context, parent_process
 from pathlib import Path
 
 import torch
@@ -27,6 +25,7 @@ from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import TABLES, Plan, Table, Variant
 from benchmarks.paper.variants import plan_of, settings_of_variant
 from fb_core.files import write_file
+from fb_core.processes import processes
 from fb_core.progress import Board
 from fb_core.stages.artefacts import json_bytes
 from fb_core.stages.commands import Command, run_command, stages_of
@@ -154,7 +153,7 @@ def _work(wave: Sequence[tuple[Variant, bool]], settings: PaperSettings, run: Pa
         for variant, judge in wave:
             done(variant, make(variant, values, run, judge))
         return
-    with processes(workers) as pool:
+    with processes(workers, __name__) as pool:
         jobs = {pool.submit(make, variant, values, run, judge): variant for variant, judge in wave}
         try:
             for job in as_completed(jobs):
@@ -164,26 +163,6 @@ def _work(wave: Sequence[tuple[Variant, bool]], settings: PaperSettings, run: Pa
                 f"tables: expected {workers} worker processes to finish, got one that was killed, perhaps for lack "
                 "of memory; run it again with fewer --workers, finished work is kept"
             ) from None
-
-
-def processes(workers: int | None) -> ProcessPoolExecutor:
-    """A pool of one-threaded processes that end with this one; forked, if possible, from one with the imports done."""
-    context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
-    context.set_forkserver_preload([__name__])
-    return ProcessPoolExecutor(workers, context, begin)
-
-
-def begin() -> None:
-    """Set up a worker process: one thread, and it exits when its parent process does."""
-    torch.set_num_threads(1)
-    parent = parent_process()
-    assert parent is not None
-
-    def end() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end, daemon=True).start()
 
 
 def make(variant: Variant, values: str, run: Path, judge: bool) -> str | None:

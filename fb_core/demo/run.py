@@ -5,14 +5,12 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markdown import Markdown
@@ -22,6 +20,7 @@ from fb_core.config import RunSettings
 from fb_core.demo import DEMO, pairs
 from fb_core.explain import find_rows, html_page, print_rows
 from fb_core.files import write_file
+from fb_core.processes import processes
 from fb_core.progress import Board
 from fb_core.stages.artefacts import Artefact, json_bytes
 from fb_core.stages.commands import Command, run_command
@@ -143,7 +142,7 @@ def _work_through(runs: Mapping[Path, RunSettings]) -> None:
     with (
         Board(TimeElapsedColumn(), transient=True) as board,
         ThreadPoolExecutor(len(runs)) as threads,  # one thread per run waits for its commands
-        ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool,
+        processes(os.cpu_count(), __name__) as pool,
     ):
         jobs = [threads.submit(_work, pool, board, settings, run) for run, settings in runs.items()]
         try:
@@ -169,7 +168,6 @@ def _work(pool: Executor, board: Board, settings: RunSettings, run: Path) -> Non
 
 
 def _run(command: Command, values: str, run: Path) -> None:
-    torch.set_num_threads(1)
     run.mkdir(parents=True, exist_ok=True)
     with (run / LOG).open("a") as log, redirect_stdout(log):  # progress lines
         run_command(command, RunSettings.model_validate_json(values), run)

@@ -103,7 +103,7 @@ def test_a_broken_off_demo_goes_on(tmp_path):
         while not (place / "states" / "manifest.json").exists():
             assert process.is_alive()
             time.sleep(0.05)
-        workers = children_of(process.pid)
+        workers = {worker for server in children_of(process.pid) for worker in children_of(server)}
         assert workers
     finally:
         process.kill()
