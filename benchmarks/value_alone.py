@@ -3,7 +3,8 @@
 A cell is a run in one of the demo's worlds, at one seed and one request quantile, up to the value head. Four recipes
 are tested on its certification problems as `train` tests its own: greedy decoding, the direct score, the published
 reranker, and the value of its candidates. Then they decode test problems, beside takeover and the same head without
-the reranker's terms. Finished cells are kept. `--report` writes docs/evidence_value.md from them.
+the reranker's terms. Finished cells are kept, and those of `CELLS` are not made again. `--keep` writes them there,
+`--report` also writes docs/evidence_value.md from them.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ VALUE = Recipe(value="listwise")
 ALONE = "value without the reranker"
 RECIPES = (GREEDY, DIRECT, PUBLISHED, VALUE)
 OUT = Path("runs", "value-alone")
+CELLS = Path("docs", "evidence", "value.json")  # the finished cells that are committed
 
 
 class NoScores(ScoringSelector):
@@ -238,15 +240,21 @@ def main(
     seeds: Annotated[list[int] | None, typer.Option(help="Seeds; those of the evidence by default.")] = None,
     quantiles: Annotated[list[float] | None, typer.Option(help="Request quantiles.")] = None,
     problems: Annotated[int, typer.Option(min=1, help="Test problems per cell.")] = PROBLEMS,
-    write: Annotated[bool, typer.Option("--report", help="Only write the page from the finished cells.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Only write the finished cells.")] = False,
+    write: Annotated[bool, typer.Option("--report", help="Only write the finished cells and the page.")] = False,
 ) -> None:
     """Make every cell that is still missing."""
-    if write:
+    (out / "cells").mkdir(parents=True, exist_ok=True)
+    for cell in json.loads(CELLS.read_text()) if CELLS.is_file() else ():
+        name = evidence.name_of(cell["world"], cell["seed"], cell["quantile"])
+        write_file(out / "cells" / f"{name}.json", json.dumps(cell).encode())
+    if keep or write:
         found = [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
         cells = Cells(found)
         lines = ",\n".join(json.dumps(cell, sort_keys=True) for cell in cells.found)
-        write_file(Path("docs/evidence/value.json"), f"[\n{lines}\n]\n".encode())
-        write_file(Path("docs/evidence_value.md"), page(cells).encode())
+        write_file(CELLS, f"[\n{lines}\n]\n".encode())
+        if write:
+            write_file(Path("docs/evidence_value.md"), page(cells).encode())
         return
     evidence.make_all(make, seeds or SEEDS, quantiles or QUANTILES, out, problems, workers)
 
