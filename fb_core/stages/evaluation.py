@@ -133,5 +133,4 @@ def table_of(manifest: dict[str, Any]) -> Table:
 
 def write_page(run: Path, manifest: dict[str, Any]) -> None:
     """Write the table of a finished evaluation as a page into the run's folder."""
-    title = f"Evaluation of {run.name}"
-    write_file(run / PAGE, page("evaluation.html", title=title, table=table_of(manifest)).encode())
+    write_file(run / PAGE, page("evaluation.html", title="Evaluation", table=table_of(manifest)).encode())
