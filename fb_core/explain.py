@@ -87,7 +87,8 @@ def find_rows(run: Path, problem: str) -> list[Row]:
         )
     if len(names) > 1:
         raise ValueError(f"problem: expected a part of only one id, got {problem!r}; name one of {_listed(names)}")
-    return sorted(found[names[0]], key=lambda one: (one.benchmark, list(LABELS).index(one.method), one.seed or 0))
+    order = {method: place for place, method in enumerate(LABELS)}
+    return sorted(found[names[0]], key=lambda one: (one.benchmark, order.get(one.method, len(order)), one.seed or 0))
 
 
 def _listed(ids: Sequence[str]) -> str:

@@ -150,7 +150,7 @@ class PaperSettings(RunSettings):
         path = run / FILE
         try:
             values = json.loads(path.read_bytes())
-        except (OSError, ValueError) as problem:
+        except (OSError, ValueError, RecursionError) as problem:
             raise ValueError(f"{path}: expected a run's settings, got {problem}; make its tables first") from None
         return checked(cls, values, str(path))
 

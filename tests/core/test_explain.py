@@ -183,6 +183,12 @@ def test_an_id_that_is_part_of_another_is_found_and_long_lists_are_cut(copy):
         find_rows(copy, "x")
 
 
+def test_rows_of_a_method_that_is_not_known_come_last(copy):
+    rewrite(copy, lambda row: json.dumps({**row, "method": "other"}))
+    problem = next(iter(lines(copy)))["problem"]
+    assert [row.method for row in find_rows(copy, problem)][-1] == "other"
+
+
 def test_an_id_cannot_steer_the_terminal_through_an_error(copy):
     rewrite(copy, lambda row: json.dumps({**row, "problem": "\x1b[31m" + row["problem"]}))
     with pytest.raises(ValueError) as several:
