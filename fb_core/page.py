@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -16,20 +16,12 @@ from fb_core.terminal import IN_TEXT, escaped
 
 
 @dataclass(frozen=True)
-class Span:
-    """Text set off from the rest: code (a token, a command) or a coloured verdict."""
-
-    text: str
-    kind: Literal["code", "good", "bad", "faint"]
-
-
-@dataclass(frozen=True)
 class Table:
     """Cells under column heads.
 
     Attributes:
         caption: the title above the table.
-        rows: the cells of every row, as many as `head` has: text, or a tuple of text and `Span`.
+        rows: the cells of every row, as many as `head` has: text, or a tuple of the pieces that cells.html knows.
         note: small text below the table, such as the settings that the numbers were made with.
         align: one "l" or "r" per column; if empty, the first column is left-aligned and the others right-aligned.
         marked: index of a highlighted row.

@@ -18,7 +18,7 @@ from fb_core.config import ProblemSettings
 from fb_core.decoding import Generation
 from fb_core.pool import Event
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.deploy import Generate, named_decoder, together_of
+from fb_core.stages.deploy import Context, Generate, together_of
 from fb_core.stages.inputs import verifier_of
 from fb_core.stages.problems import Problem
 from fb_core.stages.stage import Cost, Output, Stage
@@ -146,7 +146,7 @@ class DecodeStage(Stage):
 
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
         """The function that decodes a trial's prompts."""
-        return named_decoder(trial.method, self.settings, self.run, trial.seed, max_length, max_batch).generate_many
+        return Context(self.settings, self.run, max_length, max_batch).named(trial.method, trial.seed).generate_many
 
     def cost(self) -> Cost:
         batched = any(trial.loop == "batch" for trial in self.trials.values())

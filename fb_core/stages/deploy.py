@@ -19,10 +19,10 @@ from fb_core.recipe import Deployed
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector, overridden
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.inputs import models_of, verifier_of
+from fb_core.stages.inputs import models_of
 
 if TYPE_CHECKING:
-    from fb_core.verify import Verifier
+    pass
 
 POLICY, RERANKER, DEPLOYED_STAGE = "policy", "reranker", "deployed"  # names of stages
 TOGETHER = 64  # most prompts decoded at once
@@ -108,11 +108,6 @@ class Context:
         """When the LLM is asked."""
         return frozen_policy(self.run)
 
-    @property
-    def verifier(self) -> Verifier:
-        """The verifier of answers."""
-        return verifier_of(self.settings.verify)
-
     def reranker(self, seed: int) -> TokenReranker:
         """The chosen reranker of a seed."""
         return chosen_reranker(self.settings, self.run, seed)
@@ -126,6 +121,19 @@ class Context:
             "max_events": settings.evaluate.max_events,
         }
         return CollaborativeDecoder(self.models.slm, llm, selector, self.policy, **self.options, **(given | options))
+
+    def named(self, name: str, seed: int | None) -> CollaborativeDecoder:
+        """The decoder of one of `LABELS`, the seed being that of its reranker, if it has one.
+
+        Raises:
+            ValueError: the reranker is not trained.
+        """
+        if name == "greedy":
+            return alone(self.models.slm, **self.options)
+        if name in ("direct", "s2t"):
+            return self.decoder(LLMPreference(), pool="joint" if name == "direct" else "slm")
+        assert seed is not None
+        return self.chosen_decoder(seed) if name == "deployed" else self.reranking_decoder(self.reranker(seed))
 
     def decoder_for(self, deployed: Deployed, reranker: TokenReranker | None) -> CollaborativeDecoder:
         """The decoder of a recipe; `reranker` gives its scores if the recipe uses one."""
@@ -159,33 +167,6 @@ class Context:
         """The decoder with a reranker, as the settings deploy it: a certain enough LLM overrides the reranker."""
         selector = overridden(FutureBridgeSelector(reranker), self.settings.evaluate.certainty)
         return self.decoder(selector, ask=needs_llm(self.settings), **pool_options(self.settings))
-
-
-def named_decoder(
-    name: str, settings: RunSettings, run: Path, seed: int | None, max_length: int | None = None, max_batch: int = 1
-) -> CollaborativeDecoder:
-    """The decoder of one of `LABELS`.
-
-    Args:
-        name: of the method.
-        settings: of the run.
-        run: its folder.
-        seed: of the reranker, for a method that has one.
-        max_length: as for `Context`.
-        max_batch: as for `Context`.
-
-    Raises:
-        ValueError: the reranker is not trained.
-    """
-    context = Context(settings, run, max_length, max_batch)
-    if name == "greedy":
-        return alone(context.models.slm, **context.options)
-    if name == "direct":
-        return context.decoder(LLMPreference(), pool="joint")
-    if name == "s2t":
-        return context.decoder(LLMPreference(), pool="slm")
-    assert seed is not None
-    return context.chosen_decoder(seed) if name == "deployed" else context.reranking_decoder(context.reranker(seed))
 
 
 def alone(slm: hf.CausalLM, **options: Any) -> CollaborativeDecoder:

@@ -14,7 +14,7 @@ from fb_core import hf
 from fb_core.config import RunSettings
 from fb_core.llm import LocalLLM
 from fb_core.policy import RequestPolicy
-from fb_core.stages.deploy import Generate, deployed_digest, named_decoder, together_of
+from fb_core.stages.deploy import Context, Generate, deployed_digest, together_of
 from fb_core.stages.examples import State, Trajectory, example_files
 from fb_core.stages.inputs import DEPLOYED, benchmark_problems, problems_hash, splits_of, verifier_of
 from fb_core.stages.problems import Problem, drawn
@@ -172,7 +172,7 @@ class TrajectoryStage(Stage):
         run = Path(self.settings.collect.deployed or "")
         together = together_of(self.settings, self.longest)
         seed = self.settings.train.seeds[0]
-        return named_decoder("futurebridge", self.settings, run, seed, self.longest, together).generate_many
+        return Context(self.settings, run, self.longest, together).named("futurebridge", seed).generate_many
 
     def cost(self) -> Cost:
         return Cost("generated and teacher-forced, prompts included", 2 * self.longest)

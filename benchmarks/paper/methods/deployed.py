@@ -7,11 +7,12 @@ direct LLM score, and rerankers with overrides, value heads and gates that decid
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
+from fb_core.stages.deploy import LABELS
 
 METHOD = Method(
     name="deployed",
-    label="FutureBridge, as deployed",
-    decode=lambda run, seed: run.chosen_decoder(seed).generate_many,
+    label=LABELS["deployed"],
+    decode=lambda run, seed: run.named("deployed", seed).generate_many,
     seeded=True,
     timed=("fast", "plain"),
 )

@@ -8,11 +8,11 @@ id in both.
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.selectors import LLMPreference
+from fb_core.stages.deploy import LABELS
 
 METHOD = Method(
     name="direct",
-    label="Direct LLM score",
-    decode=lambda run, _: run.decoder(LLMPreference(), pool="joint").generate_many,
+    label=LABELS["direct"],
+    decode=lambda run, seed: run.named("direct", seed).generate_many,
     timed=("fast",),
 )

@@ -8,11 +8,12 @@ its probability is above it.
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
+from fb_core.stages.deploy import LABELS
 
 METHOD = Method(
     name="futurebridge",
-    label="FutureBridge",
-    decode=lambda run, seed: run.reranking_decoder(run.reranker(seed)).generate_many,
+    label=LABELS["futurebridge"],
+    decode=lambda run, seed: run.named("futurebridge", seed).generate_many,
     seeded=True,
     timed=("fast", "plain"),
 )

@@ -8,11 +8,11 @@ count.
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.stages.deploy import alone
+from fb_core.stages.deploy import LABELS
 
 METHOD = Method(
     name="greedy",
-    label="Greedy",
-    decode=lambda run, _: alone(run.models.slm, **run.options).generate_many,
+    label=LABELS["greedy"],
+    decode=lambda run, seed: run.named("greedy", seed).generate_many,
     timed=("fast", "plain"),
 )

@@ -12,6 +12,7 @@ from fb_core import hf
 from fb_core.decoding import Generation
 from fb_core.llm import Ids, LocalLLM
 from fb_core.stages.deploy import Generate
+from fb_core.stages.inputs import verifier_of
 from fb_core.verify import Verifier, boxed
 
 
@@ -79,8 +80,10 @@ def decode(run: Context, seed: int) -> Generate:
     """The winning answers as texts; the tokens of the samples are not kept."""
     sampler, tokenizer, votes = run.models.local_slm, run.models.tokenizer, run.compare.votes
 
+    verifier = verifier_of(run.settings.verify)
+
     def generate(prompts: Sequence[Tensor], max_new_tokens: int) -> list[Generation]:
-        answers = majority(sampler, prompts, run.verifier, tokenizer, votes, max_new_tokens, seed)
+        answers = majority(sampler, prompts, verifier, tokenizer, votes, max_new_tokens, seed)
         texts = ["" if answer is None else f"\\boxed{{{answer}}}" for answer in answers]
         return [Generation(torch.zeros(0, dtype=torch.int64), [], text) for text in texts]
 

@@ -14,13 +14,13 @@ target: `fb_core.targets.selection_target`.
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.selectors import LLMPreference
+from fb_core.stages.deploy import LABELS
 
 METHOD = Method(
     name="s2t",
-    label="S2T",
+    label=LABELS["s2t"],
     source='Ye et al., "Select to Think: Unlocking SLM Potential with Local Sufficiency", arXiv 2604.26940, '
     "YeRona/Select-to-Think",
-    decode=lambda run, _: run.decoder(LLMPreference(), pool="slm").generate_many,
+    decode=lambda run, seed: run.named("s2t", seed).generate_many,
     timed=("fast",),
 )

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.paper.report.findings import Choice, Findings, Result
-from benchmarks.paper.report.page import Text
-from fb_core.page import Span, Table
+from benchmarks.paper.report.page import Span, Text
+from fb_core.page import Table
 from fb_core.statistics import Interval
 from fb_core.terminal import IN_TOKEN, escaped
 

@@ -29,9 +29,9 @@ from benchmarks.paper.report.columns import (
     token,
 )
 from benchmarks.paper.report.findings import Findings
-from benchmarks.paper.report.page import Block, Items, Link, Paragraph, Picture, Text, Verbatim
+from benchmarks.paper.report.page import Block, Items, Link, Paragraph, Picture, Span, Text, Verbatim
 from benchmarks.paper.report.recipes import primary
-from fb_core.page import Span, Table
+from fb_core.page import Table
 
 FILTERS = ("admitted", "verified", "long_enough", "valid_group", "train groups", "validation groups")  # in order
 

@@ -11,9 +11,9 @@ import yaml
 
 from benchmarks.paper.report.columns import above, below, flipped, made_with, percent, said
 from benchmarks.paper.report.findings import OURS, Findings, Result
-from benchmarks.paper.report.page import Block, Paragraph, Text
+from benchmarks.paper.report.page import Block, Paragraph, Span, Text
 from benchmarks.paper.report.recipes import benchmarks
-from fb_core.page import Span, Table
+from fb_core.page import Table
 from fb_core.statistics import Interval
 
 VERDICTS: dict[str, Literal["good", "bad", "faint"]] = {

@@ -6,10 +6,18 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from fb_core.page import Span, Table, markdown_table, page
+from fb_core.page import Table, markdown_table, page
 from fb_core.terminal import IN_TEXT, escaped
+
+
+@dataclass(frozen=True)
+class Span:
+    """Text set off from the rest: code (a token, a command) or a coloured verdict."""
+
+    text: str
+    kind: Literal["code", "good", "bad", "faint"]
 
 
 @dataclass(frozen=True)

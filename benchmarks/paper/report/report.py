@@ -13,10 +13,10 @@ from benchmarks.paper.report.diagnostics import DIAGNOSTICS, Diagnostic
 from benchmarks.paper.report.experiments import across, experiment_blocks, in_short
 from benchmarks.paper.report.findings import Experiment, Findings, findings_bytes, rows_bytes
 from benchmarks.paper.report.orderings import ordering_blocks
-from benchmarks.paper.report.page import Block, Document, Figure, Items, Paragraph, Picture, Section
+from benchmarks.paper.report.page import Block, Document, Figure, Items, Paragraph, Picture, Section, Span
 from benchmarks.paper.report.recipes import benchmarks
 from fb_core.files import write_file
-from fb_core.page import Span, Table
+from fb_core.page import Table
 
 FIGURES = "figures"  # folder beside report.md
 FOREST = (
