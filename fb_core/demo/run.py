@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import TimeElapsedColumn
+from rich.text import Text
 
 from fb_core.config import RunSettings
 from fb_core.demo import DEMO, pairs
@@ -75,7 +76,8 @@ def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = Fa
         manifest = Artefact(run, EvaluateStage.name).finished()
         found[name] = manifest["summary"]["table"]
         console.print(f"\n[bold]{name}[/bold]")
-        console.print(Markdown(stage.report(manifest)))
+        table = stage.report(manifest)
+        console.print(Markdown(table) if console.is_terminal else Text(table), soft_wrap=not console.is_terminal)
     files = {"results.json": json_bytes(found), "accuracy.png": _picture(found)}
     files |= _explained(worlds, runs, console)
     for name, data in files.items():
