@@ -12,8 +12,6 @@ from tokenizers.models import WordLevel
 from transformers import DynamicCache, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.paper.r2r.decoding import r2r
-from benchmarks.paper.r2r.network import R2RRouter
 from fb_core import hf
 from fb_core.decoding import CollaborativeDecoder, LowLatencyDecoder
 from fb_core.engine.engine import Engine
@@ -502,11 +500,10 @@ def test_the_tokenizers_end_token_ends_a_generation_too():
         CollaborativeDecoder(model, model, LLMPreference(), RequestPolicy(ALWAYS), tokenizer=tokenizer).generate(
             prompt
         ),
-        r2r(model, model, None, [prompt], 20, threshold=1.0, mode="entropy", tokenizer=tokenizer)[0],
     ]
     with Engine(pair, SLMPreference(), never, max_batch=2, max_length=64) as engine:
         ways += engine.generate_many([prompt], 20)
-    assert [way.token_ids.tolist() for way in ways] == [whole[: last + 1]] * 5
+    assert [way.token_ids.tolist() for way in ways] == [whole[: last + 1]] * 4
     large = Pair(model, model, tokenizer).large()
     assert large.ends == {whole[last]}
     assert large.complete(prompt, 20).tolist() == whole[: last + 1]
@@ -767,8 +764,6 @@ def test_what_depends_on_length_or_batch_is_refused_by_every_door(model, reason)
         lambda: LocalLLM(model),
         lambda: Pair(model, None),
         lambda: Pair(model, ServerLLM("http://127.0.0.1:9", vocabulary=zoo.V)),
-        lambda: r2r(model, other, None, [[5]], 3, threshold=1.0, mode="entropy"),
-        lambda: R2RRouter(model),
         lambda: CompatibilityScorer(model),
         lambda: TokenReranker.from_base(model),
     ):

@@ -156,4 +156,4 @@ def test_a_tracker_that_is_not_installed_is_one_sentence_ahead_of_all_work(begun
 def test_another_tracker_is_refused():
     done = futurebridge("train", "--config", "tiny", "--set", "train.tracker=mlflow", "--dry-run")
     assert done.returncode == 2
-    assert "train.tracker: expected 'tensorboard', 'wandb' or 'trackio', got 'mlflow'" in done.stderr
+    assert "train.tracker: Input should be 'tensorboard', 'wandb' or 'trackio'" in done.stderr

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.paper.methods import method
 from benchmarks.paper.methods.external import load_external
-from benchmarks.paper.methods.greedy import alone
 from benchmarks.paper.methods.majority import majority, majority_vote
 from benchmarks.paper.methods.spans import ending_ids, spans
 from benchmarks.paper.methods.takeover import takeover
@@ -27,6 +26,7 @@ from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.policy import RequestPolicy
 from fb_core.pool import LARGE, SLM
 from fb_core.selectors import FutureBridgeSelector, LLMPreference, SLMPreference
+from fb_core.stages import deploy
 from fb_core.targets import KL_WEIGHT, MARGIN, group_targets, selection_target
 from fb_core.training import _hinge
 from fb_kernels import group_cross_entropy
@@ -64,7 +64,7 @@ def words_tokenizer(size, **more):
     )
 
 
-class Pools:
+class Pools(deploy.Context):
     """A context of no run: two models, a policy and options of the decoder."""
 
     def __init__(self, slm, llm, policy, **options):
@@ -80,7 +80,7 @@ def by(name, slm, llm, policy, seed=None, **options):
 
 
 def greedy(slm, asked, length, **options):
-    return alone(slm, **options).generate_many(asked, length)
+    return deploy.alone(slm, **options).generate_many(asked, length)
 
 
 def s2t_local(slm, reranker, policy, **options):

@@ -4,11 +4,15 @@ import math
 
 import pytest
 import torch
+import zoo
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import EOS, V, tiny
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.nn import functional as F
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.paper.r2r.decoding import r2r
 from benchmarks.paper.r2r.network import R2RRouter, RouterFeatures, router_features
@@ -413,6 +417,27 @@ def test_bad_arguments(options, error, message):
     given = {"router": router_of(1), "threshold": 0.5, "max_new_tokens": 4} | options
     with pytest.raises(error, match=message):
         r2r(slm, llm, given.pop("router"), prompts(4), **given)
+
+
+def test_the_tokenizers_end_token_ends_a_generation_too():
+    model = tiny("qwen3", 6)
+    (prompt,) = prompts(7)
+    model.generation_config.eos_token_id = []
+    whole = LocalLLM(model).complete(prompt, 20).tolist()
+    last = next(place for place in range(3, 20) if whole.index(whole[place]) == place)
+    made = Tokenizer(WordLevel({f"w{token}": token for token in range(V)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0", eos_token=f"w{whole[last]}")
+    (found,) = r2r(model, model, None, [prompt], 20, threshold=1.0, mode="entropy", tokenizer=tokenizer)
+    assert found.token_ids.tolist() == whole[: last + 1]
+
+
+def test_a_model_whose_tokens_depend_on_its_neighbours_is_refused():
+    model, other = zoo.build("llama4_text"), tiny(vocab_size=zoo.V)
+    reason = "Llama4ForCausalLM with layers of type chunked_attention"
+    with pytest.raises(ValueError, match=reason):
+        r2r(model, other, None, [[5]], 3, threshold=1.0, mode="entropy")
+    with pytest.raises(ValueError, match=reason):
+        R2RRouter(model)
 
 
 def test_a_router_must_be_the_slms_and_in_eval_mode():
