@@ -13,10 +13,8 @@ from benchmarks.evidence import PUBLISHED, TAKEOVER, Cells, above_the_line, page
 from benchmarks.harness import OURS, read_results
 from benchmarks.paper.report import figures as report_figures
 from benchmarks.paper.report import orderings
-from benchmarks.paper.report.columns import percent
-from benchmarks.paper.report.findings import DeploymentCost, Findings, read_findings
-from benchmarks.paper.report.recipes import COUNTED, caveats, counted
-from benchmarks.paper.report.recipes import recipes as recipes_of
+from benchmarks.paper.report.columns import LEGEND, marked, percent
+from benchmarks.paper.report.findings import DeploymentCost, Findings, Result, read_findings
 from benchmarks.summary import against_the_best, cost_table
 from fb_core.config import RunSettings
 from fb_core.files import write_file
@@ -150,12 +148,12 @@ def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def render_worlds(text: str, root: Path = ROOT) -> str:
-    """docs/worlds.md with its tables of recipes and times regenerated."""
+    """docs/worlds.md with its tables of orderings, quantiles and times regenerated."""
     found = root / ROWS
     if not found.is_file():
         return text
     worlds = read_findings(found)
-    for name, lines in (("orderings", paper_orderings), ("recipes", recipes), ("times", times)):
+    for name, lines in (("orderings", paper_orderings), ("quantiles", quantiles), ("times", times)):
         text = _replace(text, name, lines(worlds), ROWS)
     return text
 
@@ -220,22 +218,20 @@ def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return cost_table(results["decode"]["cases"]) if "decode" in results else []
 
 
-def recipes(worlds: Sequence[Findings]) -> list[str]:
-    """Methods and recipes over all runs and request quantiles: in how many cells they do no harm; the worst cell."""
-    cells, found = recipes_of(worlds)
-    head = ["", *COUNTED, *(f"lowest minus {other}, pp [95%]" for other in ("greedy", "direct"))]
-    found = [recipe for recipe in found if len(recipe.minus("greedy")) == len(cells)]  # tried in every cell
-    rows = []
-    for recipe in found:
-        rows.append([recipe.label, *counted(recipe)])
-        for known in (recipe.minus("greedy"), recipe.minus("direct")):
-            cell = min(known, key=lambda cell: known[cell].mean, default=None)
-            rows[-1].append("" if cell is None else f"{percent(known[cell], signed=True)} ({cell})")
-    problems = {row.problems for one in worlds for row in one.rows if row.problems}
-    seeds = {len(one.seeds) for one in worlds}
-    note = f"*{', '.join(map(str, sorted(problems)))} problems per cell, {', '.join(map(str, sorted(seeds)))} reranker "
-    about = f"seeds, 95% paired bootstrap over problems. {caveats(worlds, found)} Cells: {'; '.join(cells)}.*"
-    return [*markdown_table(head, rows), "", note + about]
+def quantiles(worlds: Sequence[Findings]) -> list[str]:
+    """Accuracy of the methods that were tried at every request quantile, a row for each world and quantile."""
+    labels: dict[str, str] = {}
+    found: dict[tuple[str, float], dict[str, Result]] = {}
+    for one in worlds:
+        for row in one.of("quantiles"):
+            if row.quantile is not None and row.accuracy:
+                labels.setdefault(row.key, row.label)
+                found.setdefault((SHOWN.get(one.name, one.name), row.quantile), {})[row.key] = row
+    keys = [key for key in labels if all(key in rows for rows in found.values())]
+    body = [[world, f"{at:g}", *(marked(rows[key]) for key in keys)] for (world, at), rows in found.items()]
+    problems = ", ".join(sorted({str(row.problems) for rows in found.values() for row in rows.values()}))
+    note = f"*Accuracy, % [95%], of {problems} problems in each row. {LEGEND}*"
+    return [*markdown_table(["world", "quantile", *(labels[key] for key in keys)], body), "", note]
 
 
 def load(root: Path, device: str) -> dict[str, dict[str, Any]]:

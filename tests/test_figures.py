@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import event, figures, roofline, summary, targets
 from benchmarks.evidence import Cells
-from benchmarks.paper.report.findings import Costs, DeploymentCost, Findings, Policy, Result
+from benchmarks.paper.report.findings import Costs, DeploymentCost, Findings, Result
 from fb_core.statistics import Interval
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,52 +135,42 @@ def test_nothing_to_show_draws_nothing(tmp_path: Path) -> None:
     assert roofline.plots([untimed], tmp_path) == []
 
 
-def test_recipes_are_counted_over_worlds_and_quantiles() -> None:
-    def row(key: str, quantile: float, greedy: float, direct: float | None, ours: float | None) -> Result:
-        values = {"greedy": greedy, "direct": direct, "futurebridge": ours}
-        around = {name: Interval(x, x - 0.02, x + 0.02) for name, x in values.items() if x is not None}
+def test_quantiles_are_shown_where_a_method_was_tried_at_all() -> None:
+    def row(key: str, quantile: float, accuracy: float, direct: float | None = None) -> Result:
+        minus = {} if direct is None else {"direct": Interval(direct, direct - 0.02, direct + 0.02)}
         return Result(
             table="quantiles",
             benchmark="plans",
             key=key,
             label=f"the {key}",
             quantile=quantile,
-            accuracy=Interval(0.5, 0.4, 0.6),
+            accuracy=Interval(accuracy, accuracy - 0.1, accuracy + 0.1),
             problems=400,
-            minus=around,
+            minus=minus,
         )
 
     worlds = [
         Findings(
             name=name,
-            policy=Policy(quantile=0.9, threshold=1.0, top_k=64),
-            seeds=(0, 1),
             rows=(
-                row("direct", 0.9, 0.2, None, -0.1),
-                row("futurebridge", 0.9, sign * 0.3, sign * 0.1, None),
-                row("repair", 0.9, 0.3, -0.01, 0.03),
-                *([row("own", 0.9, 0.4, 0.4, 0.4)] if sign > 0 else []),  # not tried everywhere
+                row("direct", 0.9, 0.5),
+                row("futurebridge", 0.9, 0.5 + gain, gain),
+                *([row("deployed", 0.9, 0.7)] if gain > 0 else []),  # not tried everywhere
+                row("direct", 0.92, 0.6),
+                row("futurebridge", 0.92, 0.61, 0.01),
             ),
         )
-        for name, sign in (("one", 1), ("other", -1))
+        for name, gain in (("tiny", 0.1), ("other", -0.1))
     ]
-    lines = figures.recipes(worlds)
-    assert lines[2:5] == [
-        "| the direct | 2 of 2 |  |  | 0 of 2 | +20.0 [+18.0, +22.0] (one, q 0.9) |  |",
-        "| the futurebridge | 1 of 2 | 1 of 2 | 1 of 2 |  | -30.0 [-32.0, -28.0] (other, q 0.9) | "
-        "-10.0 [-12.0, -8.0] (other, q 0.9) |",
-        "| the repair | 2 of 2 | 2 of 2 | 0 of 2 | 2 of 2 | +30.0 [+28.0, +32.0] (one, q 0.9) | "
-        "-1.0 [-3.0, +1.0] (one, q 0.9) |",
+    lines = figures.quantiles(worlds)
+    assert lines[0] == "| world | quantile | the direct | the futurebridge |"
+    assert lines[2:6] == [
+        "| plans | 0.9 | 50.0 [40.0, 60.0] | 60.0 [50.0, 70.0] |",
+        "| plans | 0.92 | 60.0 [50.0, 70.0] | 61.0 [51.0, 71.0] |",
+        "| other | 0.9 | 50.0 [40.0, 60.0] | 40.0 [30.0, 50.0] ▽ |",
+        "| other | 0.92 | 60.0 [50.0, 70.0] | 61.0 [51.0, 71.0] |",
     ]
-    assert lines[0].startswith(
-        "|  | not significantly worse than greedy | not significantly worse than direct | lower "
-    )
-    assert lines[5] == ""
-    assert lines[6] == (
-        "*400 problems per cell, 2 reranker seeds, 95% paired bootstrap over problems. The 2 cells are not "
-        "independent: some share their problems and their SLM, and each run has one training set and 2 reranker seeds. "
-        "Intervals are not corrected for the 14 comparisons. Cells: one, q 0.9; other, q 0.9.*"
-    )
+    assert lines[-1].startswith("*Accuracy, % [95%], of 400 problems in each row. ▼ significantly below greedy, ")
 
 
 def test_a_target_is_held_against_the_worst_case_of_its_shapes() -> None:

@@ -37,11 +37,11 @@ KINDS = ("all", "word", "digit", "mark")
 
 
 class AgreementStage(Stage):
-    """Scores of the chosen rerankers, as deployed, for the candidates of the held-out states that were rolled out."""
+    """Scores of the chosen rerankers for the candidates of the held-out states that were rolled out."""
 
     name = "agreement"
     command = "python -m benchmarks.paper"
-    slice = ("evaluate.certainty", "train.seeds", "train.scope", "train.horizons", "collect.tested")
+    slice = ("train.seeds", "train.scope", "train.horizons", "collect.tested")
     reads = (TrajectoryStage, StateStage, RolloutStage)
     unit = "states"
 
@@ -58,15 +58,12 @@ class AgreementStage(Stage):
         return found
 
     def work(self, shard: str) -> Output:
-        slm, certainty = self.models.slm, self.settings.evaluate.certainty
+        slm = self.models.slm
         states = [one.state for one in Examples(self.run, shard, slm.device).rollouts.values()]
         rows: dict[str, dict[str, Any]] = {state.id: {"state": state.id} for state in states}
         for done, (state, seed, scores) in enumerate(reranked(slm, self._rerankers, states)):
             self.on_progress(done // len(self._rerankers))
-            llm = state.pool.llm_logprob
-            certain = certainty is not None and bool(llm.max().exp() > certainty)
-            judged = llm if certain else scores  # as in `CertainLLM`
-            rows[state.id][f"seed-{seed}"] = judged.tolist()
+            rows[state.id][f"seed-{seed}"] = scores.tolist()
         columns = {"state": pa.string()} | {f"seed-{seed}": NATS for seed in self._rerankers}
         return Output({f"{shard}.parquet": table_bytes(list(rows.values()), columns)}, {"states": len(rows)})
 

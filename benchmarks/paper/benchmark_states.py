@@ -33,7 +33,6 @@ def benchmark_runs(settings: PaperSettings, run: Path) -> dict[str, tuple[PaperS
         values = settings.model_dump()
         values["collect"] |= {
             "tested": str(run.resolve()),  # workers may have another working directory
-            "deployed": None,
             "max_new_tokens": settings.evaluate.max_new_tokens,
         }
         values["evaluate"] |= {"benchmarks": (name,)}

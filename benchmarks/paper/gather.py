@@ -36,7 +36,6 @@ from benchmarks.paper.variants import plan_of, settings_of_variant
 from fb_core import statistics
 from fb_core.config import ModelSettings
 from fb_core.stages.artefacts import Artefact, digest
-from fb_core.stages.calibration import CalibrationStage
 from fb_core.stages.choice import STAGES as CHOICE
 from fb_core.stages.choice import ChoiceStage
 from fb_core.stages.deploy import frozen_policy
@@ -60,7 +59,6 @@ OFFLINE: tuple[type[Stage], ...] = (
     SampleStage,
     ScoreStage,
     RolloutStage,
-    CalibrationStage,
     TrainStage,
     SelectionStage,
     RerankerStage,
@@ -108,7 +106,6 @@ def gather(settings: PaperSettings, run: Path, tables: Mapping[str, Table] = TAB
         future_quality=rolled and _future_quality(plan),
         trajectory=rolled and _trajectory(plan),
         worked_event=rolled and _worked_event(plan),
-        calibration=_calibration(plan),
         costs=_costs(plan),
         machine=f"{', '.join(made['cost']['devices'])}; {os.cpu_count()} CPU cores; torch {torch.__version__}",
         commit=made["made_by"][-1].get("commit"),
@@ -185,14 +182,8 @@ class _Rolled:
         }
 
     def agreement(self) -> tuple[values.Agreement, ...]:
-        """All scores of the run, the rerankers of its repairs, and the run's scores on the benchmarks' states."""
-        rows = agreement_rows(self.states)
-        for variant in TABLES["repairs"].rows(self._plan):
-            if not variant.borrowed:
-                where = ", on states of its own" if "collect" in variant.changes else ""
-                ours = [row for row in self._rows(variant) if row["score"] == "FutureBridge"]
-                rows += [{**row, "score": f"FutureBridge, {variant.label}{where}"} for row in ours]
-        found = [_picked(values.Agreement, row) for row in rows]
+        """All scores of the run, on the validation problems' states and on the benchmarks'."""
+        found = [_picked(values.Agreement, row) for row in agreement_rows(self.states)]
         for name, states in self._benchmarks.items():
             found += [_picked(values.Agreement, row, benchmark=name) for row in agreement_rows(states)]
         return tuple(found)
@@ -341,16 +332,6 @@ def _worked_event(plan: Plan) -> values.WorkedEvent | None:
                 ),
             )
     return None
-
-
-def _calibration(plan: Plan) -> values.Calibration | None:
-    """The calibration of the repair with the calibrated target; None if it was not run."""
-    (variant,) = (variant for variant in TABLES["repairs"].rows(plan) if variant.key == "calibrated")
-    manifest = finished(plan.run / variant.path, CalibrationStage.name)
-    if manifest is None:
-        return None
-    found = manifest["summary"][f"h{plan.horizon}"]
-    return _picked(values.Calibration, found, minimum_mixed=plan.settings.rollouts.minimum_mixed)
 
 
 def _costs(plan: Plan) -> values.Costs:

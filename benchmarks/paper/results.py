@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.paper import intervals
 from benchmarks.paper.comparison import CompareStage
-from benchmarks.paper.report.findings import DEPLOYED, Result
+from benchmarks.paper.report.findings import DEPLOYED, OURS, Result
 from benchmarks.paper.run import PROBLEM
 from benchmarks.paper.tables import TABLES, Plan, Table, Variant
 from benchmarks.paper.variants import settings_of_variant
@@ -62,7 +62,6 @@ class Results:
         self._benchmarks = {name: (name,) for name in names} | ({AVERAGE: names} if len(names) > 1 else {})
         self._references = {variant.key: variant for variant in plan.references()}
         self._variants = {name: table.rows(plan) for name, table in tables.items()}
-        self._ours = {variant.key for variant in TABLES["repairs"].rows(plan)}  # the published one is its first row
         everything = (*self._references.values(), *(row for rows in self._variants.values() for row in rows))
         self._decoded = {variant.path: _decoded(plan, variant) for variant in everything}
         self._interval = cache(self._resampled)
@@ -101,7 +100,7 @@ class Results:
         """A variant's row for every benchmark."""
         found, settings = self._decoded[variant.path], self._plan.settings
         about: dict[str, Any] = {"table": table, "key": variant.key, "label": variant.label, "x": variant.x}
-        about["ours"] = variant.key in (*self._ours, DEPLOYED)
+        about["ours"] = variant.key in (OURS, DEPLOYED)
         if table == "quantiles":
             place = self._plan.run if variant.place is None else self._plan.run / variant.place.path
             known = finished(place, PolicyStage.name) is not None

@@ -64,14 +64,9 @@ def run_tables(
         show: takes finished stages' reports in Markdown.
 
     Raises:
-        ValueError: settings, models or files do not fit the run, or the settings are not the published recipe.
+        ValueError: settings, models or files do not fit the run.
         OSError: no disk space, model or server, or a worker was killed; finished work is kept.
     """
-    if settings.train.features or settings.evaluate.certainty is not None:
-        raise ValueError(
-            "tables: expected the published recipe, with which every row is compared, got train.features or "
-            "evaluate.certainty; name a configuration without them, such as qwen3-1.7b-published"
-        )
     for command in PREPARED:
         prepare(command, settings, run, show)
     steps = list(waves([TABLES[name] for name in tables if name != COSTS], plan_of(settings, run)))

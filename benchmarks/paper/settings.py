@@ -13,7 +13,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
 from fb_core.config import RunSettings, Section, checked
-from fb_core.defaults import CERTAINTY
 from fb_core.files import write_file
 
 FILE = "paper.json"  # in a run's folder: the settings of its last tables
@@ -120,15 +119,11 @@ class ExperimentSettings(Section):
         alphas: shares of the future's score in the hybrid target.
         temperatures: of the soft targets.
         quantiles: of the request policy; states, futures and rerankers are made again for each.
-        certainty: probability above which the override takes the LLM's token.
-        hindsight: early tokens of the hindsight baseline.
     """
 
     alphas: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.25, 0.5, 0.75)
     temperatures: tuple[Annotated[float, Field(gt=0)], ...] = (0.25, 1.0, 2.0)
     quantiles: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.98, 0.995)
-    certainty: float = Field(default=CERTAINTY, ge=0, le=1)
-    hindsight: int = Field(default=4, ge=1)
 
 
 class PaperSettings(RunSettings):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from benchmarks.paper.methods import label_of
 from benchmarks.paper.report.findings import OURS, Experiment
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
-from fb_core.stages.nested_runs import FOLDER, TRAINED, Changes, training_changes
+from fb_core.stages.nested_runs import FOLDER, Changes, training_changes
 
 REFERENCES = ("greedy", "direct", "futurebridge")  # every row is compared with these methods
 
@@ -201,56 +201,18 @@ def _scope(plan: Plan) -> list[Variant]:
     return [plan.own("adapter on the candidate alone"), sequence]
 
 
-def _repairs(plan: Plan) -> list[Variant]:
-    """Recipes beyond the published one, all of them options of the same commands."""
-    own = plan.recipe("own", "the SLM's own future", samples={"future": "own"})
-    hindsight = {"hindsight": plan.settings.experiment.hindsight}
-    return [
-        plan.own("FutureBridge, as published"),
-        *_swept(plan),
-        own,
-        _override(plan, "own-override", "the SLM's own future, override", own),
-        plan.recipe("on-policy", "states under the deployed reranker", collect={"deployed": str(plan.run)}),
-        plan.recipe("hindsight", "hindsight baseline", train=hindsight),
-    ]
-
-
-def _swept(plan: Plan, inside: Variant | None = None) -> list[Variant]:
-    """The repairs that are tried at every quantile."""
-    x = None if inside is None else inside.x
-    labels = ("candidate features", "calibrated target", "calibrated target, features")
-    features, calibrated, both = (
-        plan.recipe(key, label, x, inside, train=dict(changes))
-        for (key, changes), label in zip(TRAINED.items(), labels, strict=True)
-    )
-    return [
-        features,
-        _override(plan, "override", "override by a certain LLM", inside),
-        _override(plan, "features-override", "candidate features, override", features),
-        calibrated,
-        both,
-        _override(plan, f"{both.key}-override", "calibrated target, features, override", both),
-    ]
-
-
-def _override(plan: Plan, key: str, label: str, inside: Variant | None) -> Variant:
-    """A reranker (the run's own if `inside` is None) deployed with the override by a certain LLM."""
-    x = None if inside is None else inside.x
-    return plan.recipe(key, label, x, inside, evaluate={"certainty": plan.settings.experiment.certainty})
-
-
 def _quantiles(plan: Plan) -> list[Variant]:
-    """Peers and recipes at every request quantile; at other quantiles they have their own states and rerankers."""
+    """Peers and FutureBridge at every request quantile; at other quantiles they have their own states and rerankers."""
     peers = ("takeover", "s2t", "direct", "futurebridge")
     here = plan.settings.collect.quantile
-    there = {variant.key for variant in (*_methods(plan), *plan.references())}
-    own = [*(plan.method(name) for name in peers if name in there), *_swept(plan)]
-    found = [replace(variant, borrowed=True, x=here) for variant in own]
+    there = [variant.key for variant in (*_methods(plan), *plan.references())]
+    found = [plan.method(name, here) for name in (*peers, "deployed") if name in there]
+    found = [replace(variant, borrowed=True) for variant in found]
     for quantile in plan.settings.experiment.quantiles:
         if quantile != here:
             place = plan.recipe(f"q{quantile:g}", f"quantile {quantile:g}", quantile, collect={"quantile": quantile})
             place = replace(place, method=None)
-            found += [*(plan.method(name, quantile, place) for name in peers), *_swept(plan, place)]
+            found += [plan.method(name, quantile, place) for name in peers]
     return _by_number(found)
 
 
@@ -298,7 +260,6 @@ TABLES = {
             "scope", "Adapter scope", "Whether the adapter acts on the candidate alone or on its prefix too.", _scope
         ),
         Table("temperature", "Target temperature", "How soft the target is.", _temperatures),
-        Table("repairs", "Repairs", "Recipes beyond the published one.", _repairs, judged=True),
         Table(
             "quantiles",
             "Request quantiles",

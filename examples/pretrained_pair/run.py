@@ -25,7 +25,7 @@ import problems
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 WORK = Path("runs/pretrained_pair")  # as in pretrained_pair.yaml
-TABLES = ("methods", "repairs", "costs")
+TABLES = ("methods", "costs")
 COUNTS: dict[problems.Role, tuple[int, int]] = {"method": (770, 5), "test": (250, 6)}  # (number of problems, seed)
 
 

@@ -22,7 +22,6 @@ SMALL: dict[str, dict[str, Any]] = {
         "alphas": [0.5],
         "temperatures": [1.0],
         "quantiles": [0.92],
-        "hindsight": 2,
     },
 }
 

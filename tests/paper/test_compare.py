@@ -23,7 +23,7 @@ from benchmarks.paper.methods.takeover import TakeoverGeneration
 from benchmarks.paper.r2r.decoding import r2r
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage, read_router
 from benchmarks.paper.settings import EXTERNAL, names
-from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, TokenReranker, Verifier
+from fb_core import CollaborativeDecoder, FutureBridgeSelector, TokenReranker, Verifier
 from fb_core.decoding import Generation, Usage
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LocalLLM
@@ -296,22 +296,10 @@ def test_methods_of_the_slm_alone_do_not_load_the_llm(no_llm, prompts, chosen, r
         assert len(generator(method, chosen, run, seed)(prompts[:2], 5)) == 2
 
 
-@pytest.mark.parametrize("changes", [{}, {"evaluate": {"certainty": 0.9}}, {"train": {"features": ["llm"]}}])
-def test_the_llm_is_asked_where_its_word_counts(no_llm, run, changes):
-    pool = {"score": {"pool": "slm" if changes else "joint"}}
+def test_the_llm_is_asked_where_its_word_counts(no_llm, run):
     reranker = TokenReranker.from_pretrained(run / "reranker" / "seed-0", load_pair("plans").slm)
     with pytest.raises(AssertionError, match="not wanted here"):
-        Context(settings(**changes, **pool), run).reranking_decoder(reranker)
-
-
-def test_a_certain_llm_decides(prompts, pair, run):
-    reranker = TokenReranker.from_pretrained(run / "reranker" / "seed-0", pair.slm)
-    selector = CertainLLM(FutureBridgeSelector(reranker), 0.5)
-    options = {"slm_k": 3, "llm_k": 3, "tokenizer": pair.world.tokenizer}
-    decoder = CollaborativeDecoder(pair.slm, pair.llm, selector, frozen_policy(run), **options)
-    found = generator("futurebridge", settings(evaluate={"certainty": 0.5}), run, 0)(prompts, 45)
-    assert tokens_of(found) == tokens_of(decoder.generate_many(prompts, 45))
-    assert {one.scores is None for generation in found for one in generation.events} == {True, False}
+        Context(settings(), run).reranking_decoder(reranker)
 
 
 def test_a_checkpoint_with_another_tokenizer_or_none_is_refused(checkpoints, run, tmp_path):
@@ -351,7 +339,6 @@ def test_a_budget_of_events_binds_all_methods_at_events(prompts, run, chosen):
     [
         ({"compare": {"delimiter": "."}}, r"settings\.compare\.delimiter \. , got \."),
         ({"compare": {"votes": 3}}, r"settings\.compare\.votes 2, got 3"),
-        ({"evaluate": {"certainty": 0.9}}, r"settings\.evaluate\.certainty None, got 0\.9"),
         ({"compare": {"router": {"problems": 14}}}, r"settings\.compare\.router\.problems"),
     ],
 )

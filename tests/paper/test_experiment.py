@@ -31,9 +31,7 @@ from benchmarks.paper.tables import TABLES, Plan, Table, Variant
 from benchmarks.paper.variants import settings_of_variant
 from fb_core import statistics
 from fb_core.config import AVERAGE, ModelSettings
-from fb_core.defaults import CERTAINTY
 from fb_core.pool import Event
-from fb_core.selectors import CertainLLM, LLMPreference
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.decode import Row
 from fb_core.stages.deploy import frozen_policy
@@ -55,10 +53,6 @@ def chosen() -> PaperSettings:
 @pytest.fixture(scope="module")
 def trained(undisturbed) -> Path:
     return undisturbed[0]["train"]
-
-
-SWEPT = ["features", "override", "features-override", "calibrated", "calibrated-features"]
-SWEPT += ["calibrated-features-override"]
 
 
 def own(table, plan):
@@ -83,7 +77,10 @@ def state_of(run):
 
 
 MADE = ("greedy", "majority", "direct", "one-token-takeover", "spans", "futurebridge")
-MADE += ("alpha-0.5", "pool-slm", "override", "q0.92", "q0.92/direct", "q0.92/futurebridge")
+MADE += ("alpha-0.5", "pool-slm", "q0.92", "q0.92/direct", "q0.92/futurebridge")
+
+
+JUDGED = ("q0.92", "q0.92/futurebridge")
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +89,7 @@ def made(trained, chosen, tmp_path_factory) -> tuple:
     run = linked(trained, tmp_path_factory.mktemp("experiment") / "run", *TRAINED)
     before, known = state_of(run), variants_of(chosen, run)
     values = chosen.model_dump_json()
-    judged = ("override", "q0.92")
-    return run, before, {key: make(known[key], values, run, key in judged) for key in (*MADE, "external-lost")}
+    return run, before, {key: make(known[key], values, run, key in JUDGED) for key in (*MADE, "external-lost")}
 
 
 def stages_in(folder):
@@ -115,13 +111,8 @@ LEARNED = {"training", "selection", "reranker"}
         ("alpha-0.5", COLLECTED | {"futures", "scores"}, LEARNED),
         ("pool-slm", COLLECTED | {"futures"}, LEARNED | {"scores"}),
         ("spans", COLLECTED, set()),
-        (
-            "override",
-            COLLECTED | {"futures", "scores", "training", "rollouts"},
-            {"selection", "reranker", "agreement"},
-        ),
         ("q0.92/direct", COLLECTED, set()),
-        ("q0.92/futurebridge", COLLECTED | {"futures", "scores"} | LEARNED, set()),
+        ("q0.92/futurebridge", COLLECTED | {"futures", "scores", "rollouts"} | LEARNED, {"agreement"}),
     ],
 )
 def test_what_is_not_changed_is_a_link(made, key, links, own):
@@ -148,24 +139,21 @@ def test_the_run_itself_is_not_written_to(made):
     assert state_of(run) == before
 
 
-def test_what_cannot_be_made_is_said_and_made_later(made, trained, tmp_path):
+def test_what_cannot_be_made_is_said_and_made_later(made, trained, pair_checkpoint, tmp_path):
     run, _, problems = made
     assert "no/such/checkpoint: expected a folder or hub id" in problems["external-lost"]
     folder = run / "variants" / "external-lost"
     assert json.loads((folder / PROBLEM).read_text()) == {"problem": problems["external-lost"]}
     assert "Traceback" in (folder / "log.txt").read_text()
 
-    place = linked(trained, tmp_path / "run", *TRAINED)
-    few = settings(rollouts={"minimum_mixed": 41})
-    variant = variants_of(few, place)["calibrated"]
-    problem = make(variant, few.model_dump_json(), place, False)
-    assert problem is not None
-    assert "expected at least 41 states" in problem
-    assert (place / variant.path / PROBLEM).is_file()
+    place, lost = linked(trained, tmp_path / "run", *TRAINED), tmp_path / "lost"
+    later = settings(compare={"external": {"lost": str(lost)}})
+    variant = variants_of(later, place)["external-lost"]
+    assert "expected a folder or hub id" in str(make(variant, later.model_dump_json(), place, False))
     assert not (place / variant.path / "comparison").exists()
-    again = settings(rollouts={"minimum_mixed": 40}, compare={"methods": METHODS})
-    problem = make(variant, again.model_dump_json(), place, False)
-    assert "settings.rollouts.minimum_mixed 41, got 40" in str(problem)
+    Path(pair_checkpoint).rename(lost)
+    assert make(variant, later.model_dump_json(), place, False) is None
+    assert not (place / variant.path / PROBLEM).exists()
 
 
 def test_making_a_variant_again_changes_nothing(made, chosen):
@@ -255,19 +243,15 @@ def test_rows_of_a_quantile_are_beside_the_methods_at_that_quantile(made, found,
     assert quantiles == sorted(quantiles)
     keys = {q: [key for key, quantile in rows if quantile == q] for q in (0.9, 0.92)}
     assert keys[0.9] == [key for key in keys[0.92] if key not in ("takeover", "s2t")]  # not among the methods here
-    assert keys[0.92] == ["s2t", "direct", "futurebridge", *SWEPT, "takeover"]
+    assert keys[0.92] == ["s2t", "direct", "futurebridge", "takeover"]
 
 
 def test_tables_that_were_not_asked_for_are_left_out(found):
-    assert {row.table for row in found.rows} == {"methods", "pools", "alpha", "repairs", "quantiles"}
+    assert {row.table for row in found.rows} == {"methods", "pools", "alpha", "quantiles"}
     pools = rows_of(found, "pools")
     assert list(pools) == [("futurebridge", None), ("pool-slm", None), ("pool-llm", None), ("pool-slm-wide", None)]
     assert pools["futurebridge", None].label == "joint pool"
     assert pools["pool-llm", None].note == "not run"
-    repairs = rows_of(found, "repairs")
-    assert next(iter(repairs)) == ("futurebridge", None)
-    assert {key for (key, _), row in repairs.items() if row.accuracy} == {"futurebridge", "override"}
-    assert all(row.ours for row in repairs.values())
 
 
 def test_findings_are_plain_and_finite(made, found):
@@ -282,8 +266,8 @@ def test_findings_are_plain_and_finite(made, found):
     assert list(found.test_sets) == ["demo:plans"]
     assert found.costs.deployment is None
     names = {row.score for row in found.agreement}
-    assert names == {"SLM", "LLM", "Direct-B_8", "FutureBridge, override by a certain LLM"}
-    assert (found.future_quality, found.calibration, found.worked_event) == (None, None, None)
+    assert names == {"SLM", "LLM", "Direct-B_8"}
+    assert (found.future_quality, found.worked_event) == (None, None)
     assert len(found.coverage) == 3
     assert found.trajectory.events
 
@@ -344,7 +328,7 @@ def test_a_new_ablation_is_one_entry(made, chosen, monkeypatch):
     run, _, _ = made
 
     def rows(plan):
-        greedier = plan.recipe("events-1", "one event", evaluate={"certainty": 0.0})
+        greedier = plan.recipe("events-1", "one event", evaluate={"max_events": 1})
         return [plan.own("all events"), greedier]
 
     entry = Table("events", "Number of events", "How often the LLM may be asked.", rows)
@@ -467,8 +451,6 @@ def test_every_row_has_a_folder_of_its_own(chosen, tmp_path):
     assert by_key["s2t-local-original"].score.pool == "slm"
     assert (by_key["distilled"].train.alpha, by_key["distilled"].score.pool) == (0.0, "joint")
     assert by_key["future-shuffled"].samples.future == "shuffled"
-    assert by_key["on-policy"].collect.deployed == str(tmp_path)
-    assert by_key["hindsight"].train.hindsight == 2
     assert by_key["scope-sequence"].train.scope == "sequence"
     assert by_key["temperature-1"].train.temperature == 1.0
     same = {"train": {"alpha": 0.5}, "experiment": {"alphas": [0.5, 0.25], "quantiles": [0.9]}}
@@ -478,19 +460,15 @@ def test_every_row_has_a_folder_of_its_own(chosen, tmp_path):
     assert own("quantiles", plan) == []
 
 
-@pytest.mark.parametrize("train", [{"alpha": 0.5, "hindsight": 2}, {"target": "calibrated"}])
-def test_rows_have_the_target_that_they_are_of(train, tmp_path):
-    chosen = settings(train=train, experiment={"alphas": [0.25], "temperatures": [1.0]})
+def test_rows_have_the_target_that_they_are_of(tmp_path):
+    chosen = settings(train={"alpha": 0.5}, experiment={"alphas": [0.25], "temperatures": [1.0]})
     plan = Plan(chosen, tmp_path, 8)
-    found = [variant for table in ("methods", "alpha", "temperature", "repairs") for variant in own(table, plan)]
+    found = [variant for table in ("methods", "alpha", "temperature") for variant in own(table, plan)]
     trained = {variant.key: settings_of_variant(chosen, variant).train for variant in found}
     assert (trained["distilled"].target, trained["distilled"].alpha) == ("future", 0.0)
     assert (trained["alpha-0.25"].target, trained["alpha-0.25"].alpha) == ("future", 0.25)
-    assert trained["temperature-1"].target == trained["hindsight"].target == "future"
-    for key in ("calibrated", "calibrated-features"):
-        assert (trained[key].target, trained[key].alpha, trained[key].hindsight) == ("calibrated", 1.0, 0)
+    assert (trained["temperature-1"].target, trained["temperature-1"].alpha) == ("future", 0.5)
     assert trained["s2t-local-original"].target == "select"
-    assert trained["features"].target == chosen.train.target
 
 
 def test_a_horizon_is_kept_by_all_but_the_horizons(tmp_path):
@@ -506,10 +484,10 @@ def test_a_horizon_is_kept_by_all_but_the_horizons(tmp_path):
 def test_changes_go_on_top_of_those_around_them():
     base = settings()
     outer = Variant("a", "a", {"collect": {"quantile": 0.5}, "train": {"alpha": 0.5}}, None)
-    inner = Variant("b", "b", {"train": {"rank": 2}, "evaluate": {"certainty": 0.7}}, inside=outer)
+    inner = Variant("b", "b", {"train": {"rank": 2}, "evaluate": {"max_events": 7}}, inside=outer)
     found = settings_of_variant(base, inner)
     assert (found.collect.quantile, found.train.alpha, found.train.rank) == (0.5, 0.5, 2)
-    assert (found.evaluate.certainty, found.compare.methods) == (0.7, ("futurebridge",))
+    assert (found.evaluate.max_events, found.compare.methods) == (7, ("futurebridge",))
     assert settings_of_variant(base, outer).compare.methods == ()
     assert inner.path == Path("variants/a/variants/b")
     assert found.collect.model_dump() == base.collect.model_dump() | {"quantile": 0.5}
@@ -535,8 +513,7 @@ PAPER = {"models": ModelSettings(slm="Qwen/Qwen3-1.7B", llm="Qwen/Qwen3-32B")}
         ({"futures": {"llm_k": 4}}, False),
         ({"score": {"pool": "slm"}}, False),
         ({"train": {"seeds": [0]}}, False),
-        ({"train": {"features": ["llm"]}}, False),
-        ({"evaluate": {"certainty": 0.9}}, False),
+        ({"evaluate": {"max_events": 4}}, False),
         ({"evaluate": {"benchmarks": ["gsm8k"]}}, False),
     ],
 )
@@ -550,37 +527,13 @@ def test_shipped_settings_are_published_where_they_say_so():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"train": {"features": ["slm"]}}, {"evaluate": {"certainty": 0.6}}],
-)
-def test_an_experiment_begins_with_the_published_recipe(changes, tmp_path):
-    with pytest.raises(ValueError, match=r"tables: expected the published recipe"):
-        run_tables(["methods"], changed(PaperSettings(**PAPER), changes), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_one_certainty_in_code_settings_and_docs():
-    shipped = ("qwen3-1.7b", "qwen3-0.6b", "tiny", "tiny-helpful", "tiny-control")
-    found = {name: PaperSettings.of_config(name).experiment.certainty for name in shipped}
-    found |= {"code": CertainLLM(LLMPreference()).certainty}
-    assert set(found.values()) == {CERTAINTY} == {0.6}, found
-    docs = (ROOT / "docs" / "worlds.md").read_text().replace("\n", " ")
-    assert f"probability is {CERTAINTY} in code and settings alike" in docs
-    assert "chosen after test results at 0.9 had been seen" in docs
-
-
-@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"samples": {"future": "wrong"}}, "samples.future"),
         ({"score": {"pool": "all"}}, "score.pool"),
         ({"train": {"target": "best"}}, "train.target"),
-        ({"train": {"features": ["temperature"]}}, "train.features"),
         ({"train": {"alpha": 1.5}}, "train.alpha"),
-        ({"train": {"hindsight": -1}}, "train.hindsight"),
         ({"train": {"target": "select", "alpha": 0.5}}, 'alpha: expected 1 with target "select", got 0.5'),
-        ({"train": {"target": "calibrated", "hindsight": 2}}, "hindsight: expected 0 with"),
-        ({"evaluate": {"certainty": 1.5}}, "evaluate.certainty"),
         ({"rollouts": {"validation": 0}}, "rollouts.validation"),
         ({"rollouts": {"train": 1.1}}, "rollouts.train"),
         ({"rollouts": {"minimum_mixed": 0}}, "rollouts.minimum_mixed"),
@@ -589,7 +542,6 @@ def test_one_certainty_in_code_settings_and_docs():
         ({"experiment": {"alphas": [2]}}, "experiment.alphas"),
         ({"experiment": {"temperatures": [0]}}, "experiment.temperatures"),
         ({"experiment": {"quantiles": [1.01]}}, "experiment.quantiles"),
-        ({"experiment": {"hindsight": 0}}, "experiment.hindsight"),
         ({"compare": {"votes": 0}}, "compare.votes"),
         ({"compare": {"router": {"min_recall": 0}}}, "compare.router.min_recall"),
         ({"compare": {"rooter": {}}}, "compare.rooter"),
@@ -692,21 +644,20 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     by_quantile = {}
     for row in found.of("quantiles"):
         by_quantile.setdefault(row.quantile, []).append(row.key)
-    assert by_quantile[0.9] == by_quantile[0.92] == ["s2t", "direct", "futurebridge", *SWEPT, "takeover"]
+    assert by_quantile[0.92] == ["s2t", "direct", "futurebridge", "takeover"]
+    assert by_quantile[0.9] == ["s2t", "direct", "futurebridge", "deployed", "takeover"]
     scores = {row.score for row in found.agreement}
-    assert {"SLM", "LLM", "Direct-B_4", "Direct-B_8", "FutureBridge", "FutureBridge, calibrated target"} <= scores
+    assert {"SLM", "LLM", "Direct-B_4", "Direct-B_8", "FutureBridge"} <= scores
     assert found.future_quality.states > 3
     assert all(len(row) == 2 for row in found.future_quality.pairwise)
-    assert found.calibration.mixed >= 3
     judged = {(row.quantile, row.label) for row in found.choices if row.kind == "all"}
-    swept = {row.label for row in found.of("quantiles") if row.key in (*SWEPT, "futurebridge")}
-    labels = swept | {"the SLM's choice", "the LLM's choice"}
+    labels = {"FutureBridge", "the SLM's choice", "the LLM's choice"}
     assert judged == {(q, label) for q in (0.9, 0.92) for label in labels}
     assert len(found.costs.deployment) == 12
     assert {"samples", "router", "rollouts"} <= {row.stage for row in found.costs.offline}
     for kind in ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"):
         assert (run / "variants" / f"future-{kind}" / "samples").is_symlink()  # sampled once
-    assert (run / "variants/q0.92/variants/calibrated/rollouts").is_symlink()
+    assert (run / "variants/q0.92/variants/futurebridge/rollouts").is_symlink()
 
 
 @pytest.fixture

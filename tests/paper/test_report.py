@@ -45,7 +45,6 @@ from benchmarks.paper.report.page import (
     Table,
     Verbatim,
 )
-from benchmarks.paper.report.recipes import caveats, recipes
 from benchmarks.paper.report.report import write_report
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import TABLES
@@ -92,14 +91,13 @@ VARIANTS = {
     "alpha": [("alpha-0.5", "α = 0.5", 0.94, 0.5), ("alpha-0.25", "α = 0.25", 0.91, 0.25)],
     "temperature": [("tau-1", "τ = 1", 0.956, 1.0)],
     "scope": [("sequence", "Whole sequence", 0.962, None)],
-    "repairs": [
-        ("features", "With features", 0.964, None),
-        ("override", "Override where the LLM is certain", 0.96, None),
-        ("override", "With features, override", 0.97, None),
-        ("calibrated", "Calibrated target", 0.962, None),
-    ],
 }
-SWEPT = {0.9: (0.81, 0.63, 0.96, 0.955), 0.92: (0.81, 0.868, 0.965, 0.96), 0.96: (0.812, 0.81, 0.81, 0.82)}
+SWEPT = {
+    0.9: (0.81, 0.63, 0.69, 0.992),
+    0.92: (0.81, 0.868, 0.7, 0.99),
+    0.94: (0.87, 0.958, 0.69, 0.992),
+    0.96: (0.812, 0.81, 0.71, 0.97),
+}
 
 ROOT = Path(__file__).parents[2]
 FOUND = os.environ | {"PYTHONPATH": str(ROOT)}  # where a process of its own finds the benchmarks
@@ -171,17 +169,16 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
         )
         for table, variants in VARIANTS.items():
             for key, label, accuracy, x in variants:
-                more = {"benchmark": benchmark, "x": x, "ours": table == "repairs"}
+                more = {"benchmark": benchmark, "x": x}
                 more |= written(1.93, lowered("x", accuracy))
                 rows.append(table_row(table, key, label, lowered("x", accuracy), base, **more))
         for quantile, accuracies in SWEPT.items():
-            there = dict(zip(("direct", "futurebridge", "override", "calibrated"), accuracies, strict=True))
+            there = dict(zip(("direct", "futurebridge", "s2t", "takeover"), accuracies, strict=True))
             there = {key: lowered(key, value) for key, value in there.items()}
-            labels = {row["key"]: row["label"] for row in reversed(rows) if row["table"] in ("methods", "repairs")}
             references = {"greedy": base["greedy"], "direct": there["direct"], "futurebridge": there["futurebridge"]}
             for key, accuracy in there.items():
                 more = {"benchmark": benchmark, "quantile": quantile, "threshold": round(10 * quantile - 8, 3)}
-                rows.append(table_row("quantiles", key, labels[key], accuracy, references, **more))
+                rows.append(table_row("quantiles", key, METHODS[key][0], accuracy, references, **more))
     kinds = {"all": 1.0, "word": 0.8, "digit": 0.15, "mark": 0.05}
     scores = {"SLM": 0.52, "LLM": 0.685, "Direct-B_4": 0.475, "Direct-B_16": 0.895, "FutureBridge": 0.824 - shift}
     draw = np.random.default_rng(0)
@@ -330,8 +327,8 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
         "deployed": [
             {
                 "seed": 0,
-                "label": "plain + gate",
-                "words": "plain + gate: the best of 1 of 1 tested recipes.",
+                "label": "value",
+                "words": "value: the best of 1 of 1 tested recipes.",
                 "problems": 300,
                 "delta": 0.02,
                 "level": 0.95,
@@ -347,17 +344,11 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
                     for label, accuracy, calls in (
                         ("SLM greedy", 0.5, 0.0),
                         ("direct LLM score", 0.8, 2.5),
-                        ("plain + gate", 0.9, 2.25),
+                        ("value", 0.9, 2.25),
                     )
                 ],
             }
         ],
-        "calibration": {
-            "theta": {"b": 1.21, "llm": 0.33, "slm": -0.12, "b_certain": -0.4, "llm_certain": 2.5, "slm_certain": 0.05},
-            "states": 350,
-            "mixed": 190,
-            "minimum_mixed": 25,
-        },
         "costs": {
             "offline": [
                 {
@@ -548,8 +539,8 @@ TITLES = [
         "Problems with changed outcomes",
     ),
     *("Deployed recipe", "Costs", "Candidate pools", "Pool coverage", "Horizon", "Futures", "Future quality"),
-    *("Hybrid targets", "Adapter scope", "Target temperature", "Agreement with rollouts", "Calibration"),
-    *("Repairs", "Request quantiles", "Choices by kind of event", "One trajectory", "One event in full"),
+    *("Hybrid targets", "Adapter scope", "Target temperature", "Agreement with rollouts"),
+    *("Request quantiles", "Choices by kind of event", "One trajectory", "One event in full"),
     *("Reranker selection", "States", "Settings", "How to read the numbers"),
 ]
 
@@ -621,8 +612,8 @@ def test_one_order_of_methods_in_every_table_and_figure(single):
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == order
     swept = drawn("sweep", read(shuffled))
     legend = [text.get_text() for text in swept.legends[0].get_texts()]
-    assert legend[:2] == ["Direct LLM score", "FutureBridge"]
-    colours = [handle.get_color() for handle in swept.legends[0].get_lines()[:2]]
+    assert legend[:4] == ["S2T", "Direct LLM score", "FutureBridge", "Takeover"]
+    colours = [handle.get_color() for handle in swept.legends[0].get_lines()[1:3]]
     assert colours == [theme.LIGHT.others, theme.LIGHT.ours]  # as in all other figures
 
 
@@ -734,7 +725,6 @@ def test_the_frontier_tells_what_is_worth_more_than_taking_over(single):
     assert ours[3] == "0.048, 1.55 [1.50, 1.61] × greedy, fast"
     assert ours[-1] == f"{distance:+.1f} [{distance - 3:+.1f}, {distance + 3:+.1f}]"
     assert (rows["Greedy"][-1], rows["Takeover"][-1]) == ("", "")
-    assert {"With features", "Calibrated target"} < rows.keys()
     (section,) = [one for one in single.sections if one.title == "Accuracy against the LLM's work"]
     (items,) = [block for block in section.blocks if isinstance(block, Items)]
     takeover, worth = map(plain, items.texts)
@@ -744,7 +734,7 @@ def test_the_frontier_tells_what_is_worth_more_than_taking_over(single):
     assert more.startswith(
         "Significantly better than takeover on a share of the problems with the same number of LLM tokens: "
     )
-    assert "FutureBridge;" in more
+    assert more.endswith("R2R; FutureBridge. ")
     assert less == "Random choice; S2T. Not significantly different: Maj@8."
     lost = render([tiny(shift=0.5)])
     (section,) = [one for one in lost.sections if one.title == "Accuracy against the LLM's work"]
@@ -773,7 +763,7 @@ def test_the_frontier_is_that_of_the_average_where_there_is_one():
     assert [axis.get_xlabel().partition(" per")[0] for axis in axes] == ["LLM tokens", "LLM calls"]
     for axis in axes:
         assert axis.get_ylabel() == "accuracy on average, %"
-        assert len(axis.containers) == len({*METHODS, *(key for key, *_ in VARIANTS["repairs"])})
+        assert len(axis.containers) == len(METHODS)
 
 
 def test_the_line_of_the_frontier_ends_at_greedy_and_takeover():
@@ -787,7 +777,7 @@ def test_the_line_of_the_frontier_ends_at_greedy_and_takeover():
     assert (ys[0], ys[-1]) == (pytest.approx(71.2), pytest.approx(99.2))
     assert np.allclose(np.diff(ys) / np.diff(xs), (99.2 - 71.2) / 40.2)  # straight, though the axis is not
     colours = {text.get_text(): text.get_color() for text in axis.texts}
-    assert {colours[name] for name in ("FutureBridge", "With features", "Calibrated target")} == {theme.LIGHT.ours}
+    assert colours["FutureBridge"] == theme.LIGHT.ours
     assert {colours[name] for name in ("Direct LLM score", "R2R", "Maj@8")} == {theme.LIGHT.others}
     assert len(axis.texts) == len(axis.containers)
     at = sorted(axis.transData.transform(text.xyann)[1] for text in axis.texts)  # of the labels, in pixels
@@ -840,7 +830,7 @@ def test_verdicts_follow_the_intervals(single):
     assert len(said.texts) == 3
     (swept,) = [section for section in single.sections if section.title == "Request quantiles"]
     said = next(block for block in swept.blocks if isinstance(block, Items))
-    assert said.texts[0].endswith("Significantly below greedy: FutureBridge at quantile 0.9.")
+    assert "Significantly below greedy: FutureBridge at quantile 0.9. Not significantly different" in said.texts[0]
 
 
 def ordering_paragraphs(run: Section) -> list[str]:
@@ -1035,7 +1025,9 @@ def test_what_was_not_run_is_named_with_its_command():
         sections = {section.title: section for section in render([without]).sections}
         assert title not in sections
         (items,) = [block for block in sections["Not run"].blocks if isinstance(block, Items)]
-        assert [plain(text) for text in items.texts] == [f"{title}: run {command}"]
+        missing = [f"{title}: run {command}"]
+        missing += [f"Accuracy against the LLM's work: run {command}"] if name == "methods" else []  # is of its rows
+        assert [plain(text) for text in items.texts] == missing
 
 
 def test_of_an_empty_run_nothing_is_invented():
@@ -1123,52 +1115,11 @@ def test_several_runs_are_compared(runs):
     assert list(found.head) == ["", "tiny: demo:plans", "control: demo:plans", "several: gsm8k", "several: math-500"]
     assert rows_of(found)["FutureBridge"][:2] == ["95.8 [92.8, 98.8]", "35.8 [32.8, 38.8] ▼▽"]
     assert rows_of(found)["Greedy"][0] == "71.2 [68.2, 74.2] ▽"
-    *others, takeover = (label for label, *_ in METHODS.values())
-    assert [row[0] for row in found.rows] == [*others, *(label for _, label, *_ in VARIANTS["repairs"]), takeover]
+    assert [row[0] for row in found.rows] == [label for label, *_ in METHODS.values()]
     names = [figure.name for figure in runs.figures()]
     assert len(set(names)) == len(names)
     assert "run-1-frontier" in names
     assert "run-3-quantiles" in names
-
-
-def test_recipes_are_counted_over_runs_benchmarks_and_quantiles(runs):
-    found = table(_first(runs), RECIPES)
-    assert len(found.head) == 5 + 4 * 4
-    assert found.head[1:5] == [
-        "not significantly worse than greedy",
-        "not significantly worse than direct",
-        "lower bound against direct ≥ -2.0 pp",
-        "significantly better than FutureBridge",
-    ]
-    assert found.head[5:7] == ["tiny, demo:plans, q 0.9", "tiny, demo:plans, q 0.92"]
-    rows = rows_of(found)
-    assert rows["Override where the LLM is certain"][:4] == ["12 of 16", "12 of 16", "9 of 16", "8 of 16"]
-    assert rows["FutureBridge"][:4] == ["9 of 16", "9 of 16", "6 of 16", ""]
-    assert rows["Direct LLM score"][1:3] == ["", ""]
-    assert rows["With features"][:4] == ["3 of 4", "3 of 4", "3 of 4", "0 of 4"]
-    assert rows["With features"][4] == ""
-    assert rows["FutureBridge"][4] == "63.0 [60.0, 66.0] ▼▽"
-    assert rows["With features, override"][1] == "3 of 4"  # a key of its own it has not
-    assert "which says little if it is wide" in found.note
-    assert (
-        "The 16 cells are not independent: some share their problems and their SLM, and each run has one training set"
-        in found.note
-    )
-    said = [
-        plain(text) for block in _first(runs).sections[0].blocks if isinstance(block, Items) for text in block.texts
-    ]
-    assert "Tried in all cells and nowhere significantly below greedy or the direct LLM score: no recipe." in said
-    assert any(
-        text.startswith("Significantly below greedy in some cells: ") and "FutureBridge (7 of 16)" in text
-        for text in said
-    )
-
-
-RECIPES = "Recipes in every cell: accuracy, % [95%]"
-
-
-def _first(document: Document) -> Document:
-    return Document("", [], document.sections[:1])
 
 
 def test_runs_of_one_name_are_told_apart():
@@ -1197,28 +1148,6 @@ def test_several_benchmarks_have_an_average_where_all_are_known():
     assert rows_of(table(render([findings]), "Methods on average"))["FutureBridge"][1] == "+31.0 [+29.0, +33.0]"
     assert ": FutureBridge on average, 95.8%" in first_screen(findings)[1]  # the primary one alone
     assert figures.accuracy(read(findings), "methods") is not None
-
-
-def test_the_average_is_no_cell_of_its_own():
-    findings = tiny(benchmarks=("x", "y"))
-    cells = recipes([read(findings)])[0]
-    findings["rows"] += [{**row, "benchmark": AVERAGE} for row in findings["rows"] if row["benchmark"] == "x"]
-    assert recipes([read(findings)])[0] == cells
-
-
-def test_cells_say_how_many_test_sets_and_models_they_are_of():
-    """As of the demo's worlds: two runs share problems and SLM, the third shares nothing."""
-    runs = []
-    for name, problems, slm in (("tiny", "a", "p"), ("helpful", "b", "q"), ("control", "b", "q")):
-        one = tiny(name)
-        runs.append(read({**one, "test_sets": {"demo": problems}, "pair": {**one["pair"], "slm_hash": slm}}))
-    found = recipes(runs)[1]
-    compared = sum(len(recipe.minus(other)) for recipe in found for other in ("greedy", "direct", "futurebridge"))
-    assert caveats(runs, found) == (
-        "The 12 cells are not independent: they use 2 test sets and 2 SLMs, and each run has one training set and 2 "
-        f"reranker seeds. Intervals are not corrected for the {compared} comparisons."
-    )
-    assert "they use 1 test set and 1 SLM, and" in caveats(runs[1:], recipes(runs[1:])[1])
 
 
 DRAWN = [
@@ -1506,22 +1435,16 @@ def test_pictures_and_titles_cannot_become_markup():
 def test_the_recipe_deployed_is_shown_with_its_bounds():
     text = render([{"name": "n", "deployed": tiny()["deployed"]}]).markdown("figures")
     assert "Deployed recipe" in text
-    assert "Seed 0: plain + gate: the best of 1 of 1 tested recipes." in text
-    row = next(line for line in text.splitlines() if line.startswith("| plain + gate"))
+    assert "Seed 0: value: the best of 1 of 1 tested recipes." in text
+    row = next(line for line in text.splitlines() if line.startswith("| value"))
     assert [cell.strip() for cell in row.split("|")[1:-1]] == [
-        "plain + gate",
+        "value",
         "90.0",
         "+40.0 [+35.0]",
         "+10.0 [+5.0]",
         "2.25",
         "2.25",
     ]
-
-
-def test_a_calibration_on_too_little_is_called_doubtful():
-    findings = {"name": "n", "calibration": tiny()["calibration"] | {"mixed": 12}}
-    text = Page(render([findings]).html()).text
-    assert "12 of which have candidates that differ in outcome (fewer than the 25 needed, so unreliable)" in text
 
 
 def test_futures_may_be_compared_with_the_verified_one():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from benchmarks.paper.report.findings import Choice, Findings, Result
 from benchmarks.paper.report.page import Span, Text
+from fb_core.config import AVERAGE
 from fb_core.page import Table
 from fb_core.statistics import Interval
 from fb_core.terminal import IN_TOKEN, escaped
@@ -16,7 +17,6 @@ BELOW_GREEDY, BELOW_DIRECT = "▼", "▽"
 LEGEND = f"{BELOW_GREEDY} significantly below greedy, {BELOW_DIRECT} significantly below the direct LLM score."
 BOOTSTRAP = "95% bootstrap over problems, differences paired"
 SHARES = "95% score intervals with each problem as one trial at most, differences paired"
-MARGIN = 0.02  # the largest loss that is tolerated
 
 
 class Column(NamedTuple):
@@ -104,11 +104,6 @@ def below(interval: Interval | None) -> bool:
     return interval is not None and interval.high < 0
 
 
-def within_margin(interval: Interval) -> bool:
-    """Whether the lower bound of a difference is at least -MARGIN."""
-    return interval.low >= -MARGIN - 1e-9  # means of outcomes have rounding errors
-
-
 def said(sides: dict[str, list[str]]) -> str:
     """One sentence per heading with its names; a heading without names is left out."""
     return " ".join(f"{words}: {'; '.join(names)}." for words, names in sides.items() if names)
@@ -132,3 +127,47 @@ def made_with(
         parts.append(f"request quantile {policy.quantile:g}, {policy.threshold:.3f} nats{elsewhere}")
     parts += [intervals] if intervals else []
     return f"{'; '.join(parts)}." if parts else ""
+
+
+Panels: TypeAlias = dict[str, list[Result]]
+
+
+def benchmarks(rows: Sequence[Result]) -> list[str]:
+    """The benchmarks of rows, in their order."""
+    return list(dict.fromkeys(row.benchmark for row in rows))
+
+
+def primary(rows: Sequence[Result]) -> list[Result]:
+    """The rows of the primary benchmark: the average if there is one, else the first."""
+    names = benchmarks(rows)
+    return [row for row in rows if row.benchmark == (AVERAGE if AVERAGE in names else names[0])]
+
+
+def panels(findings: Sequence[Findings], table: str, of: Callable[[list[Result]], list[Result]] = list) -> Panels:
+    """The rows of a table that have an accuracy, for every run and benchmark.
+
+    Args:
+        findings: of the runs.
+        table: the table's name.
+        of: selects among one run's rows.
+
+    Returns:
+        the rows by the benchmark's name, preceded by the run's name if several runs have that benchmark.
+    """
+    by_run = [(one.name, of([row for row in one.of(table) if row.accuracy])) for one in findings]
+    names = [name for _, rows in by_run for name in benchmarks(rows)]
+    found: Panels = {}
+    for run, rows in by_run:
+        for row in rows:
+            head = row.benchmark if names.count(row.benchmark) == 1 else f"{run}, {row.benchmark}"
+            found.setdefault(head, []).append(row)
+    return found
+
+
+def marked(row: Result | None, short: bool = False) -> str:
+    """An accuracy with the symbols of `LEGEND`, and with its interval unless `short`."""
+    if row is None:
+        return ""
+    marks = [mark for key, mark in (("greedy", BELOW_GREEDY), ("direct", BELOW_DIRECT)) if below(row.minus.get(key))]
+    accuracy = share(row.accuracy and row.accuracy.mean) if short else percent(row.accuracy)
+    return f"{accuracy} {''.join(marks)}" if marks else accuracy

@@ -21,6 +21,7 @@ from benchmarks.paper.report.columns import (
     number,
     number_column,
     percent,
+    primary,
     said,
     share,
     shortened,
@@ -30,7 +31,6 @@ from benchmarks.paper.report.columns import (
 )
 from benchmarks.paper.report.findings import Findings
 from benchmarks.paper.report.page import Block, Items, Link, Paragraph, Picture, Span, Text, Verbatim
-from benchmarks.paper.report.recipes import primary
 from fb_core.page import Table
 
 FILTERS = ("admitted", "verified", "long_enough", "valid_group", "train groups", "validation groups")  # in order
@@ -242,21 +242,6 @@ def _way(gained: bool) -> Span:
     return Span("wrong → right", "good") if gained else Span("right → wrong", "bad")
 
 
-def _calibration(findings: Findings, found: values.Calibration) -> list[Block]:
-    mixed, wanted = found.mixed, found.minimum_mixed
-    terms = {"b": "compatibility", "llm": "log p of the LLM", "slm": "log p of the SLM"}
-    rows = [[term, *(number(found.theta[name], 3) for name in (key, f"{key}_certain"))] for key, term in terms.items()]
-    head = ["term, standardised in the pool", "weight", "weight of term × the LLM's certainty"]
-    enough = f"at least {wanted} are needed" if mixed >= wanted else f"fewer than the {wanted} needed, so unreliable"
-    return [
-        Paragraph(
-            f"Fitted on {number(found.states)} rolled-out training states, {number(mixed)} of which have "
-            f"candidates that differ in outcome ({enough})."
-        ),
-        Table("Weights of the calibrated target", head, rows, made_with(findings, decoded=False, intervals="")),
-    ]
-
-
 def _frontier(findings: Findings, found: Sequence[values.Result]) -> list[Block]:
     rows = primary(found)
     seconds: dict[str, str] = {}
@@ -391,7 +376,7 @@ DIAGNOSTICS = {  # by attribute of the findings
     "frontier": Diagnostic(
         "Accuracy against the LLM's work",
         "Is a method better than handing a share of the problems to the LLM?",
-        "python -m benchmarks.paper tables methods repairs",
+        "python -m benchmarks.paper tables methods",
         "methods",
         _frontier,
         figures.frontier,
@@ -442,17 +427,10 @@ DIAGNOSTICS = {  # by attribute of the findings
         figures.agreement,
         "Pairwise accuracy of each score against the SLM's rollouts, with 95% intervals; the dotted line is chance.",
     ),
-    "calibration": Diagnostic(
-        "Calibration",
-        "Weights of the calibrated target.",
-        "python -m benchmarks.paper tables repairs",
-        "temperature",
-        _calibration,
-    ),
     "choices": Diagnostic(
         "Choices by kind of event",
         "How often the chosen candidate leads to success, by kind of event.",
-        "python -m benchmarks.paper tables repairs quantiles",
+        "python -m benchmarks.paper tables quantiles",
         "quantiles",
         _choices,
     ),

@@ -7,22 +7,26 @@ from collections.abc import Sequence
 from benchmarks.paper.report.columns import (
     LEGEND,
     Column,
+    Panels,
     above,
     below,
+    benchmarks,
     column_table,
     flipped,
     made_with,
+    marked,
     mean_column,
     number,
     number_column,
+    panels,
     percent,
+    primary,
     said,
     share,
     text_column,
 )
 from benchmarks.paper.report.findings import DEPLOYED, OURS, Experiment, Findings, Result, in_order
 from benchmarks.paper.report.page import Block, Items, Section, Text
-from benchmarks.paper.report.recipes import Panels, benchmarks, marked, panels, primary, recipe_blocks, recipe_key
 from fb_core.config import AVERAGE
 from fb_core.page import Table
 
@@ -107,7 +111,7 @@ def experiment_blocks(findings: Findings, shown: Experiment) -> list[Block]:
         blocks += [*_verdicts(inside), _rows_table(findings, inside, shown, name)]
         notes = [f"{row.label}: {row.note}." for row in inside if row.note]
         blocks += [Items(notes)] if notes else []
-    return [*blocks, *recipe_blocks([findings])] if any(row.quantile is not None for row in rows) else blocks
+    return blocks
 
 
 def _verdicts(rows: Sequence[Result]) -> list[Block]:
@@ -169,19 +173,16 @@ def _by_benchmark(findings: Findings, rows: Sequence[Result], title: str) -> Tab
 
 
 def across(findings: Sequence[Findings]) -> Section:
-    """The section across runs: every method and recipe in every run, benchmark and request quantile."""
+    """The section across runs: every method in every run and benchmark."""
     columns: dict[str, dict[str, Result]] = {}
-    rows = [(one.name, row) for table in ("methods", "repairs") for one in findings for row in one.of(table)]
-    for name, row in rows:
-        if row.accuracy:
-            columns.setdefault(f"{name}: {row.benchmark}", {}).setdefault(recipe_key(row), row)
-    labels: dict[str, str] = {}
-    for row in in_order(row for of_column in columns.values() for row in of_column.values()):
-        labels.setdefault(recipe_key(row), row.label)
+    for one in findings:
+        for row in one.of("methods"):
+            if row.accuracy:
+                columns.setdefault(f"{one.name}: {row.benchmark}", {}).setdefault(row.label, row)
+    labels = dict.fromkeys(row.label for row in in_order(row for found in columns.values() for row in found.values()))
     blocks: list[Block] = []
     if columns:
-        body = [[label, *(marked(found.get(key)) for found in columns.values())] for key, label in labels.items()]
+        body = [[label, *(marked(found.get(label)) for found in columns.values())] for label in labels]
         made = " ".join(f"{one.name}: {made_with(one, one.of('methods'))}" for one in findings)
         blocks.append(Table("Accuracy, % [95%], by run", ["", *columns], body, f"{LEGEND} {made}"))
-    brief = "The accuracy of every method and recipe in every run, benchmark and request quantile."
-    return Section("All runs", [*blocks, *recipe_blocks(findings)], brief=brief)
+    return Section("All runs", blocks, brief="The accuracy of every method in every run and benchmark.")

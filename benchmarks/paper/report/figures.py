@@ -17,8 +17,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
+from benchmarks.paper.report.columns import Panels, benchmarks, panels, primary
 from benchmarks.paper.report.findings import OURS, Agreement, Findings, Result, in_order, place_of
-from benchmarks.paper.report.recipes import Panels, benchmarks, by_cell, panels, primary
 from benchmarks.paper.report.theme import Theme, pictured
 from fb_core.statistics import Interval
 from fb_core.terminal import IN_TOKEN, escaped
@@ -338,7 +338,7 @@ def cost(findings: Findings, theme: Theme) -> Figure | None:
 
 @pictured
 def frontier(findings: Findings, theme: Theme) -> Figure | None:
-    """Accuracy of all methods and recipes against the LLM's tokens, and against its calls, on the primary benchmark."""
+    """Accuracy of all methods against the LLM's tokens, and against its calls, on the primary benchmark."""
     return _against(primary(findings.frontier), theme, {"llm_tokens": "LLM tokens", "calls": "LLM calls"})
 
 
@@ -377,7 +377,7 @@ def _against(rows: Sequence[Result], theme: Theme, costs: Mapping[str, str]) -> 
             xlabel=f"{name} per problem (square-root scale)", ylabel=f"accuracy on {_shown(known[0].benchmark)}, %"
         )
     key = [
-        Line2D([], [], color=theme.ours, marker="o", linestyle="none", label="FutureBridge and its repairs"),
+        Line2D([], [], color=theme.ours, marker="o", linestyle="none", label="FutureBridge"),
         Line2D([], [], color=theme.others, marker="s", linestyle="none", label="other methods"),
         Line2D([], [], color=theme.faint, marker="D", linestyle="--", label="takeover on a share of the problems"),
     ]
@@ -441,9 +441,10 @@ def _beside(axis: Axes, points: Sequence[tuple[float, float, str, str]], height:
 
 
 @pictured
-def sweep(findings: Findings, theme: Theme, _: str) -> Figure | None:
+def sweep(findings: Findings, theme: Theme, table: str) -> Figure | None:
     """Accuracy by request quantile of every method tried at more than one, and greedy decoding as a line."""
-    cells = by_cell(findings)
+    rows_at = [(row, row.quantile) for row, _ in _rows(findings, table) if row.quantile is not None]
+    cells = {(row.key, row.benchmark, at): row for row, at in rows_at}
     places = [cell[:2] for cell in cells]
     found = {cell: row for cell, row in cells.items() if places.count(cell[:2]) > 1}
     names = benchmarks(list(found.values()))

@@ -17,9 +17,9 @@ from fb_core.statistics import Interval
 OURS = "futurebridge"  # key of the run's own reranker
 DEPLOYED = "deployed"  # key of the recipe that the run chose
 FIRST = ("greedy", "majority", "random", "slm-preference", "s2t", "direct", "one-token-takeover")
-LAST = (OURS, "recipes", DEPLOYED, "takeover")  # after all other peers; "recipes" stands for FutureBridge's other ones
+LAST = (OURS, DEPLOYED, "takeover")  # after all other peers
 LISTED = 10  # changed problems listed per method, direction and kind of event
-BY_METHOD = ("methods", "repairs", "quantiles")  # tables whose rows are methods, in their order
+BY_METHOD = ("methods", "quantiles")  # tables whose rows are methods, in their order
 
 
 class _Values(BaseModel):
@@ -94,7 +94,7 @@ class Result(_Values):
     """A row of an experiment: a variant's results on one benchmark, or a note that says why there are none.
 
     Attributes:
-        ours: whether it is FutureBridge, as published, repaired or deployed.
+        ours: whether it is FutureBridge, as published or deployed.
         x: the value that is varied, if it is a number.
         quantile: the request quantile, if the table varies it; `threshold` is the same in nats.
         seeds: of the rerankers; empty for a method that runs once.
@@ -254,15 +254,6 @@ class WorkedEvent(_Values):
     candidates: tuple[Candidate, ...]
 
 
-class Calibration(_Values):
-    """The weights of the calibrated target, and the number of states that they were fitted to."""
-
-    theta: dict[str, float]
-    states: int
-    mixed: int
-    minimum_mixed: int
-
-
 class Tested(_Values):
     """A recipe's results on the certification problems; differences are (mean, lower bound)."""
 
@@ -343,7 +334,6 @@ class Findings(_Values):
     future_quality: FutureQuality | None = None
     trajectory: Trajectory | None = None
     worked_event: WorkedEvent | None = None
-    calibration: Calibration | None = None
     costs: Costs | None = None
     machine: str | None = None
     commit: str | None = None
@@ -356,12 +346,8 @@ class Findings(_Values):
 
     @property
     def frontier(self) -> list[Result]:
-        """Every method and recipe whose accuracy and LLM tokens are known, once per benchmark."""
-        found: dict[tuple[str, str], Result] = {}
-        for row in (*self.of("methods"), *self.of("repairs")):
-            if row.accuracy and row.llm_tokens:
-                found.setdefault((row.benchmark, row.key), row)
-        return in_order(found.values())
+        """Every method whose accuracy and LLM tokens are known."""
+        return [row for row in self.of("methods") if row.accuracy and row.llm_tokens]
 
 
 def listed(changes: Sequence[Change]) -> list[Change]:
@@ -384,8 +370,7 @@ def in_order(rows: Iterable[Result]) -> list[Result]:
 def place_of(row: Result) -> int:
     """The rank of a row's method in that order."""
     places = (*FIRST, "peers", *LAST)
-    recipe = row.ours or row.table != "methods"  # the other tables have no other peers
-    return places.index(row.key if row.key in places else "recipes" if recipe else "peers")
+    return places.index(row.key if row.key in places else "peers")
 
 
 _ALL = TypeAdapter(tuple[Findings, ...])

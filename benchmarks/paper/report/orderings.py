@@ -9,10 +9,9 @@ from typing import Literal, NamedTuple
 
 import yaml
 
-from benchmarks.paper.report.columns import above, below, flipped, made_with, percent, said
+from benchmarks.paper.report.columns import above, below, benchmarks, flipped, made_with, percent, said
 from benchmarks.paper.report.findings import OURS, Findings, Result
 from benchmarks.paper.report.page import Block, Paragraph, Span, Text
-from benchmarks.paper.report.recipes import benchmarks
 from fb_core.page import Table
 from fb_core.statistics import Interval
 

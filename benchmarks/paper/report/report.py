@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.paper.report import figures
-from benchmarks.paper.report.columns import number
+from benchmarks.paper.report.columns import benchmarks, number
 from benchmarks.paper.report.diagnostics import DIAGNOSTICS, Diagnostic
 from benchmarks.paper.report.experiments import across, experiment_blocks, in_short
 from benchmarks.paper.report.findings import Experiment, Findings, findings_bytes, rows_bytes
 from benchmarks.paper.report.orderings import ordering_blocks
 from benchmarks.paper.report.page import Block, Document, Figure, Items, Paragraph, Picture, Section, Span
-from benchmarks.paper.report.recipes import benchmarks
 from fb_core.files import write_file
 from fb_core.page import Table
 
 FIGURES = "figures"  # folder beside report.md
 FOREST = (
-    "Accuracy with 95% intervals. The dashed line is greedy decoding with the SLM. Circles are FutureBridge and its "
-    "other recipes, diamonds greedy decoding and takeover, squares all other methods."
+    "Accuracy with 95% intervals. The dashed line is greedy decoding with the SLM. Circles are FutureBridge as "
+    "published and as deployed, diamonds greedy decoding and takeover, squares all other methods."
 )
 HOW = (
     "Accuracies are in percent, differences in percentage points (pp). Brackets hold 95% bootstrap intervals: problems "
