@@ -6,35 +6,17 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import h11
-import uvicorn
-from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fb_core.serve.app import LOG
 from fb_core.serve.protocol import problem_fields
 
 HEAD, HEADERS = 16 << 10, 100  # bytes of a request's head, header lines
 HEAD_SECONDS, BODY_SECONDS = 10.0, 60.0  # for a request's head, and then for its body
 STALL_SECONDS = 60.0  # that a client may take nothing of an answer that waits for it
 AHEAD = 64 << 10  # bytes that a client may send before its last request is answered
-
-
-def configured(app: ASGIApp, drain: int, count: Callable[[int], None]) -> uvicorn.Config:
-    """How the server listens.
-
-    Args:
-        app: answers the requests.
-        drain: seconds that requests in progress get at the end.
-        count: called with the status of each request that does not reach `app`.
-    """
-    made: Any = partial(_Connection, count=count)
-    return uvicorn.Config(
-        app, http=made, ws="none", log_level="error", access_log=False, timeout_graceful_shutdown=drain
-    )
 
 
 class _Head(h11.Connection):
@@ -49,11 +31,18 @@ class _Head(h11.Connection):
         return event
 
 
-class _Connection(H11Protocol):
-    def __init__(self, *arguments: Any, count: Callable[[int], None], **options: Any) -> None:
+class Connection(H11Protocol):
+    """A connection with limits.
+
+    Args:
+        log: called with the path "other" and the status of each request that does not reach the application.
+        arguments: uvicorn's, and so the options.
+    """
+
+    def __init__(self, *arguments: Any, log: Callable[[str, int], None], **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.conn = _Head(h11.SERVER, HEAD)
-        self.count = count
+        self.log = log
         self._awaited: Any = None  # the state of the client that the clock is for
         self._clock: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
@@ -128,11 +117,7 @@ class _Connection(H11Protocol):
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-        self.count(status)
-        LOG.info(json.dumps({"path": "other", "status": status}))
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing: the request is answered without the upgrade."""
+        self.log("other", status)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
+from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from fb_core.engine.engine import Engine, Token
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 
 
-class Metrics(Collector):
+class Metrics:
     """Counters of requests, and gauges of the engine, which are read at each scrape.
 
     Args:
@@ -21,23 +21,30 @@ class Metrics(Collector):
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
-        self.requests = self._counter("requests", "Requests by path and status.", "path", "status")
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were taken.")
-        self.tokens = self._counter("tokens", "Tokens generated, as they come.")
-        self.events = self._counter("events", "Events served, as they come.")
-        self.event_errors = self._counter("event_errors", "Of these, those whose large model did not answer.")
-        self.event_seconds = self._seconds("event_seconds", "From an event to its token: the large model, mostly.")
-        self.first = self._seconds("first_token_seconds", "From request to first text.")
-        self.whole = self._seconds("request_seconds", "From request to end.")
+        self.engine, self.registry = engine, CollectorRegistry()
+        self.requests = self._made(Counter, "requests", "Requests by path and status.", labelnames=("path", "status"))
+        self.prompt_tokens = self._made(Counter, "prompt_tokens", "Tokens of prompts that were taken.")
+        self.tokens = self._made(Counter, "tokens", "Tokens generated, as they come.")
+        self.events = self._made(Counter, "events", "Events served, as they come.")
+        self.event_errors = self._made(Counter, "event_errors", "Of these, those whose large model did not answer.")
+        timed = partial(self._made, Histogram, buckets=SECONDS)
+        self.event_seconds = timed("event_seconds", "From an event to its token: the large model, mostly.")
+        self.first = timed("first_token_seconds", "From request to first text.")
+        self.whole = timed("request_seconds", "From request to end.")
+        for name, words, part in (
+            ("waiting", "Sequences that wait for room.", "waiting"),
+            ("running", "Sequences that run together.", "running"),
+            ("asking", "Of these, those that wait for the large model.", "asking"),
+            ("kv_pages_used", "Pages of keys and values that sequences hold.", "pages"),
+            ("kv_pages", "All pages.", "all_pages"),
+        ):
+            self._made(Gauge, name, words).set_function(partial(self._load, part))
 
-    def _counter(self, name: str, words: str, *labels: str) -> Counter:
-        return Counter(f"futurebridge_{name}", words, labels, registry=self.registry)
+    def _made(self, kind: type[Kind], name: str, words: str, **options: Any) -> Kind:
+        return kind(f"futurebridge_{name}", words, registry=self.registry, **options)
 
-    def _seconds(self, name: str, words: str) -> Histogram:
-        return Histogram(f"futurebridge_{name}", words, buckets=SECONDS, registry=self.registry)
+    def _load(self, part: str) -> float:
+        return float(getattr(self.engine.load, part))
 
     def count(self, token: Token) -> None:
         """Count one more token."""
@@ -47,23 +54,3 @@ class Metrics(Collector):
             self.event_errors.inc(token.event.error is not None)
             if token.seconds is not None:
                 self.event_seconds.observe(token.seconds)
-
-    def unread(self, status: int) -> None:
-        """Count a request that could not be read."""
-        self.requests.labels("other", str(status)).inc()
-
-    def collect(self) -> Iterator[Metric]:
-        """The engine's gauges."""
-        load = self.engine.load
-        for name, words, value in (
-            ("waiting", "Sequences that wait for room.", load.waiting),
-            ("running", "Sequences that run together.", load.running),
-            ("asking", "Of these, those that wait for the large model.", load.asking),
-            ("kv_pages_used", "Pages of keys and values that sequences hold.", load.pages),
-            ("kv_pages", "All pages.", load.all_pages),
-        ):
-            yield GaugeMetricFamily(f"futurebridge_{name}", words, value=value)
-
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)

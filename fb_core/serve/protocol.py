@@ -18,7 +18,6 @@ from fb_core.engine.step import RANKED
 from fb_core.pool import Event
 
 STOPS, STOP_LENGTH, STOP_IDS = 16, 256, 128  # strings, characters of one, token ids
-PLACES = 128  # tokens whose log-probs are written at a time
 OFF: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -182,11 +181,6 @@ class Request(BaseModel):
             raise ValueError("expected it only with stream true, got it without; leave it out", "stream_options")
         return self
 
-    @property
-    def ranking(self) -> int | None:
-        """How many of the likeliest tokens are returned with each token; None without log-probs."""
-        raise NotImplementedError
-
 
 class CompletionRequest(Request):
     """A request to `/v1/completions`: prompts as text or as token ids."""
@@ -198,8 +192,24 @@ class CompletionRequest(Request):
     )
 
     @property
+    def limit(self) -> int | None:
+        """Maximum tokens of an answer, if there is one."""
+        return self.max_tokens
+
+    @property
     def ranking(self) -> int | None:
+        """How many of the likeliest tokens are returned with each token; None without log-probs."""
         return self.logprobs
+
+    @property
+    def count(self) -> int:
+        """The number of prompts."""
+        return len(self.prompt)
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts that are to be tokenized, each as a whole."""
+        return [each for each in self.prompt if isinstance(each, str)]
 
 
 class Message(BaseModel):
@@ -254,8 +264,21 @@ class ChatRequest(Request):
         return self
 
     @property
+    def limit(self) -> int | None:
+        """As of a `CompletionRequest`, and so the others."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
     def ranking(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
+
+    @property
+    def count(self) -> int:
+        return 1
+
+    @property
+    def texts(self) -> list[str]:
+        return ["".join(message.content for message in self.messages)]
 
 
 Finish = Literal["stop", "length"]
@@ -306,84 +329,49 @@ def _finite(values: list[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def usage_fields(prompt: int, completion: int, calls: int, chosen: int) -> dict[str, Any]:
-    """Tokens of a request, and what it asked of the large model: calls, and tokens chosen with its help."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "large_model": {"calls": calls, "tokens": chosen},
-    }
-
-
-def _json(fields: Any) -> bytes:
-    return json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-
-
 class Shape:
-    """The JSON of one request's answers: as text or as a chat, whole or in pieces.
+    """The JSON of one request's answers.
 
     Args:
         model: the model's name.
-        chat: whether the request is a chat.
-        ranking: whether log-probs were requested.
+        chat: whether it is a chat or a text.
+        stream: whether the answers come in pieces or whole.
     """
 
-    def __init__(self, model: str, chat: bool, ranking: bool) -> None:
-        self.model, self.chat, self.ranking = model, chat, ranking
-        self.id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
-        self.created = int(time.time())
+    def __init__(self, model: str, *, chat: bool, stream: bool) -> None:
+        self.chat = chat
+        kind = ("chat.completion.chunk" if stream else "chat.completion") if chat else "text_completion"
+        made = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
+        self.head = {"id": made, "object": kind, "created": int(time.time()), "model": model}
 
-    def whole(self, answers: list[tuple[Piece, Finish]], copies: int, usage: dict[str, Any]) -> list[bytes]:
-        """The response with all complete answers, each so many times, in parts; what copies share is written once."""
-        parts = [_json(self._head("chat.completion" if self.chat else "text_completion"))[:-1] + b',"choices":[']
-        for place, (piece, finish) in enumerate(answers):
+    def whole(self, answers: Sequence[tuple[Piece, Finish]], copies: int, usage: dict[str, Any]) -> dict[str, Any]:
+        """All complete answers, each so many times."""
+        choices = list[dict[str, Any]]()
+        for piece, finish in answers:
             content = {"message": {"role": "assistant", "content": piece.text}} if self.chat else {"text": piece.text}
-            more = {"finish_reason": finish, "futurebridge": {"events": [event_fields(each) for each in piece.events]}}
-            own = [b",", _json(content)[1:-1], b',"logprobs":', *self._ranked(piece.places), b"," + _json(more)[1:]]
-            for index in range(place * copies, (place + 1) * copies):
-                parts += [b'%s{"index":%d' % (b"," if index else b"", index), *own]
-        return [*parts, b'],"usage":' + _json(usage) + b"}"]
+            events = {"futurebridge": {"events": [event_fields(event) for event in piece.events]}}
+            own = content | self._ending(piece, finish) | events
+            choices += [{"index": len(choices) + copy, **own} for copy in range(copies)]
+        return {**self.head, "choices": choices, "usage": usage}
 
-    def _ranked(self, places: Sequence[Place]) -> list[bytes]:
-        """The log-probs of a whole answer in parts: an encoder at work on all of them would hold up other threads."""
-        if not self.ranking or not places:
-            return [b"null"]
-        describe, parts = _chat_logprobs if self.chat else _logprobs, list[bytes]()
-        some = [describe(places[first : first + PLACES]) for first in range(0, len(places), PLACES)]
-        for name, value in some[0].items():
-            parts.append(b'%s"%s":' % (b"," if parts else b"{", name.encode()))
-            if isinstance(value, list):
-                parts += [(b"," if first else b"[") + _json(each[name])[1:-1] for first, each in enumerate(some)]
-                parts.append(b"]")
-            else:
-                parts.append(_json(value))
-        return [*parts, b"}"]
-
-    def pieces(self, indices: range, piece: Piece, finish: Finish | None, first: bool) -> Iterator[str]:
-        """A streamed piece of an answer's copies, which differ in the index alone."""
-        role = {"role": "assistant"} if first else {}
-        delta = {**role, "content": piece.text} if piece.text or first else {}
-        known = None
-        if self.ranking and (piece.places or finish is None):
-            known = _chat_logprobs(piece.places) if self.chat else _logprobs(piece.places)
-        choice = {"index": 0, **({"delta": delta} if self.chat else {"text": piece.text})}
-        choice |= {"logprobs": known, "finish_reason": finish}
+    def pieces(self, indices: range, piece: Piece, finish: Finish | None, first: bool) -> Iterator[dict[str, Any]]:
+        """A piece of an answer, once for each of its copies."""
+        delta = {"role": "assistant"} if first else {}
+        if piece.text or first:
+            delta["content"] = piece.text
+        own: dict[str, Any] = {"delta": delta} if self.chat else {"text": piece.text}
+        own |= self._ending(piece, finish)
         if piece.events:
-            choice["futurebridge"] = {"events": [event_fields(event) for event in piece.events]}
-        before, index, after = json.dumps({**self._head(self._part), "choices": [choice]}).partition('"index": 0')
-        return (f"{before}{index[:-1]}{each}{after}" for each in indices)
+            own["futurebridge"] = {"events": [event_fields(event) for event in piece.events]}
+        return ({**self.head, "choices": [{"index": index, **own}]} for index in indices)
 
     def used(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The last streamed piece, with the usage, for clients that ask for it."""
-        return {**self._head(self._part), "choices": [], "usage": usage}
+        """The last piece, for clients that ask for the usage."""
+        return {**self.head, "choices": [], "usage": usage}
 
-    @property
-    def _part(self) -> str:
-        return "chat.completion.chunk" if self.chat else "text_completion"
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+    def _ending(self, piece: Piece, finish: Finish | None) -> dict[str, Any]:
+        known = (_chat_logprobs if self.chat else _logprobs)(piece.places) if piece.places else None
+        return {"logprobs": known, "finish_reason": finish}
 
 
 def _logprobs(places: Sequence[Place]) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from typing import Literal
 
 from pydantic import Field
 from ray import serve
-from starlette.applications import Starlette
 
 from fb_core.config import ServeSettings
+from fb_core.serve.app import Application
 from fb_core.serve.run import load_server
 
 
@@ -34,12 +34,12 @@ class Replica:
     def __init__(self, settings: ReplicaSettings) -> None:
         self.server = load_server(settings, loopback=False)
 
-    def __serve_build_asgi_app__(self) -> Starlette:
-        return self.server.app
+    def __serve_build_asgi_app__(self) -> Application:
+        return self.server
 
     def check_health(self) -> None:
         """Ray Serve calls this periodically, and replaces a replica for which it raises."""
-        if self.server.engine.closed:
+        if self.server.service.engine.closed:
             raise RuntimeError("engine: expected a running one, got a closed one; another replica takes its place")
 
 

@@ -7,44 +7,32 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from functools import partial
 from ipaddress import ip_address
-from typing import NamedTuple
+from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
 
 from fb_core.config import ServeSettings
 from fb_core.engine.engine import Engine
 from fb_core.engine.pages import SIZE
 from fb_core.loading import load
-from fb_core.serve.app import LAST, LOG, application
-from fb_core.serve.connection import configured
+from fb_core.serve.app import LAST, LOG, Application
+from fb_core.serve.connection import Connection
 from fb_core.serve.service import Service
 from fb_core.server import key_in
 
 
-class LoadedServer(NamedTuple):
-    """A loaded pair, its engine, and the server's routes."""
-
-    engine: Engine
-    service: Service
-    app: Starlette
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens that the KV cache has room for."""
-        return self.engine.load.all_pages * SIZE
-
-
-def load_server(settings: ServeSettings, *, loopback: bool) -> LoadedServer:
-    """Load the pair and make the engine and the routes; the access log goes to stderr.
+def load_server(settings: ServeSettings, *, loopback: bool) -> Application:
+    """Load the pair and make its engine and the routes; the access log goes to stderr, one line per request.
 
     Args:
         settings: of the pair and the server.
-        loopback: as for `application`.
+        loopback: as for `Application`.
     """
-    key = _key(settings.key_variable)
+    key = key_in(settings.key_variable)
+    if key == "":
+        raise ValueError("key_variable: expected a key in it, got an empty one; export one or leave it out")
     loaded = load(settings)
     engine = Engine(
         loaded.pair,
@@ -57,36 +45,12 @@ def load_server(settings: ServeSettings, *, loopback: bool) -> LoadedServer:
         on_llm_error=settings.on_llm_error,
         **loaded.options,
     )
-    _show_log()
-    service = Service(
-        engine,
-        loaded.tokenizer,
-        settings.slm,
-        settings.queue,
-        settings.max_new_tokens,
-        settings.max_length,
-        thinking=loaded.thinking,
-    )
-    return LoadedServer(
-        engine, service, application(service, key=key, body_limit=settings.body_limit, loopback=loopback)
-    )
-
-
-def _show_log() -> None:
-    """Send the access log to stderr, one line per request."""
     if not LOG.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        LOG.addHandler(handler)
+        LOG.addHandler(logging.StreamHandler())
         LOG.setLevel(logging.INFO)
-
-
-def _key(variable: str | None) -> str | None:
-    """The key in an environment variable, which must not be empty; None if no variable is named."""
-    key = key_in(variable)
-    if key == "":
-        raise ValueError("key_variable: expected a key in it, got an empty one; export one or leave it out")
-    return key
+    limits = settings.queue, settings.max_new_tokens, settings.max_length
+    service = Service(engine, loaded.tokenizer, settings.slm, *limits, thinking=loaded.thinking)
+    return Application(service, key=key, body_limit=settings.body_limit, loopback=loopback)
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
@@ -116,30 +80,31 @@ def serve(settings: ServeSettings, *, host: str, port: int, drain: int) -> None:
         drain: seconds.
     """
     listening, url = listen(host, port)
-    made = load_server(settings, loopback=on_loopback(listening, settings.key_variable))
-    holds = f"{settings.max_batch} sequences, {made.tokens} tokens of keys and values"
+    app = load_server(settings, loopback=on_loopback(listening, settings.key_variable))
+    engine = app.service.engine
+    holds = f"{settings.max_batch} sequences, {engine.load.all_pages * SIZE} tokens of keys and values"
     print(f"futurebridge: {settings.slm} at {url}/v1: {holds}", flush=True)
-    config = configured(made.app, drain + int(LAST), made.service.metrics.unread)
     # As SIGTERM's: uvicorn raises it again when all is closed, and no thread that waits for an LLM keeps the process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        Server(config, made.service.end, drain).run(sockets=[listening])
+        Server(app, drain).run(sockets=[listening])
     finally:
-        made.engine.close()
+        engine.close()
 
 
 class Server(uvicorn.Server):
     """Ends open answers with an error once the drain time is over, so that their clients learn of it.
 
     Args:
-        config: uvicorn's.
-        end: ends all answers.
-        drain: seconds.
+        app: answers the requests.
+        drain: seconds that requests in progress get at the end.
     """
 
-    def __init__(self, config: uvicorn.Config, end: Callable[[], None], drain: int) -> None:
-        super().__init__(config)
-        self.end, self.drain = end, drain
+    def __init__(self, app: Application, drain: int) -> None:
+        self.end, self.drain = app.service.end, drain
+        made: Any = partial(Connection, log=app.log)
+        options: dict[str, Any] = {"ws": "none", "log_level": "error", "access_log": False}
+        super().__init__(uvicorn.Config(app, http=made, timeout_graceful_shutdown=drain + int(LAST), **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, and end the answers that are still open after `drain` seconds."""

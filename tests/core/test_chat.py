@@ -127,7 +127,7 @@ def test_thinking_is_the_users_or_the_adapters(pair, tmp_path, given, stored, wa
         (ids,) = made.service.prompts(ChatRequest.model_validate({"model": "m", "messages": messages}))
         assert ids == tokenizer()(prompt)["input_ids"]
     finally:
-        made.engine.close()
+        made.service.engine.close()
 
 
 def test_the_command_takes_thinking(pair):

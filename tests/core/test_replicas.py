@@ -75,7 +75,7 @@ def replicas(process) -> Iterator[httpx.Client]:
 def single() -> Iterator[TestClient]:
     """One process's application."""
     made = load_server(ServeSettings(**PAIR), loopback=True)
-    with TestClient(made.app, base_url="http://127.0.0.1") as client:
+    with TestClient(made, base_url="http://127.0.0.1") as client:
         yield client
 
 
@@ -145,6 +145,6 @@ def test_a_replica_whose_engine_is_closed_is_not_healthy():
 
     replica = SimpleNamespace(server=load_server(ServeSettings(**PAIR, kv_memory=1 << 24), loopback=False))
     Replica.check_health(replica)
-    replica.server.engine.close()
+    replica.server.service.engine.close()
     with pytest.raises(RuntimeError, match="engine: expected a running one"):
         Replica.check_health(replica)

@@ -29,7 +29,7 @@ from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import FutureBridgeSelector, LLMPreference
-from fb_core.serve.app import application
+from fb_core.serve.app import Application
 from fb_core.serve.protocol import OFF, ChatRequest, CompletionRequest
 from fb_core.serve.run import listen
 from fb_core.serve.service import Service
@@ -513,7 +513,7 @@ def test_a_request_chooses_between_the_servers_reranker_and_other_recipes(pair, 
 def test_health_is_that_of_the_engine(pair):
     engine = Engine(Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(THRESHOLD), max_length=256)
     service = Service(engine, pair.world.tokenizer, MODEL, 8, 60, 256)
-    with TestClient(application(service, key=None, body_limit=1000)) as client:
+    with TestClient(Application(service, key=None, body_limit=1000)) as client:
         assert client.get("/health").status_code == 200
         engine.close()
         answer = client.get("/health")
@@ -522,10 +522,10 @@ def test_health_is_that_of_the_engine(pair):
 
 def test_an_answer_that_the_end_cuts_is_no_whole_one(pair, problems):
     async def cut(service):
-        (answer,) = await service.begin(CompletionRequest(prompt=problems[0].prompt, max_tokens=60))
-        answer.handle.result(60)  # the engine has done, but nothing of it has come here
+        reply = await service.begin(CompletionRequest(prompt=problems[0].prompt, max_tokens=60))
+        reply.answers[0].handle.result(60)  # the engine has done, but nothing of it has come here
         service.end()
-        return [piece async for piece in answer.pieces()]
+        return [piece async for piece in reply.pieces()]
 
     with Engine(Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(THRESHOLD), max_length=256) as engine:
         service = Service(engine, pair.world.tokenizer, MODEL, 8, 60, 256)
@@ -535,13 +535,14 @@ def test_an_answer_that_the_end_cuts_is_no_whole_one(pair, problems):
 
 def test_what_has_come_meanwhile_is_one_piece(pair, problems, expected):
     async def read_late(service):
-        (answer,) = await service.begin(CompletionRequest(prompt=problems[0].prompt, max_tokens=60))
-        answer.handle.result(60)  # no token has reached this thread's loop
+        reply = await service.begin(CompletionRequest(prompt=problems[0].prompt, max_tokens=60))
+        reply.answers[0].handle.result(60)  # no token has reached this thread's loop
         await asyncio.sleep(0)
-        return [piece async for piece in answer.pieces()]
+        return [piece async for piece in reply.pieces()]
 
     with Engine(Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(THRESHOLD), max_length=256) as engine:
-        (piece,) = asyncio.run(read_late(Service(engine, pair.world.tokenizer, "m", 8, 60, 256)))
+        (_, piece), end = asyncio.run(read_late(Service(engine, pair.world.tokenizer, "m", 8, 60, 256)))
+    assert end == (0, None)
     assert piece.text == expected[0].text
     assert [event.step for event in piece.events] == [event.step for event in expected[0].events]
 

@@ -12,7 +12,7 @@ from fb_core.engine.engine import Engine
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
-from fb_core.serve.app import application
+from fb_core.serve.app import Application
 from fb_core.serve.protocol import Place, _logprobs
 from fb_core.serve.service import Service
 from fb_core.serve.text import BYTE_OF, Name, Text
@@ -281,7 +281,7 @@ def served():
     model.generation_config.eos_token_id = None
     options = {"max_length": 96, "max_events": 0}
     with Engine(Pair(model, None), LLMPreference(), RequestPolicy(9.0), **options) as engine:
-        made = application(Service(engine, LLAMA, "m", 8, 60, 96), key=None, body_limit=10_000)
+        made = Application(Service(engine, LLAMA, "m", 8, 60, 96), key=None, body_limit=10_000)
         with TestClient(made) as client:
             yield Served(LLAMA, engine, client)
 
