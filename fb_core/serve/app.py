@@ -61,12 +61,11 @@ class Application(Starlette):
     Args:
         service: answers the requests.
         key: clients must send it as `Authorization: Bearer ...`; None if no key is needed.
-        body_limit: maximum bytes of a request.
         loopback: whether it is reached under this machine's own names alone; without a key, others are refused.
     """
 
-    def __init__(self, service: Service, *, key: str | None, body_limit: int, loopback: bool = False) -> None:
-        self.service, self.key, self.body_limit, self.loopback = service, key, body_limit, loopback
+    def __init__(self, service: Service, *, key: str | None = None, loopback: bool = False) -> None:
+        self.service, self.key, self.loopback = service, key, loopback
         routes = [
             self._route("/v1/models", self._models),
             self._route("/v1/models/{model:path}", self._models),
@@ -178,15 +177,15 @@ class Application(Starlette):
 
     async def _models(self, request: Request) -> Response:
         """The one model, by its name or in a list."""
-        model = {"id": self.service.name, "object": "model", "created": 0, "owned_by": "futurebridge"}
+        model = {"id": self.service.settings.slm, "object": "model", "created": 0, "owned_by": "futurebridge"}
         if "model" not in request.path_params:
             return JSONResponse({"object": "list", "data": [model]})
         self._check_model(request.path_params["model"])
         return JSONResponse(model)
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.service.name):
-            message = f"model: expected {self.service.name!r}, got another; /v1/models lists it, or leave it out"
+        if name not in (None, own := self.service.settings.slm):
+            message = f"model: expected {own!r}, got another; /v1/models lists it, or leave it out"
             raise Problem(404, message, parameter="model", code="model_not_found")
 
     async def _answered(self, request: Request, kind: type[Body]) -> Response:
@@ -195,12 +194,12 @@ class Application(Starlette):
         return await _while_there(request, self._reply(request, body))
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
-        """The request's body, checked; reading stops at `body_limit`."""
-        data = bytearray()
+        """The request's body, checked; reading stops at the limit."""
+        data, limit = bytearray(), self.service.settings.body_limit
         async for chunk in request.stream():
             data += chunk
-            if len(data) > self.body_limit:
-                raise Problem(413, f"body: expected at most {self.body_limit} bytes; shorten the request")
+            if len(data) > limit:
+                raise Problem(413, f"body: expected at most {limit} bytes; shorten the request")
         try:
             if len(data) <= SMALL:
                 return kind.model_validate_json(bytes(data))
@@ -229,7 +228,7 @@ class Application(Starlette):
             raise Problem(400, f"{name}:{words}", parameter=name) from None
         except RuntimeError as wrong:  # the engine is closed
             raise Problem(503, str(wrong), "server_error") from None
-        shape = Shape(self.service.name, chat=chat, stream=body.stream)
+        shape = Shape(self.service.settings.slm, chat=chat, stream=body.stream)
         if body.stream:
             request.state.status = GONE  # until it has ended otherwise
             events, headers = self._events(request, body, reply, shape), {"Cache-Control": "no-cache"}

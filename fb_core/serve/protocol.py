@@ -48,26 +48,6 @@ OFF: dict[str, tuple[Any, ...]] = {
 LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # they change no answer
 
 
-def _supported(body: Any) -> Any:
-    """A request without nulls, labels and the parameters in `OFF`.
-
-    Raises:
-        ValueError: a parameter of `OFF` with another value; the error's second argument is the name.
-    """
-    if not isinstance(body, dict):
-        return body
-    kept = {}
-    for name, value in body.items():
-        if name in OFF and value is not None and value not in OFF[name]:
-            allowed = " or ".join(json.dumps(each) for each in OFF[name])
-            raise ValueError(
-                f"expected {allowed}, or nothing, got {_shown(value)}; this server supports no other", name
-            )
-        if value is not None and name not in OFF and name not in LABELS:
-            kept[name] = value
-    return kept
-
-
 def _shown(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
@@ -172,44 +152,42 @@ class Request(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_supported(cls, body: Any) -> Any:
-        return _supported(body)
+    def _supported(cls, body: Any) -> Any:
+        """The request without nulls, labels and the parameters in `OFF`; an error's second argument is the name."""
+        if not isinstance(body, dict):
+            return body
+        given = {name: value for name, value in body.items() if value is not None and name not in LABELS}
+        for name, value in given.items():
+            if name in OFF and value not in OFF[name]:
+                allowed = " or ".join(json.dumps(each) for each in OFF[name])
+                words = f"expected {allowed}, or nothing, got {_shown(value)}; this server supports no other"
+                raise ValueError(words, name)
+        return {name: value for name, value in given.items() if name not in OFF}
 
     @model_validator(mode="after")
-    def _fitting(self) -> Request:
+    def _streamed(self) -> Request:
         if self.stream_options is not None and not self.stream:
             raise ValueError("expected it only with stream true, got it without; leave it out", "stream_options")
         return self
 
 
 class CompletionRequest(Request):
-    """A request to `/v1/completions`: prompts as text or as token ids."""
+    """A request to `/v1/completions`: prompts as text or as token ids.
+
+    Attributes:
+        ranking: how many of the likeliest tokens are returned with each token; None without log-probs.
+    """
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompts)]
     max_tokens: int = Field(default=16, ge=1)
-    logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
-        default=None, ge=0, le=RANKED
+    ranking: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
+        default=None, alias="logprobs", ge=0, le=RANKED
     )
 
     @property
-    def limit(self) -> int | None:
-        """Maximum tokens of an answer, if there is one."""
-        return self.max_tokens
-
-    @property
-    def ranking(self) -> int | None:
-        """How many of the likeliest tokens are returned with each token; None without log-probs."""
-        return self.logprobs
-
-    @property
-    def count(self) -> int:
-        """The number of prompts."""
-        return len(self.prompt)
-
-    @property
-    def texts(self) -> list[str]:
-        """The texts that are to be tokenized, each as a whole."""
-        return [each for each in self.prompt if isinstance(each, str)]
+    def inputs(self) -> Sequence[str | list[int]]:
+        """What becomes a sequence each: texts to tokenize, or token ids."""
+        return self.prompt
 
 
 class Message(BaseModel):
@@ -255,29 +233,23 @@ class ChatRequest(Request):
     top_logprobs: int = Field(default=0, ge=0, le=RANKED)
 
     @model_validator(mode="after")
-    def _one_limit(self) -> ChatRequest:
+    def _consistent(self) -> ChatRequest:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             words = "expected it or max_tokens, got both; max_tokens is its older name"
             raise ValueError(words, "max_completion_tokens")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("expected it only with logprobs true, got it without", "top_logprobs")
+        self.max_tokens = self.max_tokens or self.max_completion_tokens
         return self
 
     @property
-    def limit(self) -> int | None:
-        """As of a `CompletionRequest`, and so the others."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
     def ranking(self) -> int | None:
+        """As of a `CompletionRequest`."""
         return self.top_logprobs if self.logprobs else None
 
     @property
-    def count(self) -> int:
-        return 1
-
-    @property
-    def texts(self) -> list[str]:
+    def inputs(self) -> Sequence[str | list[int]]:
+        """As of a `CompletionRequest`."""
         return ["".join(message.content for message in self.messages)]
 
 

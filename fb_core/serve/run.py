@@ -48,9 +48,8 @@ def load_server(settings: ServeSettings, *, loopback: bool) -> Application:
     if not LOG.handlers:
         LOG.addHandler(logging.StreamHandler())
         LOG.setLevel(logging.INFO)
-    limits = settings.queue, settings.max_new_tokens, settings.max_length
-    service = Service(engine, loaded.tokenizer, settings.slm, *limits, thinking=loaded.thinking)
-    return Application(service, key=key, body_limit=settings.body_limit, loopback=loopback)
+    service = Service(engine, loaded.tokenizer, settings, thinking=loaded.thinking)
+    return Application(service, key=key, loopback=loopback)
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:

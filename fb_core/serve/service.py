@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from fb_core import hf
+from fb_core.config import ServeSettings
 from fb_core.decoding import Usage
 from fb_core.engine.engine import Engine, Handle, Token
 from fb_core.pool import Event
@@ -147,27 +148,15 @@ class Service:
     Args:
         engine: decodes.
         tokenizer: of prompts and answers.
-        name: of the model, as clients see it.
-        queue: maximum number of sequences that wait or run.
-        answer: maximum tokens of a chat's answer, if the request sets none.
-        length: maximum tokens of a sequence, prompt included.
+        settings: the server's.
         thinking: whether a chat's answer begins with thinking.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: hf.Tokenizer,
-        name: str,
-        queue: int,
-        answer: int,
-        length: int,
-        *,
-        thinking: bool = False,
+        self, engine: Engine, tokenizer: hf.Tokenizer, settings: ServeSettings, *, thinking: bool = False
     ) -> None:
-        self.thinking = thinking
-        self.engine, self.tokenizer, self.name, self.queue, self.answer = engine, tokenizer, name, queue, answer
-        self.length = min(length, hf.max_positions(engine.decoder.slm) or length)
+        self.engine, self.tokenizer, self.settings, self.thinking = engine, tokenizer, settings, thinking
+        self.length = min(settings.max_length, hf.max_positions(engine.decoder.slm) or settings.max_length)
         self.metrics = Metrics(engine)
         self.requests = 0  # sequences that have not ended
         self._open: set[Reply] = set()
@@ -192,10 +181,10 @@ class Service:
             ValueError: a prompt, limit or override that the engine refuses.
             RuntimeError: a closed engine.
         """
-        count, reply = request.count, Reply()
+        count, reply = len(request.inputs), Reply()
         self._check_size(request)
-        if self.requests + count > self.queue:
-            raise Busy(f"queue: expected at most {self.queue} sequences under way; try again")
+        if self.requests + count > self.settings.queue:
+            raise Busy(f"queue: expected at most {self.settings.queue} sequences under way; try again")
         self.requests += count
         try:
             loop = asyncio.get_running_loop()
@@ -211,10 +200,11 @@ class Service:
 
     def _check_size(self, request: CompletionRequest | ChatRequest) -> None:
         """ValueError for more answers than the queue, texts too long to tokenize, and too many log-probs."""
-        if (copies := request.count * request.n) > self.queue:
-            name = "prompt" if request.count > self.queue else "n"
-            raise ValueError(f"{name}: expected at most the queue's {self.queue} answers, got {copies}; ask for fewer")
-        longest, most = max((len(text.encode()) for text in request.texts), default=0), BYTES * self.length
+        count, queue, most = len(request.inputs), self.settings.queue, BYTES * self.length
+        if count * request.n > queue:
+            name, got = "prompt" if count > queue else "n", count * request.n
+            raise ValueError(f"{name}: expected at most the queue's {queue} answers, got {got}; ask for fewer")
+        longest = max(len(each.encode()) if isinstance(each, str) else 0 for each in request.inputs)
         if longest > most:
             raise ValueError(
                 f"prompt: expected at most {most} bytes of text for the {self.length} tokens of a sequence, got "
@@ -222,7 +212,8 @@ class Service:
             )
         if request.ranking is None:
             return
-        known = copies * min(request.limit or self.answer, self.length) * (1 + request.ranking)
+        tokens = min(request.max_tokens or self.settings.max_new_tokens, self.length)
+        known = count * request.n * tokens * (1 + request.ranking)
         if known > LOGPROBS:
             raise ValueError(
                 f"ranking: expected at most {LOGPROBS} log-probs in an answer, its prompts times n times tokens times "
@@ -262,7 +253,7 @@ class Service:
 
         handle = self.engine.submit(
             ids,
-            request.limit or min(self.answer, max(1, self.length - len(ids))),
+            request.max_tokens or min(self.settings.max_new_tokens, max(1, self.length - len(ids))),
             threshold=own.threshold,
             max_events=0 if own.recipe == "greedy" else own.max_events,
             selector=DIRECT if own.recipe == "direct" else None,

@@ -13,43 +13,18 @@ import httpx
 import openai
 import pytest
 from limits import HANG
-from test_serve import MODEL, THRESHOLD, Server
-
-from fb_core.decoding import LowLatencyDecoder
-from fb_core.demo.pairs import load_pair
-from fb_core.policy import RequestPolicy
-from fb_core.selectors import LLMPreference
+from serving import MODEL, Server
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS, README = ROOT / "docs" / "serving.md", ROOT / "README.md"
 
 
 @pytest.fixture(scope="module")
-def server():
-    running = Server()
-    yield running
-    running.end()
+def texts(expected):
+    return [one.text for one in expected]
 
 
-@pytest.fixture(scope="module")
-def pair():
-    return load_pair("plans")
-
-
-@pytest.fixture(scope="module")
-def problems(pair):
-    return pair.world.problems(6, 3, "validation")
-
-
-@pytest.fixture(scope="module")
-def expected(pair, problems):
-    decoder = LowLatencyDecoder(
-        pair.slm, pair.llm, LLMPreference(), RequestPolicy(THRESHOLD), max_length=256, tokenizer=pair.world.tokenizer
-    )
-    return [decoder.generate(list(problem.prompt_ids), 60).text for problem in problems]
-
-
-def test_openais_asynchronous_client_streams_many_answers_at_once(server, problems, expected):
+def test_openais_asynchronous_client_streams_many_answers_at_once(server, problems, texts):
     async def answer(client, problem):
         pieces = []
         messages = [{"role": "user", "content": problem.prompt}]
@@ -61,17 +36,17 @@ def test_openais_asynchronous_client_streams_many_answers_at_once(server, proble
         async with server.client(openai.AsyncOpenAI) as client:
             return await asyncio.gather(*(answer(client, problem) for problem in problems))
 
-    assert asyncio.run(ask()) == expected
+    assert asyncio.run(ask()) == texts
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_curl_streams(server, problems, expected):
+def test_curl_streams(server, problems, texts):
     body = json.dumps({"prompt": problems[0].prompt, "max_tokens": 60, "stream": True})
     command = ["curl", "-sN", f"{server.url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     *lines, end = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
     assert end == "[DONE]"
-    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected[0]
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == texts[0]
     refused = subprocess.run([*command[:-1], "{"], capture_output=True, text=True, timeout=HANG)
     assert json.loads(refused.stdout)["error"]["type"] == "invalid_request_error"
 
@@ -132,20 +107,20 @@ def harness(tmp_path, pair, problems):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4])
-def test_lm_eval_completes_by_token_ids(server, harness, problems, expected, batch):
+def test_lm_eval_completes_by_token_ids(server, harness, problems, texts, batch):
     options = {"tokenizer": harness.tokenizer, "tokenizer_backend": "huggingface", "add_bos_token": True}
     url = f"{server.url}/v1/completions"
     result, answers = harness("local-completions", url, "generate_until", UNTIL, batch_size=batch, **options)
-    assert answers == expected
-    right = sum(f"boxed{{{problem.answer}}}" in text for problem, text in zip(problems, expected, strict=True))
+    assert answers == texts
+    right = sum(f"boxed{{{problem.answer}}}" in text for problem, text in zip(problems, texts, strict=True))
     assert result["exact_match,boxed"] == right / len(problems) > 0
 
 
 @pytest.mark.slow
-def test_lm_eval_chats(server, harness, expected):
+def test_lm_eval_chats(server, harness, texts):
     url = f"{server.url}/v1/chat/completions"
     _, answers = harness("local-chat-completions", url, "generate_until", UNTIL, num_concurrent=3)
-    assert answers == expected
+    assert answers == texts
 
 
 @pytest.mark.slow

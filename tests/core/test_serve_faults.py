@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,8 +15,8 @@ import torch
 from dialects import byte_tokenizer
 from limits import HANG
 from live_server import CONTEXT, LiveServer, write_gguf
+from serving import Server, until
 from test_live_server import MERGES
-from test_serve import Server, set_to
 from tiny import tiny
 
 from fb_core.decoding import CollaborativeDecoder
@@ -50,9 +49,9 @@ def large(folder):
 
 
 @contextmanager
-def serving(folder, url, *options):
-    own = set_to(f"server={url}", "flavour=llama.cpp", f"threshold={THRESHOLD}", "max_length=200")
-    running = Server(*own, *options, slm=folder)
+def serving(folder, url, **settings):
+    own = {"server": url, "flavour": "llama.cpp", "threshold": THRESHOLD, "max_length": 200}
+    running = Server(slm=folder, **own | settings)
     try:
         yield running
     finally:
@@ -101,13 +100,6 @@ def gauge(running, name):
     return float(line.split()[1])
 
 
-def until(condition):
-    stop = time.monotonic() + HANG
-    while not condition():
-        assert time.monotonic() < stop
-        time.sleep(0.02)
-
-
 def test_many_clients_beside_a_large_model_elsewhere_get_what_they_get_alone(folder, large):
     asked = prompts(12)
     want = alone(asked)
@@ -126,7 +118,7 @@ def test_many_clients_beside_a_large_model_elsewhere_get_what_they_get_alone(fol
 @pytest.mark.parametrize("on_llm_error", ["raise", "slm"])
 def test_a_large_model_that_dies_in_the_middle_of_a_stream(folder, large, on_llm_error):
     (ids,) = prompts(9)[8:]
-    with serving(folder, large.url, *set_to(f"on_llm_error={on_llm_error}")) as running:
+    with serving(folder, large.url, on_llm_error=on_llm_error) as running:
         lines = []
         for line in stream(running, ids, futurebridge={"threshold": -1.0}):
             lines.append(line)
@@ -235,8 +227,7 @@ def test_a_large_model_that_talks_nonsense_in_the_middle_of_a_stream(folder, lar
 def test_what_is_longer_than_the_drain_ends_with_an_error(folder, large, how, batch):
     """Though the large model never answers; with a batch of one the engine itself waits for it."""
     (ids,) = prompts(9)[8:]
-    options = ("--drain", "1", *set_to(f"max_batch={batch}"))
-    with serving(folder, large.url, *options) as running, ThreadPoolExecutor(2) as clients:
+    with serving(folder, large.url, drain=1, max_batch=batch) as running, ThreadPoolExecutor(2) as clients:
         os.kill(large.process.pid, signal.SIGSTOP)
         cut = clients.submit(lambda: list(stream(running, ids, **ALWAYS)))
         body = {"prompt": ids, "max_tokens": NEW, **ALWAYS}

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from limits import HANG
+from serving import service_of, until
 from test_engine import Slow
-from test_serve import MODEL, Server
 
-from fb_core.demo.pairs import load_pair
 from fb_core.engine.engine import Engine
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
@@ -26,31 +25,18 @@ from fb_core.serve.app import Application
 from fb_core.serve.protocol import CompletionRequest, Piece, Place, Shape
 from fb_core.serve.run import Server as Uvicorn
 from fb_core.serve.run import listen, on_loopback
-from fb_core.serve.service import Service
 
 
 @pytest.fixture(scope="module")
-def server():
-    running = Server()
-    yield running
-    running.end()
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return load_pair("plans")
-
-
-@pytest.fixture(scope="module")
-def problem(pair):
-    return pair.world.problems(1, 3, "validation")[0]
+def problem(problems):
+    return problems[0]
 
 
 @contextmanager
 def here(service, **options):
     """The server in this process, on a socket of its own; yields its URL."""
     listening, url = listen("127.0.0.1", 0)
-    running = Uvicorn(Application(service, **{"key": None, "body_limit": 1 << 20} | options), 0)
+    running = Uvicorn(Application(service, **options), 0)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
@@ -68,16 +54,9 @@ def hanging(pair, **options):
     slow = Slow(pair.llm)
     with Engine(Pair(pair.slm, slow), LLMPreference(), RequestPolicy(-1.0), max_length=256) as engine:
         try:
-            yield Service(engine, pair.world.tokenizer, MODEL, 64, 60, 256), slow
+            yield service_of(engine, pair.world.tokenizer), slow
         finally:
             slow.go.set()
-
-
-def until(condition, seconds=60):
-    stop = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < stop
-        time.sleep(0.01)
 
 
 def connected(url):
@@ -319,7 +298,7 @@ def test_what_a_slow_reader_left_lying_comes_in_pieces(pair, problem, monkeypatc
 
     monkeypatch.setattr(serving, "PIECE", 8)
     with Engine(Pair(pair.slm, None), None, RequestPolicy(9.0), max_events=0, max_length=256) as engine:
-        pieces, tokens = asyncio.run(read_late(Service(engine, pair.world.tokenizer, "m", 8, 60, 256)))
+        pieces, tokens = asyncio.run(read_late(service_of(engine, pair.world.tokenizer)))
     assert len(pieces) == -(-tokens // 8) > 1
 
 
@@ -363,11 +342,11 @@ def test_no_path_redirects_to_the_hosts_name(server):
 
 
 def test_with_a_key_or_on_a_network_any_name_will_do(pair):
-    for options in ({"key": "k", "loopback": True}, {"key": None}):
+    for options in ({"key": "k", "loopback": True}, {}):
         with hanging(pair) as (service, _), here(service, **options) as url:
             assert httpx.get(f"{url}/health", headers={"Host": "large.example"}).status_code == 200
             page = httpx.get(f"{url}/health", headers={"Origin": "http://evil.example"})
-            assert page.status_code == (200 if options["key"] else 403)
+            assert page.status_code == (200 if options else 403)
 
 
 OPEN = [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("::1", None, False)]
@@ -385,7 +364,7 @@ def test_a_client_that_takes_nothing_is_not_kept(pair, problem, monkeypatch):
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.3)
     body = {"prompt": [problem.prompt] * 16, "max_tokens": 48, "n": 16, "logprobs": 20}
     with Engine(Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(9.0), max_length=256) as engine:
-        service = Service(engine, pair.world.tokenizer, MODEL, 256, 60, 256)
+        service = service_of(engine, pair.world.tokenizer)
         with here(service) as url, socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that little fits between the two
             client.connect(("127.0.0.1", httpx.URL(url).port))

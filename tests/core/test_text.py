@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serving import service_of
 from starlette.testclient import TestClient
 from tiny import tiny
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -14,7 +15,6 @@ from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
 from fb_core.serve.app import Application
 from fb_core.serve.protocol import Place, _logprobs
-from fb_core.serve.service import Service
 from fb_core.serve.text import BYTE_OF, Name, Text
 
 CHARACTER = {byte: char for char, byte in BYTE_OF.items()}
@@ -281,7 +281,7 @@ def served():
     model.generation_config.eos_token_id = None
     options = {"max_length": 96, "max_events": 0}
     with Engine(Pair(model, None), LLMPreference(), RequestPolicy(9.0), **options) as engine:
-        made = Application(Service(engine, LLAMA, "m", 8, 60, 96), key=None, body_limit=10_000)
+        made = Application(service_of(engine, LLAMA, max_length=96))
         with TestClient(made) as client:
             yield Served(LLAMA, engine, client)
 

@@ -1,0 +1,71 @@
+"""`futurebridge serve` as a process of its own, and the same service in a test's process."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import openai
+from limits import HANG
+
+from fb_core.config import ServeSettings
+from fb_core.engine.engine import Engine
+from fb_core.serve.service import Service
+
+MODEL, THRESHOLD = "demo:plans", 0.6
+
+
+def options(**settings: Any) -> list[str]:
+    """The command's options for settings."""
+    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+class Server:
+    """The process: the demo's pair, or another small model with the options that it needs."""
+
+    def __init__(self, *more: str, slm: Any = None, **settings: Any) -> None:
+        own = {} if slm else {"llm": MODEL, "threshold": THRESHOLD, "max_length": 256}
+        given = options(slm=slm or MODEL, **own | settings)
+        command = [sys.executable, "-m", "fb_core", "serve", "--port", "0", *given, *more]
+        self.log = tempfile.TemporaryFile("a+")  # noqa: SIM115  a pipe that nobody reads holds up what writes to it
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        line = self.process.stdout.readline()
+        found = re.search(r"at (http://\S+)/v1", line)
+        assert found, line + self.logged()
+        self.url = found[1]
+
+    def client(self, kind: Any = openai.OpenAI, **options: Any) -> Any:
+        return kind(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
+
+    def end(self, how: int = signal.SIGTERM) -> tuple[int, list[dict[str, Any]]]:
+        """Its exit status and what it logged."""
+        self.process.send_signal(how)
+        self.process.wait(60)
+        lines = [json.loads(line) for line in self.logged().splitlines() if line.startswith("{")]
+        self.log.close()
+        return self.process.returncode, lines
+
+    def logged(self) -> str:
+        """What has come on its error stream."""
+        self.log.seek(0)
+        return self.log.read()
+
+
+def service_of(engine: Engine, tokenizer: Any, **settings: Any) -> Service:
+    """A service over an engine, under the demo's name."""
+    return Service(engine, tokenizer, ServeSettings(**{"slm": MODEL, "llm": MODEL, "max_length": 256} | settings))
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for it."""
+    stop = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < stop
+        time.sleep(0.01)
