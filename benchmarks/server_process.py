@@ -31,7 +31,7 @@ class Server:
 
     def __init__(self, *options: str, **environment: str) -> None:
         command = [sys.executable, "-m", "fb_core", "serve", "--slm", MODEL, "--llm", MODEL]
-        command += ["--set", f"threshold={THRESHOLD}", "--set", f"max_length={LENGTH}", "--port", "0", *options]
+        command += ["--threshold", str(THRESHOLD), "--max-length", str(LENGTH), "--port", "0", *options]
         whole = os.environ | {"OMP_NUM_THREADS": str(THREADS)} | environment
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=whole

@@ -270,7 +270,7 @@ def main() -> None:
     engine = Engine(
         Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(THRESHOLD), max_length=LENGTH, max_batch=batch
     )
-    with engine, Server("--set", f"max_batch={batch}") as server:
+    with engine, Server("--max-batch", str(batch)) as server:
         rows = measured(server, engine, pair, options.requests, options.rounds)
     cases = [vars(row) for row in rows]
     print(*table({**harness.machine(), "cases": cases}), sep="\n")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import metadata, resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -170,39 +170,53 @@ def env() -> None:
     typer.echo(report())
 
 
+def _options(helps: Mapping[str, str], kind: type = str, **more: Any) -> Callable[[Callable], Callable]:
+    """Gives a command an option of a kind for each name, in place of its keyword arguments."""
+
+    def add(command: Callable) -> Callable:
+        known = inspect.signature(command, eval_str=True)
+        own = [one for one in known.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        for name, text in helps.items():
+            option = Annotated[kind | None, typer.Option(help=text, **more)]  # type: ignore[valid-type]
+            own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option))
+        command.__signature__ = known.replace(parameters=own)  # type: ignore[attr-defined]
+        return command
+
+    return add
+
+
+SHAPE = {
+    "n": "Rows.",
+    "d": "Width of the hidden states.",
+    "v": "Size of the vocabulary, or of a shard.",
+    "f": "Width of the MLP.",
+    "g": "Groups.",
+    "k": "Candidates per group; k of topk_entropy; inputs of skinny_linear.",
+    "m": "Outputs of skinny_linear.",
+    "l": "Rows per branch.",
+    "p": "Tokens of the prefix.",
+    "h": "Tokens of the future.",
+    "s": "Shards.",
+    "hq": "Query heads.",
+    "hkv": "Key heads.",
+    "e": "Width of a head.",
+}
+
+
 @app.command()
+@_options(SHAPE, int, min=1)
 def bench(
     op: Annotated[str, typer.Argument(help="An op, such as linear_logprob; the docs' page of ops lists all.")],
-    *,
-    n: Annotated[int | None, typer.Option(min=1, help="Rows.")] = None,
-    d: Annotated[int | None, typer.Option(min=1, help="Width of the hidden states.")] = None,
-    v: Annotated[int | None, typer.Option(min=1, help="Size of the vocabulary, or of a shard.")] = None,
-    f: Annotated[int | None, typer.Option(min=1, help="Width of the MLP.")] = None,
-    g: Annotated[int | None, typer.Option(min=1, help="Groups.")] = None,
-    k: Annotated[
-        int | None,
-        typer.Option(min=1, help="Candidates per group; k of topk_entropy; inputs of skinny_linear."),
-    ] = None,
-    m: Annotated[int | None, typer.Option(min=1, help="Outputs of skinny_linear.")] = None,
-    l: Annotated[int | None, typer.Option(min=1, help="Rows per branch.")] = None,  # noqa: E741
-    p: Annotated[int | None, typer.Option(min=1, help="Tokens of the prefix.")] = None,
-    h: Annotated[int | None, typer.Option(min=1, help="Tokens of the future.")] = None,
-    s: Annotated[int | None, typer.Option(min=1, help="Shards.")] = None,
-    hq: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
-    hkv: Annotated[int | None, typer.Option(min=1, help="Key heads.")] = None,
-    e: Annotated[int | None, typer.Option(min=1, help="Width of a head.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; default bfloat16 on a GPU, else float32.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default a GPU if there is one.")] = None,
+    **shape: int | None,
 ) -> None:
     """Time one op at your own shape against plain torch; an implementation with wrong results is not timed."""
     from fb_kernels.bench import bench as run
 
-    given = locals()
-    names = ("n", "d", "v", "f", "g", "k", "m", "l", "p", "h", "s", "hq", "hkv", "e")
-    found = run(op, {name: given[name] for name in names if given[name] is not None}, dtype, device)
-    _show_bench(found)
+    _show_bench(run(op, {name: size for name, size in shape.items() if size is not None}, dtype, device))
 
 
 def _milliseconds(seconds: float) -> str:
@@ -245,9 +259,6 @@ def _show_bench(found: Found) -> None:
 PairOption = Annotated[
     Path | None, typer.Option("--pair", exists=True, dir_okay=False, help="A YAML file with the settings below.")
 ]
-PairSetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="The same settings as in a file; repeatable.")
-]
 PAIR = {
     "slm": "Small model: a folder, a hub id, or demo:plans.",
     "llm": "Large model: the same, or its name at the server.",
@@ -276,40 +287,18 @@ SERVER = {
 }
 
 
-def _options(helps: Mapping[str, str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command an option for each of these settings, in place of its keyword arguments."""
-
-    def add(command: Callable[..., None]) -> Callable[..., None]:
-        known = inspect.signature(command, eval_str=True)
-        own = [one for one in known.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-        more = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[str | None, typer.Option(help=text, metavar="VALUE", show_default=False)],
-            )
-            for name, text in helps.items()
-        ]
-        command.__signature__ = known.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
-        return command
-
-    return add
-
-
 @app.command()
-@_options(PAIR)
+@_options(PAIR, metavar="VALUE", show_default=False)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
     pair: PairOption = None,
-    changes: PairSetOption = None,
     file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
     **given: str | None,
 ) -> None:
     """Answer one prompt with a pair and an adapter; tokens chosen at events are highlighted."""
     from fb_core.config import PairSettings
 
-    settings = PairSettings.load(pair, changes or (), **given)
+    settings = PairSettings.load(pair, **given)
     from rich.console import Console
 
     from fb_core import chat as terminal
@@ -321,15 +310,15 @@ def generate(
 
 
 @app.command()
-@_options(PAIR)
-def chat(pair: PairOption = None, changes: PairSetOption = None, **given: str | None) -> None:
+@_options(PAIR, metavar="VALUE", show_default=False)
+def chat(pair: PairOption = None, **given: str | None) -> None:
     """Chat with a pair and an adapter; Ctrl-C stops an answer, an empty line or Ctrl-D ends the chat.
 
     If the conversation outgrows max_length, its oldest turns are dropped; an error ends only the turn.
     """
     from fb_core.config import PairSettings
 
-    settings = PairSettings.load(pair, changes or (), **given)
+    settings = PairSettings.load(pair, **given)
     from rich.console import Console
 
     from fb_core import chat as terminal
@@ -359,10 +348,9 @@ def chat(pair: PairOption = None, changes: PairSetOption = None, **given: str | 
 
 
 @app.command()
-@_options(PAIR | SERVER)
+@_options(PAIR | SERVER, metavar="VALUE", show_default=False)
 def serve(
     pair: PairOption = None,
-    changes: PairSetOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on; loopback by default.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests in progress get at shutdown.")] = 30,
@@ -372,7 +360,7 @@ def serve(
     from fb_core.config import ServeSettings
     from fb_core.extras import require
 
-    settings = ServeSettings.load(pair, changes or (), **given)
+    settings = ServeSettings.load(pair, **given)
     require("serve", "starlette", "uvicorn", "prometheus_client", extra="serve")
     from fb_core.serve.run import serve as run
 

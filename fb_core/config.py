@@ -102,12 +102,11 @@ class PairSettings(Section):
         return self
 
     @classmethod
-    def load(cls, file: Path | None = None, changes: Sequence[str] = (), **given: str | None) -> Self:
+    def load(cls, file: Path | None = None, **given: str | None) -> Self:
         """Load a YAML file, or make the settings from what is given.
 
         Args:
             file: the file; None for none.
-            changes: "key=value" each, as for `RunSettings.load`; they override the others.
             given: settings that override the file's; None for not given.
 
         Raises:
@@ -116,7 +115,7 @@ class PairSettings(Section):
         """
         values = {} if file is None else _read_yaml(file, str(file))
         values |= {name: value for name, value in given.items() if value is not None}
-        return checked(cls, reduce(_over, map(_change, changes), values), str(file or ""))
+        return checked(cls, values, str(file or ""))
 
 
 class ServeSettings(PairSettings):

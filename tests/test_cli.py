@@ -410,19 +410,19 @@ def test_settings_are_shown_by_name(arguments):
     [
         (["--slm", "a"], "llm: expected llm or server, got neither; say where candidates come from"),
         (
-            ["--slm", "a", "--llm", "b", "--set", "max_length=1"],
+            ["--slm", "a", "--llm", "b", "--max-length", "1"],
             "max_length: Input should be greater than or equal to 2",
         ),
         (
-            ["--slm", "a", "--llm", "b", "--set", "dtype=int8"],
+            ["--slm", "a", "--llm", "b", "--dtype", "int8"],
             "dtype: Input should be 'auto', 'float32', ",
         ),
         (
-            ["--slm", "a", "--set", "server=http://b", "--set", "flavour=vlm"],
+            ["--slm", "a", "--server", "http://b", "--flavour", "vlm"],
             "flavour: Input should be 'vllm', 'sglang' or ",
         ),
         (
-            ["--slm", "a", "--llm", "b", "--set", "certainty=0.5"],
+            ["--slm", "a", "--llm", "b", "--certainty", "0.5"],
             "certainty: expected an adapter with it, ",
         ),
     ],
@@ -437,7 +437,7 @@ def test_wrong_options_of_a_pair_are_a_line(options, words):
 def test_a_pair_is_a_file_that_options_override(tmp_path):
     file = tmp_path / "pair.yaml"
     file.write_text("slm: a\nserver: http://b\nthreshold: 0.5\nmax_length: 64\n")
-    found = PairSettings.load(file, ["threshold=1.5", "slm=d"], slm="c", llm="e", adapter=None)
+    found = PairSettings.load(file, threshold="1.5", slm="d", llm="e", adapter=None)
     assert found == PairSettings(slm="d", llm="e", server="http://b", threshold=1.5, max_length=64)
     file.write_text("slm: a\nllm: b\nmax_lenght: 64\n")
     result = run("generate", "hello", "--pair", str(file))
@@ -464,7 +464,7 @@ def test_generate_takes_a_pair_of_the_demo():
     from fb_core.demo.worlds import WORLDS
 
     prompt = WORLDS["plans"].problems(1, 0, "test")[0].prompt
-    room = ["--set", "max_length=96", "--set", "max_new_tokens=45"]
+    room = ["--max-length", "96", "--max-new-tokens", "45"]
     result = futurebridge("generate", prompt, "--slm", "demo:plans", "--llm", "demo:plans", *room)
     assert result.returncode == 0, result.stderr
     assert "boxed" in result.stdout

@@ -129,8 +129,8 @@ def test_an_examples_server_is_the_one_that_its_commands_name(file: Path) -> Non
     assert server is not None
     assert server.flavour == file.stem
     (serve,) = (command for page, command in commands() if page == file.name and " serve " in command)
-    wanted = (f"server={server.url}", f"flavour={server.flavour}", f"api_key_variable={server.api_key_variable}")
-    assert serve.endswith(" ".join(f"--set {one}" for one in wanted))
+    wanted = f"--server {server.url} --flavour {server.flavour} --api-key-variable {server.api_key_variable}"
+    assert serve.endswith(wanted)
     assert f"--adapter runs/{file.stem}/deployed/seed-0" in serve
 
 

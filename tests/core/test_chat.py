@@ -64,9 +64,7 @@ def options(pair, **more):
 
 def options_of(given):
     """The options of a command."""
-    own = ("slm", "llm", "adapter", "file")
-    pairs = [(f"--{name}", value) if name in own else ("--set", f"{name}={value}") for name, value in given.items()]
-    return [word for pair in pairs for word in pair]
+    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
 def expected(pair, text):
@@ -131,7 +129,7 @@ def test_thinking_is_the_users_or_the_adapters(pair, tmp_path, given, stored, wa
 
 
 def test_the_command_takes_thinking(pair):
-    outputs = [futurebridge("generate", "w7 w8", *options(pair), *more) for more in ([], ["--set", "thinking=true"])]
+    outputs = [futurebridge("generate", "w7 w8", *options(pair), *more) for more in ([], ["--thinking", "true"])]
     assert [done.returncode for done in outputs] == [0, 0], outputs[1].stderr
     assert outputs[0].stdout != outputs[1].stdout
 
@@ -251,7 +249,7 @@ def test_on_token_sees_every_token_and_its_event(pair):
         ),
         (
             {"server": "http://127.0.0.1:9/\x1b]0;x"},
-            "--set server: expected a value in YAML, got none; put a text into quotes",
+            "server: url: expected http or https, a host, perhaps a port and a path, got 'http://127.0.0.1:9/\\x1b]0;x'",
         ),
         ({"slm": "\x1b]52;c;eA==\x07"}, "\\x1b]52;c;eA==\\x07: expected a folder or hub id"),
     ],
@@ -407,7 +405,7 @@ def test_generate_passes_nothing_to_the_terminal(dictated):
     there.script = there.words.encode(text, add_special_tokens=False)
     there.prompt = len(there.words("hi ")["input_ids"])
     for environment in ({}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}):
-        done = futurebridge("generate", "hi", *options, "--set", "max_new_tokens=600", **environment)
+        done = futurebridge("generate", "hi", *options, "--max-new-tokens", "600", **environment)
         assert done.returncode == 0, done.stderr
         assert f"{len(there.script) + 1} tokens in" in done.stderr
         written = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)
@@ -423,7 +421,7 @@ def test_a_failing_server_ends_the_turn_and_not_the_conversation(dictated):
     options, there = dictated
     there.script = there.words.encode("yes", add_special_tokens=False)
     there.prompt = len(there.words("hi ")["input_ids"])
-    done = futurebridge("chat", *options, "--set", "max_new_tokens=8", typed="hi\nhi!\nhi\n\n")
+    done = futurebridge("chat", *options, "--max-new-tokens", "8", typed="hi\nhi!\nhi\n\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("yes") == 1  # the third turn has the first before it, and its prompt another length
     assert done.stderr.count("tokens in") == 2

@@ -392,8 +392,8 @@ def test_commands_decode_by_the_folder(run, chosen_settings, tmp_path):
     assert load(PairSettings(**pair, recipe="published")).options["max_events"] == 8
     asked = ["generate", "29*9+7*7+9;", "--slm", "demo:plans", "--llm", "demo:plans", "--adapter", str(folder)]
     greedy, published = (
-        CliRunner().invoke(app, [*asked, "--set", "max_new_tokens=40", "--set", "threshold=0.5", *more])
-        for more in ([], ["--set", "recipe=published"])
+        CliRunner().invoke(app, [*asked, "--max-new-tokens", "40", "--threshold", "0.5", *more])
+        for more in ([], ["--recipe", "published"])
     )
     assert greedy.exit_code == published.exit_code == 0
     assert "no event" in greedy.stderr

@@ -1006,8 +1006,8 @@ def test_what_a_url_may_hide_is_shown_nowhere(url, tmp_path, capsys, caplog, mon
             make()
         shown.append("".join(traceback.format_exception(raised.value)))
     for command in (
-        ["generate", "hello", "--slm", str(tmp_path), "--set", f"server={url}"],
-        ["chat", "--slm", str(tmp_path), "--set", f"server={url}"],
+        ["generate", "hello", "--slm", str(tmp_path), "--server", url],
+        ["chat", "--slm", str(tmp_path), "--server", url],
         ["score", "--config", str(config), "--run-dir", str(tmp_path / "run")],
         ["futures", "--config", str(config), "--run-dir", str(tmp_path / "run"), "--dry-run"],
     ):
