@@ -15,7 +15,7 @@ import typer
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from benchmarks.paper.report.theme import Theme, pictured
+from benchmarks.theme import Theme, pictured
 from fb_core.files import write_file
 
 ROOT = Path(__file__).parent.parent

@@ -24,7 +24,7 @@ from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from benchmarks.paper.methods.takeover import takeover
-from benchmarks.paper.report.theme import Theme, pictured
+from benchmarks.theme import Theme, pictured
 from fb_core import statistics
 from fb_core.config import RunSettings
 from fb_core.files import write_file

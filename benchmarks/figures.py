@@ -11,10 +11,10 @@ from typing import Any
 from benchmarks import cost, event, reference, roofline, serving, soak, speedups, stages, targets
 from benchmarks.evidence import PUBLISHED, TAKEOVER, Cells, above_the_line, page, points, times_below
 from benchmarks.harness import OURS, read_results
-from benchmarks.paper.report import figures as report_figures
-from benchmarks.paper.report import orderings
-from benchmarks.paper.report.columns import LEGEND, marked, percent
-from benchmarks.paper.report.findings import DeploymentCost, Findings, Result, read_findings
+from benchmarks.paper import figures as report_figures
+from benchmarks.paper import orderings
+from benchmarks.paper.cells import LEGEND, marked, percent
+from benchmarks.paper.rows import Result, Run, Timed, read_tables
 from benchmarks.summary import against_the_best, cost_table
 from fb_core.config import RunSettings
 from fb_core.files import write_file
@@ -22,7 +22,7 @@ from fb_core.page import markdown_table
 from fb_core.recipe import DIRECT, GREEDY
 
 ROOT = Path(__file__).parent.parent
-ROWS = Path("docs", "experiments", "rows.json")  # as `python -m benchmarks.paper report` writes it
+TABLES = Path("docs", "experiments", "tables.json")  # as `python -m benchmarks.paper report` writes it
 GPUS = tuple(targets.SLOWER)  # folders of their results, and of their plots in docs
 CELLS = Path("docs", "evidence", "cells.json")  # as `python -m benchmarks.evidence --report` writes them
 DEPLOYED = "deployed"
@@ -50,13 +50,13 @@ def render(readme: str, root: Path = ROOT) -> str:
     """The README with its two tables regenerated."""
     if (root / CELLS).is_file():
         cells = Cells(json.loads((root / CELLS).read_text()))
-        worlds = read_findings(root / ROWS) if (root / ROWS).is_file() else []
+        worlds = read_tables(root / TABLES) if (root / TABLES).is_file() else []
         readme = _replace(readme, "accuracy", accuracy(cells, worlds), CELLS)
     results = next(filter(None, (load(root, device) for device in GPUS)), None) or load(root, "cpu")
     return _replace(readme, "speed", speed(results))
 
 
-def accuracy(cells: Cells, worlds: Sequence[Findings]) -> list[str]:
+def accuracy(cells: Cells, worlds: Sequence[Run]) -> list[str]:
     """Mean accuracy of ways to decode over the runs of the evidence, with the large model's tokens per problem."""
     head = ["accuracy, % (LLM tokens per problem)", *(SHOWN[world] for world in cells.worlds)]
     rows = [[label, *(_accuracy(cells, world, name) for world in cells.worlds)] for label, name in ACCURACY]
@@ -99,7 +99,7 @@ def _why_not_take_over(cells: Cells) -> str:
     )
 
 
-def _times(worlds: Sequence[Findings]) -> str:
+def _times(worlds: Sequence[Run]) -> str:
     """The time of takeover and of the deployed recipe next to greedy decoding; empty if they were not timed."""
     relative: dict[str, list[str]] = {TAKEOVER: [], DEPLOYED: []}
     for one in worlds:
@@ -117,10 +117,10 @@ def _times(worlds: Sequence[Findings]) -> str:
     )
 
 
-def _fastest(findings: Findings) -> dict[str, DeploymentCost]:
+def _fastest(run: Run) -> dict[str, Timed]:
     """The time of every method in its fastest loop, by key, the slowest method first."""
-    found: dict[str, DeploymentCost] = {}
-    for one in (findings.costs and findings.costs.deployment) or ():
+    found: dict[str, Timed] = {}
+    for one in run.timed:
         if one.key not in found or one.seconds < found[one.key].seconds:
             found[one.key] = one
     return dict(sorted(found.items(), key=lambda item: item[1].seconds, reverse=True))
@@ -149,18 +149,18 @@ def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
 
 def render_worlds(text: str, root: Path = ROOT) -> str:
     """docs/worlds.md with its tables of orderings, quantiles and times regenerated."""
-    found = root / ROWS
+    found = root / TABLES
     if not found.is_file():
         return text
-    worlds = read_findings(found)
+    worlds = read_tables(found)
     for name, lines in (("orderings", paper_orderings), ("quantiles", quantiles), ("times", times)):
-        text = _replace(text, name, lines(worlds), ROWS)
+        text = _replace(text, name, lines(worlds), TABLES)
     return text
 
 
-def paper_orderings(worlds: Sequence[Findings]) -> list[str]:
+def paper_orderings(worlds: Sequence[Run]) -> list[str]:
     """The paper's orderings in every world, those that are reversed in one first."""
-    columns = {SHOWN.get(one.name, one.name): one.rows for one in worlds}
+    columns = {SHOWN.get(one.name, one.name): one.results for one in worlds}
     found = orderings.by_words(columns)
     counts = "; ".join(f"{head}: {orderings.counted(found, [head])}" for head in columns)
     rows = []
@@ -171,7 +171,7 @@ def paper_orderings(worlds: Sequence[Findings]) -> list[str]:
     return [f"Verdicts: {counts}.", "", *markdown_table(head, rows), "", f"*{orderings.NOTE}*"]
 
 
-def times(worlds: Sequence[Findings]) -> list[str]:
+def times(worlds: Sequence[Run]) -> list[str]:
     """Milliseconds per problem of every method that was timed in all worlds."""
     found = {SHOWN.get(one.name, one.name): _fastest(one) for one in worlds}
     first = next(iter(found.values()))
@@ -185,10 +185,10 @@ def times(worlds: Sequence[Findings]) -> list[str]:
 
 def draw_worlds(root: Path) -> None:
     """The frontier of every world, next to the rows that it is drawn from."""
-    for findings in read_findings(root / ROWS):
-        picture = report_figures.frontier(findings)
+    for run in read_tables(root / TABLES):
+        picture = report_figures.frontier(run)
         if picture is not None:
-            file = (root / ROWS).parent / f"frontier-{SHOWN.get(findings.name, findings.name)}.svg"
+            file = (root / TABLES).parent / f"frontier-{SHOWN.get(run.name, run.name)}.svg"
             write_file(file, picture.alone.encode())
 
 
@@ -218,7 +218,7 @@ def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return cost_table(results["decode"]["cases"]) if "decode" in results else []
 
 
-def quantiles(worlds: Sequence[Findings]) -> list[str]:
+def quantiles(worlds: Sequence[Run]) -> list[str]:
     """Accuracy of the methods that were tried at every request quantile, a row for each world and quantile."""
     labels: dict[str, str] = {}
     found: dict[tuple[str, float], dict[str, Result]] = {}
@@ -376,7 +376,7 @@ def main(root: Path = ROOT) -> None:
         serving.plot(load_test, root / "docs" / "serving.svg")
     if (root / event.EVENT).is_file():
         event.draw(root)
-    if (root / ROWS).is_file():
+    if (root / TABLES).is_file():
         draw_worlds(root)
     (root / LAYOUT).write_text(reference.layout_picture())
     for name, rendered in RENDERED.items():

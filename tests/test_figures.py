@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import event, figures, roofline, summary, targets
 from benchmarks.evidence import Cells
-from benchmarks.paper.report.findings import Costs, DeploymentCost, Findings, Result
+from benchmarks.paper.rows import Result, Run, Timed
 from fb_core.statistics import Interval
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -150,9 +150,9 @@ def test_quantiles_are_shown_where_a_method_was_tried_at_all() -> None:
         )
 
     worlds = [
-        Findings(
+        Run(
             name=name,
-            rows=(
+            results=(
                 row("direct", 0.9, 0.5),
                 row("futurebridge", 0.9, 0.5 + gain, gain),
                 *([row("deployed", 0.9, 0.7)] if gain > 0 else []),  # not tried everywhere
@@ -281,15 +281,15 @@ def test_the_readme_shows_the_means_of_all_cells() -> None:
     assert lines[-1].endswith("one per problem, against 4.0 for FutureBridge.")
     timed = [("greedy", "plain", 2.0), ("takeover", "plain", 1.5), ("deployed", "plain", 3.0), ("greedy", "fast", 1.0)]
     deployment = tuple(
-        DeploymentCost(method=key, key=key, loop=loop, problems=5, calls=1, appended=1, suffix=0, seconds=seconds)
+        Timed(method=key, key=key, loop=loop, problems=5, calls=1, seconds=seconds)
         for key, loop, seconds in [*timed, ("deployed", "fast", 1.74)]
     )
-    (with_times,) = figures.accuracy(Cells([cell(1, 7)]), [Findings(name="x", costs=Costs(deployment=deployment))])[-1:]
+    (with_times,) = figures.accuracy(Cells([cell(1, 7)]), [Run(name="x", timed=deployment)])[-1:]
     assert "takeover takes 1.5 times as long as the SLM alone, FutureBridge 1.7 times" in with_times  # fastest loops
 
 
 def test_the_worlds_frontier_is_drawn_from_the_committed_rows(root: Path) -> None:
-    folder = (root / figures.ROWS).parent
+    folder = (root / figures.TABLES).parent
     for file in folder.glob("*.svg"):
         file.unlink()
     figures.draw_worlds(root)

@@ -10,9 +10,8 @@ import typer
 
 from benchmarks.paper.agreement import judge
 from benchmarks.paper.benchmark_states import judge_benchmarks
-from benchmarks.paper.changed_outcomes import problem_pages
 from benchmarks.paper.gather import gather
-from benchmarks.paper.report.report import write_report
+from benchmarks.paper.report import write_report
 from benchmarks.paper.run import COSTS, run_tables
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import TABLES
@@ -52,17 +51,13 @@ def tables(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
-    out: Annotated[Path, typer.Option(help="Folder for report.html, report.md, figures and problem pages.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for the report, its figures, problem pages and rows.")] = Path(
         "report"
     ),
 ) -> None:
     """Write one HTML and one Markdown report that compares runs side by side."""
-    settings = [PaperSettings.of_run(run) for run in runs]
-    found = [gather(chosen, run) for chosen, run in zip(settings, runs, strict=True)]
-    pages: dict[str, bytes] = {}
-    for chosen, run, one in zip(settings, runs, found, strict=True):
-        pages |= problem_pages(chosen, run, one)
-    print("Written: " + ", ".join(map(str, write_report(found, out, pages))))
+    found = [gather(PaperSettings.of_run(run), run) for run in runs]
+    print("Written: " + ", ".join(map(str, write_report(found, out))))
 
 
 @app.command()

@@ -1,18 +1,20 @@
-"""All methods on the same benchmark problems, decoded in batches."""
+"""All methods on the same benchmark problems: decoded in batches, and the first ones timed one at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
-from benchmarks.paper.methods import generator, label_of, method
+from benchmarks.paper.methods import generator, label_of, method, seed_of
 from benchmarks.paper.r2r.stages import RouterStage
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
 from fb_core import hf
-from fb_core.stages.decode import ASKED, DecodeStage, Trial
-from fb_core.stages.deploy import Generate, chosen_digest
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.decode import ASKED, DecodeStage, Loop, Trial
+from fb_core.stages.deploy import DEPLOYED_STAGE, Generate, chosen_digest
 from fb_core.stages.inputs import DEPLOYED, benchmark_problems, file_stem, problems_hash
+from fb_core.stages.problems import Problem
 from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Stage
 from fb_core.stages.states import PolicyStage
@@ -76,3 +78,59 @@ class CompareStage(DecodeStage):
             accuracy = 100 * sum(outcomes) / len(outcomes)
             lines.append(f"| {benchmark} | {label_of(name, self.settings)} | {accuracy:.1f} | {len(outcomes)} |")
         return "\n".join(lines)
+
+
+class DeploymentStage(DecodeStage):
+    """Methods on the first problems of the first benchmark, one problem at a time.
+
+    "fast" is `LowLatencyDecoder`, "plain" the loop that works for every method. A method is compared with greedy
+    decoding in the same loop, problem by problem.
+    """
+
+    name = "deployment"
+    command = "python -m benchmarks.paper"
+    settings: PaperSettings
+    slice = (*DEPLOYED, *ASKED, *METHODS, "compare.timed")
+    parallel = False
+
+    def inputs(self) -> Sequence[type[Stage]]:
+        return (
+            PolicyStage,
+            RerankerStage,
+            *((RouterStage,) if any(method(name).routed for name in self._methods) else ()),
+        )
+
+    def data(self) -> dict[str, Any]:
+        chosen = {"deployed": chosen_digest(self.run)} if "deployed" in self._methods else {}
+        return {"timed": problems_hash(self._problems), "methods": self._methods} | chosen
+
+    @cached_property
+    def _problems(self) -> list[Problem]:
+        first = next(iter(benchmark_problems(self.settings).values()))
+        return first[: self.settings.compare.timed]
+
+    @cached_property
+    def trials(self) -> dict[str, Trial]:
+        benchmark, loops = next(iter(benchmark_problems(self.settings))), get_args(Loop)
+        return {
+            f"{loop}.{name}": Trial(benchmark, name, seed_of(name, self.settings), loop, self._problems)
+            for loop in loops
+            for name in self._methods
+            if loop in method(name).timed
+        }
+
+    @cached_property
+    def _methods(self) -> list[str]:
+        """The methods of the settings, without those whose router or deployed recipe does not exist."""
+        routed, chosen = (
+            (Artefact(self.run, stage).manifest() or {}).get("complete", False)
+            for stage in (RouterStage.name, DEPLOYED_STAGE)
+        )
+        return [
+            name
+            for name in self.settings.compare.methods
+            if (routed or not method(name).routed) and (chosen or name != "deployed")
+        ]
+
+    def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
+        return generator(trial.method, self.settings, self.run, trial.seed, max_length, max_batch)

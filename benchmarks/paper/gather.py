@@ -1,48 +1,37 @@
-"""Collects a run's findings from its finished stages and variants for the report, which itself reads no stage."""
+"""What a report shows of a run: its tables, and the rows of every other section, read from its finished stages."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib import resources
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from pydantic import BaseModel
 
-from benchmarks.paper.agreement import (
-    AgreementStage,
-    Judged,
-    agreement_rows,
-    coverage_rows,
-    judged_states,
-    matrix_of,
-)
+from benchmarks.paper.agreement import AgreementStage, agreement_rows, coverage_rows, judged_states, matrix_of
 from benchmarks.paper.benchmark_states import benchmark_runs
-from benchmarks.paper.changed_outcomes import turned
-from benchmarks.paper.costs import DeploymentStage, deployment_rows, offline_rows
 from benchmarks.paper.futures import OwnFutureStage, SampleStage
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
-from benchmarks.paper.report import findings as values
-from benchmarks.paper.report.findings import OURS, Findings
-from benchmarks.paper.results import Results, finished
+from benchmarks.paper.rows import DEPLOYED, Run, decoded, finished, long_table, results, timed
 from benchmarks.paper.settings import PaperSettings
-from benchmarks.paper.tables import TABLES, Plan, Table, Variant
-from benchmarks.paper.variants import plan_of, settings_of_variant
-from fb_core import statistics
+from benchmarks.paper.tables import OURS, TABLES, Plan, Table, plan_of, settings_of_variant
+from fb_core import explain, statistics
 from fb_core.config import ModelSettings
 from fb_core.stages.artefacts import Artefact, digest
 from fb_core.stages.choice import STAGES as CHOICE
 from fb_core.stages.choice import ChoiceStage
+from fb_core.stages.decode import Row
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.examples import Examples
 from fb_core.stages.futures import FutureStage
-from fb_core.stages.inputs import benchmark_problems, models_of
-from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.inputs import models_of
+from fb_core.stages.rollouts import RolloutStage, token_kind
 from fb_core.stages.scores import ScoreStage
 from fb_core.stages.selection import RerankerStage, SelectionStage
 from fb_core.stages.stage import Stage
@@ -66,12 +55,14 @@ OFFLINE: tuple[type[Stage], ...] = (
     RouterLabelStage,
     RouterStage,
 )
+COMPARED = (OURS, DEPLOYED)  # with greedy decoding, problem by problem
+LISTED = 10  # changed problems listed per method, direction and kind of event
 
-Kind = TypeVar("Kind", bound=BaseModel)
+Part = list[dict[str, Any]]
 
 
-def gather(settings: PaperSettings, run: Path, tables: Mapping[str, Table] = TABLES) -> Findings:
-    """All findings in a run's folder; what was not run is None.
+def gather(settings: PaperSettings, run: Path, tables: Mapping[str, Table] = TABLES) -> Run:
+    """What the report shows of a run; what was not run is left out.
 
     Args:
         settings: of the run.
@@ -81,153 +72,97 @@ def gather(settings: PaperSettings, run: Path, tables: Mapping[str, Table] = TAB
     Raises:
         ValueError: the run is not trained yet, or it is damaged.
     """
-    plan, policy = plan_of(settings, run), frozen_policy(run)
+    plan, policy, models = plan_of(settings, run), frozen_policy(run), models_of(settings.models)
     made = Artefact(run, TrainStage.name).finished()
-    rolled = _Rolled(plan) if finished(run, RolloutStage.name) else None
-    return Findings(
+    rows, beside = long_table(plan, tables), published(settings).get("deployment", {})
+    changes, pages = changed_outcomes(plan)
+    parts = {
+        "changes": changes,
+        "certification": certification(plan),
+        "offline": offline(plan),
+        "selection": Artefact(run, SelectionStage.name).finished()["summary"]["table"],
+        "filters": [{"states": name, "count": count} for name, count in filtered(run).items()],
+    }
+    if finished(run, RolloutStage.name):
+        parts |= {"agreement": agreement(plan), "coverage": coverage(plan)}
+        parts |= {"future_quality": future_quality(plan), "event": worked_event(plan)}
+    return Run(
         name=run.name,
-        settings=settings.model_dump(mode="json"),
-        pair=_pair(settings),
-        test_sets={
-            name: digest([[problem.text, problem.answer] for problem in problems])
-            for name, problems in benchmark_problems(settings).items()
+        pair={
+            **{which: getattr(settings.models, which) for which in ("slm", "llm")},
+            **{f"{which}_parameters": models.parameters(which) for which in ("slm", "llm")},
         },
-        policy=values.Policy(threshold=policy.threshold, top_k=policy.top_k, quantile=settings.collect.quantile),
-        selection=_selection(plan),
-        deployed=_deployed(plan),
-        filters=Artefact(run, ScoreStage.name).finished()["counts"],
+        policy={"threshold": policy.threshold, "quantile": settings.collect.quantile, "top_k": policy.top_k},
         seeds=settings.train.seeds,
-        experiments=tuple(table.shown for table in tables.values()),
-        rows=tuple(Results(plan, tables).rows()),
-        agreement=rolled and rolled.agreement(),
-        choices=rolled and rolled.choices(),
-        coverage=rolled and rolled.coverage(),
-        turned=turned(plan),
-        future_quality=rolled and _future_quality(plan),
-        trajectory=rolled and _trajectory(plan),
-        worked_event=rolled and _worked_event(plan),
-        costs=_costs(plan),
-        machine=f"{', '.join(made['cost']['devices'])}; {os.cpu_count()} CPU cores; torch {torch.__version__}",
-        commit=made["made_by"][-1].get("commit"),
-        made=made["made_by"][-1],
+        rows=tuple(rows),
+        results=tuple(results(plan, rows, tables)),
+        timed=tuple(replace(one, published=beside.get(one.key)) for one in timed(plan, rows)),
+        parts={name: part for name, part in parts.items() if part},
+        pages=pages,
+        settings=settings.model_dump(mode="json"),
+        about={
+            "reranker": f"horizon {plan.horizon}, chosen on validation problems",
+            "machine": f"{', '.join(made['cost']['devices'])}; {os.cpu_count()} CPU cores; torch {torch.__version__}",
+            **{name: str(version) for name, version in made["made_by"][-1].items()},
+        },
     )
 
 
-def _picked(kind: type[Kind], row: dict[str, Any], **more: Any) -> Kind:
-    """A findings object from the fields of a stage's row that it has, and from `more`."""
-    return kind(**{name: row[name] for name in kind.model_fields if name in row and name not in more} | more)
+FILTERS = ("admitted", "verified", "long_enough", "valid_group", "train groups", "validation groups")  # in order
 
 
-def _pair(settings: PaperSettings) -> values.Pair:
-    models = models_of(settings.models)
-    return values.Pair(
-        slm=settings.models.slm,
-        llm=settings.models.llm,
-        slm_parameters=models.parameters("slm"),
-        llm_parameters=models.parameters("llm"),
-        slm_hash=models.hashes("slm")["slm"],
-    )
+def filtered(run: Path) -> dict[str, int]:
+    """How many states each filter leaves, in the order of the filters."""
+    counts = Artefact(run, ScoreStage.name).finished()["counts"]
+    names = [*(name for name in FILTERS if name in counts), *(name for name in counts if name not in FILTERS)]
+    return {name.replace("_", " "): counts[name] for name in names}
 
 
-def _selection(plan: Plan) -> values.Selection:
-    found = Artefact(plan.run, SelectionStage.name).finished()["summary"]
-    table = tuple(
-        _picked(values.Trial, row, seeds=tuple(_picked(values.SeedTrial, seed) for seed in row["seeds"]))
-        for row in found["table"]
-    )
-    return _picked(values.Selection, found, table=table)
-
-
-def _deployed(plan: Plan) -> tuple[values.Deployed, ...] | None:
-    """The recipe of every seed with its evidence; None if the run chose none."""
+def certification(plan: Plan) -> Part:
+    """Every recipe that was tested for a seed's adapter, with the reason for the choice; empty if none was."""
     manifest = finished(plan.run, ChoiceStage.name)
-    if manifest is None:
-        return None
-    found = []
-    for seed in plan.settings.train.seeds:
-        chosen = manifest["summary"][f"seed-{seed}"]
-        tested = tuple(
-            _picked(
-                values.Tested,
-                row,
-                **{name: (row[name]["mean"], row[name]["low"]) for name in ("minus_greedy", "minus_direct")},
-            )
-            for row in chosen["tested"]
-        )
-        found.append(_picked(values.Deployed, chosen["tested"][0], seed=seed, label=chosen["label"], tested=tested))
-    return tuple(found)
+    chosen = manifest["summary"] if manifest else {}
+    return [
+        {"seed": seed, **row}
+        for seed in plan.settings.train.seeds
+        if f"seed-{seed}" in chosen
+        for row in chosen[f"seed-{seed}"]["tested"]
+    ]
 
 
-@final
-class _Rolled:
-    """Agreement of a run's and its variants' scores with the rollouts."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._known: dict[Path, list[dict[str, Any]]] = {}
-
-    @cached_property
-    def states(self) -> list[Judged]:
-        """The run's own held-out states."""
-        return judged_states(self._plan.settings, self._plan.run)
-
-    @cached_property
-    def _benchmarks(self) -> dict[str, list[Judged]]:
-        """The states of the benchmarks that were rolled out, by name."""
-        places = benchmark_runs(self._plan.settings, self._plan.run).items()
-        return {
-            name: judged_states(settings, folder)
-            for name, (settings, folder) in places
-            if finished(folder, AgreementStage.name)
-        }
-
-    def agreement(self) -> tuple[values.Agreement, ...]:
-        """All scores of the run, on the validation problems' states and on the benchmarks'."""
-        found = [_picked(values.Agreement, row) for row in agreement_rows(self.states)]
-        for name, states in self._benchmarks.items():
-            found += [_picked(values.Agreement, row, benchmark=name) for row in agreement_rows(states)]
-        return tuple(found)
-
-    def coverage(self) -> tuple[values.Coverage, ...]:
-        """Coverage at the validation problems' states, then at every benchmark's."""
-        known = [(None, self.states), *self._benchmarks.items()]
-        return tuple(
-            _picked(values.Coverage, row, benchmark=name) for name, states in known for row in coverage_rows(states)
-        )
-
-    def choices(self) -> tuple[values.Choice, ...]:
-        """How often the chosen candidate leads to success, by kind of event, at every quantile."""
-        found = []
-        for variant in TABLES["quantiles"].rows(self._plan):
-            if variant.method != OURS:
-                continue
-            labels = {"FutureBridge": variant.label}
-            if variant.key == OURS:
-                labels |= {"SLM": "the SLM's choice", "LLM": "the LLM's choice"}
-            rows = [row for row in self._rows(variant) if row["score"] in labels]
-            found += [_picked(values.Choice, row, label=labels[row["score"]], quantile=variant.x) for row in rows]
-        return tuple(found)
-
-    def _rows(self, variant: Variant) -> list[dict[str, Any]]:
-        """The rows of a variant's reranker, and of the models at its quantile, cached; empty if it was not judged."""
-        if variant.path not in self._known:
-            own = variant.key == OURS and variant.inside is None
-            folder = self._plan.run if own else self._plan.run / variant.path
-            self._known[variant.path] = []
-            if finished(folder, AgreementStage.name) is not None:
-                settings = settings_of_variant(self._plan.settings, variant)
-                states = self.states if own else judged_states(settings, folder)
-                names = ("SLM", "LLM", "FutureBridge") if variant.key == OURS else ("FutureBridge",)
-                self._known[variant.path] = agreement_rows(states, names)
-        return self._known[variant.path]
+def agreement(plan: Plan) -> Part:
+    """How well scores predict outcomes: on validation problems, at other quantiles, and on the benchmarks."""
+    rows = [{"where": "validation", **row} for row in agreement_rows(judged_states(plan.settings, plan.run))]
+    for variant in TABLES["quantiles"].rows(plan):
+        folder = plan.run / variant.path
+        if variant.key == OURS and variant.inside is not None and finished(folder, AgreementStage.name):
+            states = judged_states(settings_of_variant(plan.settings, variant), folder)
+            where = f"validation, quantile {variant.x:g}"
+            rows += [{"where": where, **row} for row in agreement_rows(states, ("SLM", "LLM", "FutureBridge"))]
+    for name, (settings, folder) in _benchmarks(plan):
+        rows += [{"where": name, **row} for row in agreement_rows(judged_states(settings, folder))]
+    return rows
 
 
-def _future_quality(plan: Plan) -> values.FutureQuality | None:
+def coverage(plan: Plan) -> Part:
+    """How often pools hold a candidate from which the SLM succeeds, on validation problems and on the benchmarks."""
+    places = [("validation", (plan.settings, plan.run)), *_benchmarks(plan)]
+    return [{"where": name, **row} for name, place in places for row in coverage_rows(judged_states(*place))]
+
+
+def _benchmarks(plan: Plan) -> Iterator[tuple[str, tuple[PaperSettings, Path]]]:
+    """The benchmarks whose states were judged."""
+    for name, (settings, folder) in benchmark_runs(plan.settings, plan.run).items():
+        if finished(folder, AgreementStage.name):
+            yield name, (settings, folder)
+
+
+def future_quality(plan: Plan) -> Part:
     """Pairwise accuracy of the target by kind of future and horizon, on the held-out states that have all kinds."""
     made = [variant for variant in TABLES["futures"].rows(plan) if not variant.borrowed]
     folders = [plan.run / variant.path for variant in made]
     if any(finished(folder, ScoreStage.name) is None for folder in folders):
-        return None
+        return []
     horizons, states = plan.settings.train.horizons, 0
     won, pairs = np.zeros((2, len(folders), len(horizons)))
     for shard in Artefact(plan.run, RolloutStage.name).shards("validation"):
@@ -243,109 +178,109 @@ def _future_quality(plan: Plan) -> values.FutureQuality | None:
                     found = statistics.pairwise_agreement(score.numpy(), one.correct.numpy())
                     won[quality, column] += found[0]
                     pairs[quality, column] += found[1]
-    return values.FutureQuality(
-        states=states,
-        horizons=horizons,
-        qualities=tuple(variant.label for variant in made),
-        pairwise=tuple(
-            tuple(float(part / whole) if whole else None for part, whole in zip(*row, strict=True))
-            for row in zip(won, pairs, strict=True)
-        ),
-    )
+    shares = np.divide(won, pairs, out=np.full_like(won, np.nan), where=pairs > 0)
+    return [
+        {"future": variant.label, "states": states}
+        | {
+            f"{horizon}": None if np.isnan(share) else float(share)
+            for horizon, share in zip(horizons, row, strict=True)
+        }
+        for variant, row in zip(made, shares, strict=True)
+    ]
 
 
-def _trajectory(plan: Plan) -> values.Trajectory | None:
-    """The held-out SLM trajectory with the most admitted states in the first shard."""
-    run, settings = plan.run, plan.settings
-    decode = models_of(settings.models).tokenizer.decode
-    shard = Artefact(run, RolloutStage.name).shards("validation")[0]
-    examples = Examples(run, shard)
-    if not examples.states or not examples.rollouts:
-        return None
-    owners = [state.trajectory.problem.id for state in examples.states.values()]
-    trajectory = examples.trajectories[max(examples.trajectories, key=owners.count)]
-    learned = _learned(plan, shard)
-    events = []
-    for state in (one.state for one in examples.rollouts.values()):
-        if state.trajectory is trajectory:
-            pool = state.pool
-            scores = learned.get(state.id, pool.slm_logprob.tolist())
-            events.append(
-                values.Choosing(
-                    step=len(state.output),
-                    chosen=decode([int(pool.ids[int(np.argmax(scores))])]),
-                    slm=decode([int(pool.ids[int(pool.slm_logprob.argmax())])]),
-                )
-            )
-    return values.Trajectory(
-        problem=decode(trajectory.tokens[: trajectory.prompt_length].tolist(), skip_special_tokens=True),
-        tokens=tuple(decode([token]) for token in trajectory.output.tolist()),
-        entropy=tuple(trajectory.entropy.tolist()),
-        threshold=frozen_policy(run).threshold,
-        events=tuple(events),
-    )
-
-
-def _learned(plan: Plan, shard: str) -> dict[str, list[float]]:
-    """Scores of the first seed's reranker by state; empty if it was not compared with the rollouts."""
-    if finished(plan.run, AgreementStage.name) is None:
-        return {}
+def worked_event(plan: Plan) -> Part:
+    """The candidates of the first held-out state with a usable future where LLM and FutureBridge differ in outcome."""
+    run, decode = plan.run, models_of(plan.settings.models).tokenizer.decode
+    if finished(run, AgreementStage.name) is None:
+        return []
     seed = f"seed-{plan.settings.train.seeds[0]}"
-    return {row["state"]: row[seed] for row in Artefact(plan.run, AgreementStage.name).table(shard)}
-
-
-def _worked_event(plan: Plan) -> values.WorkedEvent | None:
-    """The first held-out state with a usable future where the choices of LLM and FutureBridge differ in outcome."""
-    run, settings = plan.run, plan.settings
-    decode = models_of(settings.models).tokenizer.decode
     for shard in Artefact(run, RolloutStage.name).shards("validation"):
-        learned, examples = _learned(plan, shard), Examples(run, shard)
+        learned = {row["state"]: row[seed] for row in Artefact(run, AgreementStage.name).table(shard)}
+        examples = Examples(run, shard)
         for name, one in examples.rollouts.items():
-            state, pool, scores = one.state, one.state.pool, learned.get(name)
-            group = examples.groups.get(name)
+            state, pool, scores, group = one.state, one.state.pool, learned.get(name), examples.groups.get(name)
             if scores is None or group is None or matrix_of(group, one) is None:
                 continue
             if bool(one.correct[int(np.argmax(scores))] == one.correct[int(pool.llm_logprob.argmax())]):
                 continue
-            problem, future = state.trajectory.problem, examples.futures()[name]
-            compatibility = group.compatibility(plan.horizon)
+            compatibility, future = group.compatibility(plan.horizon), examples.futures()[name].tokens[: plan.horizon]
             assert compatibility is not None
-            return values.WorkedEvent(
-                problem=problem.id,
-                prompt=problem.text,
-                prefix=decode(state.output.tolist(), skip_special_tokens=True),
-                gold=problem.answer,
-                entropy=state.entropy,
-                future=decode(future.tokens[: plan.horizon].tolist(), skip_special_tokens=True),
-                candidates=tuple(
-                    values.Candidate(
-                        token=decode([int(pool.ids[k])]),
-                        source={1: "SLM", 2: "LLM", 3: "both"}[int(pool.sources[k])],
-                        p_slm=float(pool.slm_logprob[k].exp()),
-                        p_llm=float(pool.llm_logprob[k].exp()),
-                        compatibility=float(compatibility[k]),
-                        score=float(scores[k]),
-                        rollout=one.texts[k],
-                        correct=bool(one.correct[k]),
-                    )
-                    for k in range(len(pool))
-                ),
-            )
-    return None
+            about = {
+                "prompt": state.trajectory.problem.text,
+                "gold": state.trajectory.problem.answer,
+                "prefix": decode(state.output.tolist(), skip_special_tokens=True),
+                "future": decode(future.tolist(), skip_special_tokens=True),
+                "entropy": state.entropy,
+            }
+            candidates = [
+                about
+                | {
+                    "token": decode([int(pool.ids[k])]),
+                    "source": {1: "SLM", 2: "LLM", 3: "both"}[int(pool.sources[k])],
+                    "p_slm": float(pool.slm_logprob[k].exp()),
+                    "p_llm": float(pool.llm_logprob[k].exp()),
+                    "compatibility": float(compatibility[k]),
+                    "score": float(scores[k]),
+                    "rollout": one.texts[k],
+                    "correct": bool(one.correct[k]),
+                }
+                for k in range(len(pool))
+            ]
+            return sorted(candidates, key=lambda candidate: -candidate["score"])
+    return []
 
 
-def _costs(plan: Plan) -> values.Costs:
-    beside, deployment = published(plan.settings), None
-    offline = tuple(
-        _picked(values.OfflineCost, row, published=beside.get("offline", {}).get(row["stage"]))
-        for row in offline_rows([kind(plan.settings, plan.run) for kind in OFFLINE])
-    )
-    if finished(plan.run, DeploymentStage.name) is not None:
-        deployment = tuple(
-            _picked(values.DeploymentCost, row, published=beside.get("deployment", {}).get(row["key"]))
-            for row in deployment_rows(DeploymentStage(plan.settings, plan.run))
-        )
-    return values.Costs(offline=offline, deployment=deployment)
+def changed_outcomes(plan: Plan) -> tuple[Part, dict[str, bytes]]:
+    """The problems whose verdict differs from greedy decoding's, and the pages that explain those that are listed.
+
+    Each is with the step and kind of the first event at which the SLM's own token was not taken, if there is one, and
+    with its page, if the report lists it: the first `LISTED` per method, direction and kind, losses before gains.
+    """
+    rows = {key: list(decoded(plan, plan.method(key))) for key in ("greedy", *COMPARED)}
+    greedy = {(row.benchmark, row.problem): row for row in rows["greedy"]}
+    tokenizer = models_of(plan.settings.models).tokenizer
+    changes: Part = []
+    for key in COMPARED if greedy else ():
+        for row in rows[key]:
+            first = greedy[row.benchmark, row.problem]
+            if row.correct != first.correct:
+                step = parting_event(first, row)
+                kind = None if step is None else token_kind(tokenizer.decode([first.tokens[step]]))
+                where = {"method": plan.method(key).label, "gained": row.correct, "kind": kind, "step": step}
+                changes.append({"benchmark": row.benchmark, "problem": row.problem, "seed": row.seed, **where})
+    changes.sort(key=lambda one: (one["gained"], one["kind"] is None, one["kind"] or ""))
+    seen: dict[tuple[Any, ...], int] = {}
+    pages: dict[str, bytes] = {}
+    for one in changes:
+        group = one["method"], one["gained"], one["kind"]
+        seen[group] = seen.get(group, 0) + 1
+        if seen[group] <= LISTED:
+            place = one["benchmark"], one["problem"]
+            own = [row for key in rows for row in rows[key] if (row.benchmark, row.problem) == place]
+            page = explain.html_page(own, tokenizer).encode()
+            one["page"] = f"problems/{digest(page.decode())[:16]}.html"
+            pages[one["page"]] = page
+    return changes, pages
+
+
+def parting_event(greedy: Row, row: Row) -> int | None:
+    """The step of the event at which a text departs from greedy decoding's; None if it departs elsewhere or never."""
+    steps = enumerate(zip_longest(greedy.tokens, row.tokens))
+    parting = next((step for step, (one, other) in steps if one != other), len(row.tokens))
+    at_event = any(event.step == parting for event in row.events)
+    return parting if at_event and parting < len(greedy.tokens) else None
+
+
+def offline(plan: Plan) -> Part:
+    """Units, seconds of work and GPU hours of every finished stage, from its receipts, beside the paper's."""
+    rows, beside = [], published(plan.settings).get("offline", {})
+    for kind in OFFLINE:
+        if (manifest := finished(plan.run, kind.name)) is not None:
+            stage = kind(plan.settings, plan.run)
+            about = {"stage": stage.name, "units": stage.units(manifest), "unit": stage.unit}
+            rows.append(about | manifest["cost"] | {"published": beside.get(stage.name)})
+    return rows
 
 
 def published(settings: PaperSettings) -> dict[str, dict[str, float]]:

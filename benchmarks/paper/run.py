@@ -15,15 +15,12 @@ from rich.progress import TimeElapsedColumn
 
 from benchmarks.paper.agreement import AgreementStage
 from benchmarks.paper.benchmark_states import judge_benchmarks
-from benchmarks.paper.comparison import CompareStage
-from benchmarks.paper.costs import DeploymentStage
+from benchmarks.paper.comparison import CompareStage, DeploymentStage
 from benchmarks.paper.futures import OtherScoreStage, OwnFutureStage, SampleStage
 from benchmarks.paper.methods import method
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
-from benchmarks.paper.report.findings import OURS
 from benchmarks.paper.settings import PaperSettings
-from benchmarks.paper.tables import TABLES, Plan, Table, Variant
-from benchmarks.paper.variants import plan_of, settings_of_variant
+from benchmarks.paper.tables import OURS, PROBLEM, TABLES, Plan, Table, Variant, plan_of, settings_of_variant
 from fb_core.files import write_file
 from fb_core.processes import processes
 from fb_core.progress import Board
@@ -42,7 +39,6 @@ SHARED: tuple[tuple[type[Stage], ...], ...] = (
     (RouterLabelStage, RouterStage),
     (SampleStage,),
 )  # made once, then linked by the variants
-PROBLEM = "problem.json"  # why a variant could not be made, in its folder
 LOG = "log.txt"
 Done = Callable[[Variant, str | None], None]  # (variant, why it could not be made or None)
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.paper.methods import label_of
-from benchmarks.paper.report.findings import OURS, Experiment
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
-from fb_core.stages.nested_runs import FOLDER, Changes, training_changes
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.nested_runs import FOLDER, Changes, changed, training_changes
 
-REFERENCES = ("greedy", "direct", "futurebridge")  # every row is compared with these methods
+OURS = "futurebridge"  # key of the run's own reranker
+PROBLEM = "problem.json"  # why a variant could not be made, in its folder
+REFERENCES = ("greedy", "direct", OURS)  # every row is compared with these methods
 
 
 @dataclass(frozen=True)
@@ -123,16 +125,26 @@ class Table:
     title: str
     varies: str
     rows: Callable[[Plan], list[Variant]]
-    figure: Literal["accuracy", "horizon", "sweep"] | None = None
+    figure: Literal["accuracy", "curve"] | None = None
     caption: str = ""
     beside: tuple[Beside, ...] = ()
     judged: bool = False
 
-    @property
-    def shown(self) -> Experiment:
-        """The part of the entry that the report needs."""
-        about = {name: getattr(self, name) for name in Experiment.model_fields}
-        return Experiment(**about)
+
+def plan_of(settings: PaperSettings, run: Path) -> Plan:
+    """The plan of a run's variants; raises ValueError if the run is not trained."""
+    return Plan(settings, run, int(Artefact(run, "selection").finished()["summary"]["horizon"]))
+
+
+def settings_of_variant(settings: PaperSettings, variant: Variant) -> PaperSettings:
+    """The run's settings with the variant's changes, and with only its method to compare."""
+    if variant.inside is not None:
+        settings = settings_of_variant(settings, variant.inside)
+    method = variant.method or ""
+    name = method.removeprefix(EXTERNAL)
+    external = {name: settings.compare.external[name]} if method.startswith(EXTERNAL) else {}
+    compare = {"methods": (method,) if method and not external else (), "external": external}
+    return changed(settings, {**variant.changes, "compare": compare})
 
 
 def _methods(plan: Plan) -> list[Variant]:
@@ -231,9 +243,8 @@ TABLES = {
             "Horizon",
             "How many tokens of the future the target uses.",
             _horizons,
-            "horizon",
-            "By horizon: accuracy of the rerankers, and pairwise accuracy of the target itself against the SLM's "
-            "rollouts. Bands are 95% intervals.",
+            "curve",
+            "Accuracy by horizon with 95% intervals; the dashed line is greedy decoding of the SLM.",
         ),
         Table(
             "futures",
@@ -265,7 +276,7 @@ TABLES = {
             "Request quantiles",
             "The request quantile; states, futures and rerankers are made anew at each.",
             _quantiles,
-            "sweep",
+            "curve",
             "Accuracy by request quantile with 95% intervals; the dashed line is greedy decoding of the SLM.",
             judged=True,
         ),

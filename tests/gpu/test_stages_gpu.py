@@ -88,9 +88,9 @@ def experiments(folder: Path, device: str, dtype: str, changes: dict[str, dict[s
     settings, run = changed(pair_on_disk(folder, device, dtype), changes), folder / "run"
     run_tables(["methods", "costs"], settings, run, workers=1)
     made = gather(settings, run)
-    rows = {(row.table, row.label) for row in made.rows if row.accuracy}
+    rows = {(row.table, row.label) for row in made.results if row.accuracy}
     assert {label for table, label in rows if table == "methods"} >= {"Greedy", "R2R", "SpecReason", "FutureBridge"}
-    timed = made.costs.deployment
+    timed = made.timed
     assert {row.loop for row in timed} == {"fast", "plain"}
     assert all((row.peak_bytes is None) == (device == "cpu") for row in timed)
 

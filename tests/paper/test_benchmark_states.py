@@ -16,7 +16,7 @@ from benchmarks.paper.__main__ import app
 from benchmarks.paper.agreement import agreement_rows, agreement_table, coverage_rows, judged_states
 from benchmarks.paper.benchmark_states import benchmark_runs, judge_benchmarks
 from benchmarks.paper.gather import gather
-from benchmarks.paper.report.report import render
+from benchmarks.paper.report import render
 from fb_core import RequestPolicy
 from fb_core.stages import inputs
 from fb_core.stages.commands import run_command
@@ -108,19 +108,15 @@ def test_they_stand_beside_the_validation_problems(run, tmp_path):
     assert agreement_table(CHOSEN, run) in done.stdout
     assert f"**agreement on demo:plans**\n\n{agreement_table(chosen, folder)}" in done.stdout
     found, states = gather(CHOSEN, run), judged_states(chosen, folder)
-    rows = [row for row in found.agreement or () if row.benchmark == "demo:plans"]
-    wanted = agreement_rows(states)
-    assert [(row.kind, row.score, row.pairs, row.top1) for row in rows] == [
-        (row["kind"], row["score"], row["pairs"], row["top1"]) for row in wanted
-    ]
-    assert {"SLM", "LLM", "Direct-B_8", "FutureBridge"} == {row.score for row in rows}
-    covered = [(row.benchmark, row.pool, row.coverage) for row in found.coverage or ()]
-    known = [(None, judged_states(CHOSEN, run)), ("demo:plans", states)]
-    assert covered == [(name, row["pool"], row["coverage"]) for name, of in known for row in coverage_rows(of)]
+    rows = [row for row in found.parts["agreement"] if row["where"] == "demo:plans"]
+    assert rows == [{"where": "demo:plans", **row} for row in agreement_rows(states)]
+    assert {"SLM", "LLM", "Direct-B_8", "FutureBridge"} == {row["score"] for row in rows}
+    known = [("validation", judged_states(CHOSEN, run)), ("demo:plans", states)]
+    assert found.parts["coverage"] == [{"where": name, **row} for name, of in known for row in coverage_rows(of)]
     text = render([found]).markdown("figures")
-    assert "| validation | FutureBridge |" in text
-    assert "| demo:plans | FutureBridge |" in text
-    assert "All events on demo:plans." in text
+    assert "| FutureBridge | validation |" in text
+    assert "| FutureBridge | demo:plans |" in text
+    assert "All events, demo:plans." in text
 
 
 def test_a_benchmark_without_an_admitted_state_has_no_rows(undisturbed, tmp_path, monkeypatch):
@@ -129,7 +125,7 @@ def test_a_benchmark_without_an_admitted_state_has_no_rows(undisturbed, tmp_path
     judge_benchmarks(CHOSEN, place, show=quiet)
     ((chosen, folder),) = benchmark_runs(CHOSEN, place).values()
     assert judged_states(chosen, folder) == []
-    assert {row.benchmark for row in gather(CHOSEN, place).agreement or ()} == {None}
+    assert {row["where"] for row in gather(CHOSEN, place).parts["agreement"]} == {"validation"}
 
 
 def test_two_benchmarks_have_two_folders(run):

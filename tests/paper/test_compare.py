@@ -13,8 +13,8 @@ from paper_runs import settings
 from runs import linked
 
 from benchmarks.paper import methods
-from benchmarks.paper.comparison import CompareStage
-from benchmarks.paper.costs import DeploymentStage, deployment_rows, offline_rows
+from benchmarks.paper.comparison import CompareStage, DeploymentStage
+from benchmarks.paper.gather import offline
 from benchmarks.paper.methods import generator
 from benchmarks.paper.methods.majority import majority
 from benchmarks.paper.methods.spans import ending_ids, spans
@@ -22,7 +22,10 @@ from benchmarks.paper.methods.spec_reason import ReasoningStep, SpecReasonGenera
 from benchmarks.paper.methods.takeover import TakeoverGeneration
 from benchmarks.paper.r2r.decoding import r2r
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage, read_router
+from benchmarks.paper.rows import long_table
+from benchmarks.paper.rows import timed as timed_rows
 from benchmarks.paper.settings import EXTERNAL, names
+from benchmarks.paper.tables import Plan
 from fb_core import CollaborativeDecoder, FutureBridgeSelector, TokenReranker, Verifier
 from fb_core.decoding import Generation, Usage
 from fb_core.demo.pairs import load_pair
@@ -33,9 +36,7 @@ from fb_core.stages.artefacts import Artefact
 from fb_core.stages.deploy import Context, frozen_policy
 from fb_core.stages.inputs import Models, benchmark_problems, models_of
 from fb_core.stages.problems import prompt_ids
-from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import run_stage
-from fb_core.stages.training import TrainStage
 
 METHODS = [name for name in names() if name != "deployed"]  # of which there is no choice here
 SEEDED = [name for name in METHODS if methods.method(name).seeded]
@@ -381,33 +382,31 @@ def timed(run, chosen) -> DeploymentStage:
     return stage
 
 
-def test_every_method_is_timed_beside_greedy_in_its_own_loop(timed, rows):
-    table = deployment_rows(timed)
-    assert [(row["key"], row["loop"]) for row in table] == [
+def test_every_method_is_timed_beside_greedy_in_its_own_loop(timed, rows, chosen, run):
+    plan = Plan(chosen, run, 8)
+    table = timed_rows(plan, long_table(plan))
+    assert [(row.key, row.loop) for row in table] == [
         *((name, "fast") for name in ("greedy", "direct", "s2t", "futurebridge")),
         *((name, "plain") for name in ("greedy", "majority", "r2r", "spec-reason", "takeover", "futurebridge")),
     ]
     known = list(timed.rows())
     for row in table:
-        mine = [one for one in known if (one.method, one.loop) == (row["key"], row["loop"])]
-        greedy = [one for one in known if (one.method, one.loop) == ("greedy", row["loop"])]
+        mine = [one for one in known if (one.method, one.loop) == (row.key, row.loop)]
+        greedy = [one for one in known if (one.method, one.loop) == ("greedy", row.loop)]
         assert [one.problem for one in mine] == [one.problem for one in greedy]
-        assert row["problems"] == len(mine) == 2
+        assert row.problems == len(mine) == 2
         seconds = sum(one.seconds for one in mine)
-        assert row["relative"].mean == pytest.approx(seconds / sum(one.seconds for one in greedy))
-        assert row["relative"].low <= row["relative"].mean <= row["relative"].high
-        assert row["seconds"] == pytest.approx(seconds / 2)
-        assert row["peak_bytes"] is None or torch.cuda.is_available()
-        if row["key"] == "greedy":
-            assert tuple(row["relative"]) == (1.0, 1.0, 1.0)
-        seed = 0 if row["key"] in SEEDED else None
-        for one, same in zip(mine, rows[row["key"], seed], strict=False):
+        assert row.relative.mean == pytest.approx(seconds / sum(one.seconds for one in greedy))
+        assert row.relative.low <= row.relative.mean <= row.relative.high
+        assert row.seconds == pytest.approx(seconds / 2)
+        assert row.peak_bytes is None or torch.cuda.is_available()
+        if row.key == "greedy":
+            assert tuple(row.relative) == (1.0, 1.0, 1.0)
+        seed = 0 if row.key in SEEDED else None
+        for one, same in zip(mine, rows[row.key, seed], strict=False):
             assert (one.tokens, one.text, one.verdict) == (same["tokens"], same["text"], same["verdict"])
             assert (one.calls, one.suffix) == (same["calls"], same["suffix"])
             assert (one.seconds > 0, same["seconds"]) == (True, None)
-    text = timed.report(timed.folder.finished())
-    assert "| Maj@2 | plain |" in text
-    assert text.count("1.00 [1.00, 1.00]") == 2
 
 
 def test_what_is_timed_depends_on_the_settings(timed, run, checkpoints):
@@ -419,15 +418,16 @@ def test_what_is_timed_depends_on_the_settings(timed, run, checkpoints):
 
 def test_offline_costs_are_those_of_the_receipts(undisturbed, run, chosen):
     place = undisturbed[0]["train"]
-    stages = [kind(settings(), place) for kind in (TrainStage, RolloutStage, RouterStage)]
-    training, rollouts = offline_rows(stages)  # there is no router
+    known = {row["stage"]: row for row in offline(Plan(settings(), place, 8))}
+    assert "router" not in known
+    training, rollouts = known["training"], known["rollouts"]
     assert (rollouts["stage"], rollouts["units"], rollouts["unit"]) == ("rollouts", 71 + 45, "states")
     assert rollouts["seconds"] == Artefact(place, "rollouts").finished()["cost"]["seconds"] > 0
     assert training["units"] == 2 * 93
     receipts = [json.loads((place / "training" / f"epoch-{n}.json").read_text()) for n in (1, 2)]
     assert training["seconds"] == pytest.approx(sum(receipt["seconds"] for receipt in receipts), abs=2e-3)
     assert training["gpu_hours"] == 0 or torch.cuda.is_available()
-    (router,) = offline_rows([RouterStage(chosen, run)])
+    (router,) = (row for row in offline(Plan(chosen, run, 8)) if row["stage"] == "router")
     assert (router["units"], router["unit"]) == (2, "routers")
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -20,22 +21,19 @@ from warm import futurebridge, start_futurebridge
 
 from benchmarks.paper import intervals, tables
 from benchmarks.paper.__main__ import app
-from benchmarks.paper.changed_outcomes import _parting_event, problem_pages
-from benchmarks.paper.gather import gather, is_published
-from benchmarks.paper.report.findings import findings_bytes
-from benchmarks.paper.report.report import render, write_report
-from benchmarks.paper.results import UNSEEN
-from benchmarks.paper.run import PROBLEM, make, run_tables
+from benchmarks.paper.gather import gather, is_published, parting_event
+from benchmarks.paper.report import render, write_report
+from benchmarks.paper.rows import UNSEEN, tables_bytes
+from benchmarks.paper.run import make, run_tables
 from benchmarks.paper.settings import PaperSettings, names
-from benchmarks.paper.tables import TABLES, Plan, Table, Variant
-from benchmarks.paper.variants import settings_of_variant
+from benchmarks.paper.tables import PROBLEM, TABLES, Plan, Table, Variant, settings_of_variant
 from fb_core import statistics
 from fb_core.config import AVERAGE, ModelSettings
 from fb_core.pool import Event
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.decode import Row
 from fb_core.stages.deploy import frozen_policy
-from fb_core.stages.inputs import benchmark_problems, models_of
+from fb_core.stages.inputs import models_of
 from fb_core.stages.nested_runs import changed
 from fb_core.stages.rollouts import token_kind
 
@@ -247,29 +245,47 @@ def test_rows_of_a_quantile_are_beside_the_methods_at_that_quantile(made, found,
 
 
 def test_tables_that_were_not_asked_for_are_left_out(found):
-    assert {row.table for row in found.rows} == {"methods", "pools", "alpha", "quantiles"}
+    assert {row.table for row in found.results} == {"methods", "pools", "alpha", "quantiles"}
     pools = rows_of(found, "pools")
     assert list(pools) == [("futurebridge", None), ("pool-slm", None), ("pool-llm", None), ("pool-slm-wide", None)]
     assert pools["futurebridge", None].label == "joint pool"
     assert pools["pool-llm", None].note == "not run"
 
 
-def test_findings_are_plain_and_finite(made, found):
+def test_what_a_run_shows_is_finite_and_complete(made, found, chosen):
     run, _, _ = made
-    assert len(findings_bytes([found])) > 1000
-    assert found.name == run.name
-    assert found.policy.threshold == frozen_policy(run).threshold
-    assert found.selection.problems == 12
-    assert found.filters["admitted"] == 187
-    assert {row.stage for row in found.costs.offline} == set(TRAINED)
-    assert all(row.published is None for row in found.costs.offline)
-    assert list(found.test_sets) == ["demo:plans"]
-    assert found.costs.deployment is None
-    names = {row.score for row in found.agreement}
-    assert names == {"SLM", "LLM", "Direct-B_8"}
-    assert (found.future_quality, found.worked_event) == (None, None)
-    assert len(found.coverage) == 3
-    assert found.trajectory.events
+    assert len(tables_bytes([found])) > 1000
+    assert (found.name, found.policy["threshold"]) == (run.name, frozen_policy(run).threshold)
+    assert [row["horizon"] for row in found.parts["selection"]] == [8, 8]  # two epochs
+    assert found.parts["filters"][0] == {"states": "admitted", "count": 187}
+    assert {row["stage"] for row in found.parts["offline"]} == set(TRAINED)
+    assert all(row["published"] is None for row in found.parts["offline"])
+    assert found.timed == ()
+    quantile = {"validation, quantile 0.92": {"SLM", "LLM", "FutureBridge"}, "validation": {"SLM", "LLM", "Direct-B_8"}}
+    scores = {where: set() for where in quantile}
+    for row in found.parts["agreement"]:
+        scores[row["where"]].add(row["score"])
+    assert scores == quantile
+    assert len(found.parts["coverage"]) == 3
+    assert not {"future_quality", "event", "certification"} & found.parts.keys()
+
+
+def test_the_long_table_has_every_row_of_every_variant(made, found):
+    run, _, problems = made
+    variants = [key for key, problem in problems.items() if problem is None and key != "q0.92"]
+    assert {row.variant for row in found.rows} == set(variants)
+    for key in variants:
+        path = run.joinpath("variants", *"/variants/".join(key.split("/")).split("/"))
+        lines = [line for file in (path / "comparison").glob("*.jsonl") for line in file.read_text().splitlines()]
+        wanted = {(row["problem"], row["seed"]): row for row in map(json.loads, lines)}
+        own = {(row.problem, row.seed): row for row in found.rows if row.variant == key}
+        assert own.keys() == wanted.keys()
+        for place, row in own.items():
+            known = wanted[place]
+            assert (row.verdict, row.calls, row.events) == (known["verdict"], known["calls"], len(known["events"]))
+            assert row.tokens == (None if key == "majority" else len(known["tokens"]))
+            assert row.llm_tokens == min(known["calls"], known["appended"]) + known["suffix"]
+            assert (row.run, row.method, row.loop, row.seconds) == (run.name, known["method"], "batch", None)
 
 
 @pytest.mark.parametrize(
@@ -286,10 +302,10 @@ def test_a_text_parts_at_the_event_whose_token_differs(tokens, step):
     event = Event(1, 2.0, [tokens[1], 7], [1, 2], [-1.0, -1.0], [-1.0, -1.0], [1.0, 0.0], 0)
     counts = {"pool": None, "appended": 1, "suffix": 0}
     greedy = Row(**known, **counts, tokens=[1, 2, 3, 4], events=[])
-    assert _parting_event(greedy, Row(**known, **counts, tokens=tokens, events=[event])) == step
+    assert parting_event(greedy, Row(**known, **counts, tokens=tokens, events=[event])) == step
 
 
-def test_turned_problems_are_told_by_the_event_at_which_the_texts_part(made, found, chosen, tmp_path):
+def test_changed_problems_are_told_by_the_event_at_which_the_texts_part(made, found, chosen, tmp_path):
     run, _, _ = made
     rows = {}
     for key in ("greedy", "futurebridge"):
@@ -307,20 +323,20 @@ def test_turned_problems_are_told_by_the_event_at_which_the_texts_part(made, fou
             kind = token_kind(models_of(chosen.models).tokenizer.decode([greedy["tokens"][step]]))
             wanted.append((problem, seed, row["verdict"] == "correct", step, kind))
     assert wanted
-    assert found.turned.methods == ("FutureBridge",)
-    turned = [(one.problem, one.seed, one.gained, one.step, one.kind) for one in found.turned.changes]
-    assert sorted(turned) == sorted(wanted)
-    pages = problem_pages(chosen, run, found)
-    assert set(pages) == {one.page for one in found.turned.changes}
-    write_report([found], tmp_path, pages)
+    changes = found.parts["changes"]
+    assert {row["method"] for row in changes} == {"FutureBridge"}
+    names = ("problem", "seed", "gained", "step", "kind")
+    assert sorted(tuple(row[name] for name in names) for row in changes) == sorted(wanted)
+    assert set(found.pages) == {row["page"] for row in changes}
+    write_report([found], tmp_path)
     linked = set(re.findall(r'href="([^"]+)"', (tmp_path / "report.html").read_text()))
-    assert linked == set(pages)
-    for one in found.turned.changes:
-        page = (tmp_path / one.page).read_text()
-        assert f"<h1>{escape(one.problem)}</h1>" in page
+    assert linked == set(found.pages)
+    for row in changes:
+        page = (tmp_path / row["page"]).read_text()
+        assert f"<h1>{escape(row['problem'])}</h1>" in page
         assert "Greedy <span" in page
-        assert f"FutureBridge, seed {one.seed}" in page
-    assert 'href="problems' not in render([found]).html()  # no page, no link
+        assert f"FutureBridge, seed {row['seed']}" in page
+    assert 'href="problems' not in render([replace(found, pages={})]).html()  # no page, no link
 
 
 def test_a_new_ablation_is_one_entry(made, chosen, monkeypatch):
@@ -377,7 +393,7 @@ def test_a_benchmark_has_its_own_events_and_tokens(trained, tmp_path):
         ]
     assert average.accuracy == statistics.average_interval(right["direct"])
     assert average.minus["greedy"] == statistics.average_interval(right["direct"], right["greedy"])
-    assert not [row for row in found.rows if not row.note and not row.accuracy]
+    assert not [row for row in found.results if not row.note and not row.accuracy]
 
 
 def test_a_row_tells_the_llms_tokens_and_what_taking_over_on_a_share_would_bring(trained, tmp_path):
@@ -407,25 +423,12 @@ def test_a_row_tells_the_llms_tokens_and_what_taking_over_on_a_share_would_bring
             assert rows[key].above_line is None
         else:
             assert rows[key].above_line == line
-    assert {key for key, row in rows.items() if row.ours} == {"futurebridge"}
     assert rows["futurebridge"].llm_tokens.mean == rows["futurebridge"].calls.mean > 1
     assert rows["takeover"].llm_tokens.mean > 10 > rows["takeover"].calls.mean
     assert (rows["s2t-local"].events > 1, rows["s2t-local"].llm_tokens) == (True, (0, 0, 0))  # it asks no LLM
     (place / "variants" / "takeover").rename(tmp_path / "elsewhere")
     without = [row for row in gather(chosen, place, table).of("methods") if row.accuracy]
     assert all(row.above_line is None and row.llm_tokens for row in without)
-
-
-def test_the_worlds_test_sets_and_slms_are_told_apart():
-    """Helpful and control share both: three runs are two test sets."""
-    found = [PaperSettings.of_config(name) for name in ("tiny", "tiny-helpful", "tiny-control")]
-    sets = [
-        [(problem.text, problem.answer) for one in benchmark_problems(settings).values() for problem in one[:20]]
-        for settings in found
-    ]
-    slms = [models_of(settings.models).hashes("slm")["slm"] for settings in found]
-    assert (sets[0] != sets[1], sets[1] == sets[2]) == (True, True)
-    assert (slms[0] != slms[1], slms[1] == slms[2]) == (True, True)
 
 
 def test_no_row_of_the_demos_worlds_wants_a_judge():
@@ -601,7 +604,7 @@ def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
     }
     assert not list(variants.rglob(PROBLEM))
     assert {path: receipts(path) for path in done} == before
-    assert {row.table for row in gather(chosen, run).rows} == {"methods", "pools"}
+    assert {row.table for row in gather(chosen, run).results} == {"methods", "pools"}
 
 
 @pytest.mark.slow
@@ -625,8 +628,8 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     assert (run / "report" / "report.html").stat().st_size > 10_000
     assert (run / "report" / "report.md").stat().st_size > 1000
     found = gather(chosen, run)
-    assert {row.table for row in found.rows} == set(TABLES)
-    for row in found.rows:
+    assert {row.table for row in found.results} == set(TABLES)
+    for row in found.results:
         if row.key in UNSEEN:
             assert row.note == UNSEEN[row.key]
             continue
@@ -637,7 +640,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
         if row.table == "futures" and row.key != "future-verified":
             assert "verified" in row.minus
         assert ("first correct sample" in row.minus) == (row.key in ("future-unverified", "future-incorrect"))
-    keys = {(row.table, row.key) for row in found.rows}
+    keys = {(row.table, row.key) for row in found.results}
     assert len([key for table, key in keys if table == "methods"]) == 15 + 3 + 1 + 3  # distilled, tuned, unseen
     assert len([key for table, key in keys if table == "horizons"]) == 2
     assert len([key for table, key in keys if table == "futures"]) == 6 + 1
@@ -646,15 +649,15 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
         by_quantile.setdefault(row.quantile, []).append(row.key)
     assert by_quantile[0.92] == ["s2t", "direct", "futurebridge", "takeover"]
     assert by_quantile[0.9] == ["s2t", "direct", "futurebridge", "deployed", "takeover"]
-    scores = {row.score for row in found.agreement}
+    scores = {row["score"] for row in found.parts["agreement"] if row["where"] == "validation"}
     assert {"SLM", "LLM", "Direct-B_4", "Direct-B_8", "FutureBridge"} <= scores
-    assert found.future_quality.states > 3
-    assert all(len(row) == 2 for row in found.future_quality.pairwise)
-    judged = {(row.quantile, row.label) for row in found.choices if row.kind == "all"}
-    labels = {"FutureBridge", "the SLM's choice", "the LLM's choice"}
-    assert judged == {(q, label) for q in (0.9, 0.92) for label in labels}
-    assert len(found.costs.deployment) == 12
-    assert {"samples", "router", "rollouts"} <= {row.stage for row in found.costs.offline}
+    quality = found.parts["future_quality"]
+    assert quality[0]["states"] > 3
+    assert all(row.keys() == {"future", "states", "4", "8"} for row in quality)
+    judged = {(row["where"], row["score"]) for row in found.parts["agreement"] if row["kind"] == "all"}
+    assert judged >= {("validation, quantile 0.92", score) for score in ("SLM", "LLM", "FutureBridge")}
+    assert len(found.timed) == 12
+    assert {"samples", "router", "rollouts"} <= {row["stage"] for row in found.parts["offline"]}
     for kind in ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"):
         assert (run / "variants" / f"future-{kind}" / "samples").is_symlink()  # sampled once
     assert (run / "variants/q0.92/variants/futurebridge/rollouts").is_symlink()
@@ -682,5 +685,5 @@ def test_an_experiment_goes_on_where_a_router_cannot_be_trained(trained, tmp_pat
     assert rows["greedy"].accuracy
     assert rows["futurebridge"].accuracy
     assert (run / "variants" / "r2r" / "router-labels").is_symlink()
-    assert {row.score for row in found.agreement} >= {"FutureBridge"}
-    assert {row.key for row in found.costs.deployment} == {"greedy"}  # without a router's rows
+    assert {row["score"] for row in found.parts["agreement"]} >= {"FutureBridge"}
+    assert {row.key for row in found.timed} == {"greedy"}  # without a router's rows

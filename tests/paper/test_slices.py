@@ -10,8 +10,7 @@ from paper_runs import settings
 from pydantic import BaseModel
 
 from benchmarks.paper.agreement import AgreementStage
-from benchmarks.paper.comparison import CompareStage
-from benchmarks.paper.costs import DeploymentStage
+from benchmarks.paper.comparison import CompareStage, DeploymentStage
 from benchmarks.paper.futures import OtherScoreStage, OwnFutureStage, SampleStage
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
 from benchmarks.paper.settings import PaperSettings

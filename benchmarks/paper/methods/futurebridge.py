@@ -1,8 +1,7 @@
 """FutureBridge: at every admitted state the candidate that the SLM is expected to continue from best.
 
 Definition: of the pool that the reranker was trained on, the candidate with the reranker's highest score; the run chose
-the reranker on validation problems, one per seed. If the run sets a certainty, the LLM's own token is taken wherever
-its probability is above it.
+the reranker on validation problems, one per seed.
 """
 
 from __future__ import annotations

@@ -9,9 +9,11 @@ from typing import Literal, NamedTuple
 
 import yaml
 
-from benchmarks.paper.report.columns import above, below, benchmarks, flipped, made_with, percent, said
-from benchmarks.paper.report.findings import OURS, Findings, Result
-from benchmarks.paper.report.page import Block, Paragraph, Span, Text
+from benchmarks.paper.cells import above, below, flipped, made_with, percent, said
+from benchmarks.paper.figures import by_benchmark
+from benchmarks.paper.page import Block, Paragraph, Span, Text
+from benchmarks.paper.rows import Result, Run
+from benchmarks.paper.tables import OURS
 from fb_core.page import Table
 from fb_core.statistics import Interval
 
@@ -180,12 +182,12 @@ def counted(found: Mapping[str, Mapping[str, Ordering]], heads: Sequence[str]) -
     return ", ".join(f"{verdict} {verdicts.count(verdict)}" for verdict in VERDICTS)
 
 
-def ordering_blocks(findings: Findings) -> list[Block]:
+def ordering_blocks(run: Run) -> list[Block]:
     """Which of the paper's orderings hold in a run, on each of its benchmarks."""
-    names = benchmarks(findings.rows)
-    if not names:
+    groups = by_benchmark(run.results)
+    if not groups:
         return []
-    found = by_words({name: [row for row in findings.rows if row.benchmark == name] for name in names})
+    found, names = by_words(groups), list(groups)
     body: list[list[Text]] = []
     against: list[str] = []
     for words, by_name in found.items():
@@ -199,7 +201,7 @@ def ordering_blocks(findings: Findings) -> list[Block]:
                 beside = f"paper {ordering.published}, here " if ordering.published else ""
                 against.append(f"{words}{where} ({beside}{ordering.shown} pp)")
     head = ["", "paper, pp", *(text for name in names for text in (f"{name}, pp [95%]", ""))]
-    note = f"{NOTE} {made_with(findings, findings.of('methods'))}"
+    note = f"{NOTE} {made_with(run, run.of('methods'))}"
     return [
         *([Paragraph(said({"Reversed": against}))] if against else []),
         Paragraph(f"Verdicts on the paper's orderings: {counted(found, names)}."),

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from inspect import unwrap
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib import style
 from matplotlib.figure import Figure
-
-from benchmarks.paper.report.page import Picture
 
 NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
@@ -57,37 +54,38 @@ DARK = Theme(
 )
 
 
-def pictured(draw: Callable[..., Figure | None]) -> Callable[..., Picture | None]:
-    """Make a drawing function return its drawing in both themes; the same input gives the same bytes."""
+class Picture(NamedTuple):
+    """A figure as SVG, for a light and for a dark background."""
 
-    def svg(findings: Any, theme: Theme, *more: str) -> str | None:
-        data = _saved(draw, findings, theme, more, format="svg", transparent=True, metadata=NO_METADATA)
-        return None if data is None else data[data.index(b"<svg") :].decode()  # without a document type's address
+    light: str
+    dark: str
+
+    @property
+    def alone(self) -> str:
+        """The light version with a white background, to be shown on a page of any colour."""
+        return self.light.replace("<svg ", '<svg style="background:#ffffff" ', 1)
+
+
+def pictured(draw: Callable[..., Figure | None]) -> Callable[..., Picture | None]:
+    """Make a drawing function (data, theme, ...) return its drawing in both themes; its bytes repeat."""
+
+    def svg(data: Any, theme: Theme, *more: Any) -> str | None:
+        with style.context(["default", _style(theme)]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # such a character is drawn as a box
+            figure = draw(data, theme, *more)
+            if figure is None:
+                return None
+            file = io.BytesIO()
+            figure.savefig(file, format="svg", transparent=True, metadata=NO_METADATA)
+        saved = file.getvalue()
+        return saved[saved.index(b"<svg") :].decode()  # without a document type's address
 
     @wraps(draw)
-    def both(findings: Any, *more: str) -> Picture | None:
-        light, dark = (svg(findings, theme, *more) for theme in (LIGHT, DARK))
+    def both(data: Any, *more: Any) -> Picture | None:
+        light, dark = (svg(data, theme, *more) for theme in (LIGHT, DARK))
         return None if light is None or dark is None else Picture(light, dark)
 
     return both
-
-
-def png(picture: Callable[..., Picture | None], findings: Any, *more: str) -> bytes | None:
-    """A `pictured` drawing as a PNG with the light theme."""
-    return _saved(unwrap(picture), findings, LIGHT, more, format="png", dpi=150)
-
-
-def _saved(
-    draw: Callable[..., Figure | None], findings: Any, theme: Theme, more: Sequence[str], **options: Any
-) -> bytes | None:
-    with style.context(["default", _style(theme)]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # such a character is drawn as a box
-        figure = draw(findings, theme, *more)
-        if figure is None:
-            return None
-        file = io.BytesIO()
-        figure.savefig(file, **options)
-    return file.getvalue()
 
 
 def _style(theme: Theme) -> dict[str, Any]:

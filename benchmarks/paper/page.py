@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from benchmarks.theme import Picture
 from fb_core.page import Table, markdown_table, page
 from fb_core.terminal import IN_TEXT, escaped
 
@@ -38,18 +39,6 @@ class Link:
 
 Piece = str | Span | Link
 Text = Piece | tuple[Piece, ...]
-
-
-class Picture(NamedTuple):
-    """A figure as SVG, for a light and for a dark background."""
-
-    light: str
-    dark: str
-
-    @property
-    def alone(self) -> str:
-        """The light version with a white background, to be shown on a page of any colour."""
-        return self.light.replace("<svg ", '<svg style="background:#ffffff" ', 1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,313 @@
+"""The report's figures: each takes rows and returns SVG for a light and a dark page, None without data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, NullLocator
+from numpy.typing import NDArray
+
+from benchmarks.paper.rows import BY_METHOD, DEPLOYED, Result, Run, Timed, in_order
+from benchmarks.paper.tables import OURS
+from benchmarks.theme import Theme, pictured
+from fb_core.config import AVERAGE
+from fb_core.statistics import Interval
+from fb_core.terminal import IN_TOKEN, escaped
+
+WIDTH = 8.4  # inches, the width of the text on a desktop page
+NARROW = 3.5  # inches, on a phone
+LONGEST_LABEL, LONGEST_METHOD, LONGEST_TOKEN = 50, 36, 14  # characters
+MARKERS = "osD^vPX*"
+DASHES = ("-", "--", "-.", ":")
+TIME = "time as a multiple of greedy decoding's in the same loop"
+COSTS = ("LLM tokens", "LLM calls", TIME)
+
+Panels = Mapping[str, Sequence[Result]]  # by the panel's title
+
+
+def by_benchmark(rows: Sequence[Result]) -> dict[str, list[Result]]:
+    """Rows by benchmark, in their order."""
+    found: dict[str, list[Result]] = {}
+    for row in rows:
+        found.setdefault(row.benchmark, []).append(row)
+    return found
+
+
+def primary(rows: Sequence[Result]) -> list[Result]:
+    """The rows of the primary benchmark: the average if there is one, else the first."""
+    groups = by_benchmark(rows)
+    return groups.get(AVERAGE) or next(iter(groups.values()), [])
+
+
+def panels(runs: Sequence[Run], table: str) -> dict[str, list[Result]]:
+    """The rows of a table that have an accuracy, by benchmark, and by run where several have that benchmark."""
+    groups = [(run.name, name, rows) for run in runs for name, rows in by_benchmark(run.of(table)).items()]
+    names = [name for _, name, rows in groups if any(row.accuracy for row in rows)]
+    return {
+        name if names.count(name) == 1 else f"{run}, {name}": [row for row in rows if row.accuracy]
+        for run, name, rows in groups
+        if name in names and any(row.accuracy for row in rows)
+    }
+
+
+def _panels(count: int, columns: int, height: float, width: float = WIDTH, **options: Any) -> tuple[Figure, list[Axes]]:
+    """`count` panels in rows of at most `columns`, each row `height` inches high."""
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(width, rows * height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
+    axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
+    for axis in axes[count:]:
+        axis.remove()
+    return figure, axes[:count]
+
+
+def _shown(text: str, longest: int = LONGEST_LABEL, within: Mapping[str, str] | None = None) -> str:
+    """A label with invisible characters escaped, cut to `longest` characters."""
+    label = escaped(text) if within is None else escaped(text, within)
+    return label if len(label) <= longest else f"{label[: longest - 1]}…"
+
+
+def _percent(interval: Interval) -> tuple[float, list[list[float]]]:
+    """The mean in percent, and the lengths of the interval's two arms as matplotlib's error bars take them."""
+    mean, low, high = (100 * value for value in interval)
+    return mean, [[max(0.0, mean - low)], [max(0.0, high - mean)]]
+
+
+def _look(theme: Theme, key: str) -> tuple[str, str]:
+    """(marker, colour) of a method in all figures: circles for ours, diamonds for greedy decoding and takeover."""
+    if key in ("greedy", "takeover"):
+        return "D", theme.ink
+    return ("o", theme.ours) if key in (OURS, DEPLOYED) else ("s", theme.others)
+
+
+@pictured
+def forest(found: Panels, theme: Theme, narrow: bool = False) -> Figure | None:
+    """Accuracy of every row with its interval, one panel per head, greedy decoding as a dashed line.
+
+    Args:
+        found: as `panels` gives them.
+        theme: of the page.
+        narrow: for narrow screens: panels one below the other, labels above their rows.
+    """
+    if not found:
+        return None
+    labels = list(dict.fromkeys(row.label for row in in_order(row for rows in found.values() for row in rows)))
+    shown = [_shown(label, LONGEST_METHOD) for label in labels]
+    height = (0.34 if narrow else 0.21) * len(labels) + 0.75
+    figure, axes = _panels(len(found), 1 if narrow else 3, height, NARROW if narrow else WIDTH, sharey=True)
+    for axis, (head, rows) in zip(axes, found.items(), strict=True):
+        for row in rows:
+            assert row.accuracy
+            place = labels.index(row.label)
+            _dot(axis, row.accuracy, place, *_look(theme, row.key))
+            if row.key == "greedy":
+                axis.axvline(100 * row.accuracy.mean, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
+            if narrow:
+                box = {"facecolor": theme.ground, "linewidth": 0, "pad": 0.5}
+                beside = axis.get_yaxis_transform()
+                axis.text(0.01, place - 0.45, shown[place], transform=beside, va="center", fontsize=8, bbox=box)
+        axis.set_title(_shown(head), fontsize=9, loc="left")
+        axis.set_xlabel("accuracy, %")
+        axis.set_yticks(range(len(labels)), [] if narrow else shown)
+        axis.set_ylim(len(labels) - 0.5, -0.8 if narrow else -0.5)
+        axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    return figure
+
+
+def _dot(axis: Axes, interval: Interval, place: int, marker: str, colour: str) -> None:
+    mean, reach = _percent(interval)
+    axis.errorbar(mean, place, xerr=reach, fmt=marker, color=colour, markersize=4.5, capsize=2)
+
+
+@pictured
+def agreement(rows: Sequence[Mapping[str, Any]], theme: Theme) -> Figure | None:
+    """Pairwise accuracy of each score against rollouts of validation problems, one panel per kind of event."""
+    rows = [row for row in rows if row["where"] == "validation" and row["pairwise"]]
+    if not rows:
+        return None
+    scores, kinds = (list(dict.fromkeys(row[name] for row in rows)) for name in ("score", "kind"))
+    figure, axes = _panels(len(kinds), 4, 0.3 * len(scores) + 0.9, sharey=True)
+    for axis, kind in zip(axes, kinds, strict=True):
+        for row in rows:
+            if row["kind"] == kind:
+                look = _look(theme, OURS if row["score"] == "FutureBridge" else row["score"])
+                _dot(axis, Interval(*row["pairwise"]), scores.index(row["score"]), *look)
+        axis.axvline(50, color=theme.faint, linestyle=":", linewidth=1.2, zorder=1)
+        axis.set(xlim=(-3, 103), xticks=(0, 50, 100), ylim=(len(scores) - 0.5, -0.5))
+        axis.set_xlabel(f"pairwise accuracy, %\n({_shown(kind)} events)")
+        axis.set_yticks(range(len(scores)), [_shown(score) for score in scores])
+    return figure
+
+
+@pictured
+def curve(run: Run, theme: Theme, table: str, name: str) -> Figure | None:
+    """Accuracy by the number that a table varies, a panel per benchmark, greedy decoding as a dashed line.
+
+    Args:
+        run: with the table and that of the methods.
+        theme: of the page.
+        table: its name.
+        name: of the number.
+    """
+    rows = [row for row in run.of(table) if row.accuracy and row.x is not None]
+    if len({row.x for row in rows}) < 2:
+        return None
+    found = by_benchmark(rows)
+    series = [row.key if table in BY_METHOD else OURS for row in rows]
+    order = list(dict.fromkeys(series))
+    tried = [key for key in order if len({row.x for row, own in zip(rows, series, strict=True) if own == key}) > 1]
+    figure, axes = _panels(len(found), 2, 3.4, sharey=True)
+    for axis, (benchmark, inside) in zip(axes, found.items(), strict=True):
+        for key, colour, dashes in zip(tried, cycle(theme.series[2:]), cycle(DASHES)):
+            own = [row for row in inside if table not in BY_METHOD or row.key == key]
+            points = {row.x: row.accuracy for row in own if row.x is not None and row.accuracy}
+            xs, means, lows, highs = (
+                sorted(points),
+                *([100 * points[x][part] for x in sorted(points)] for part in range(3)),
+            )
+            colour = _look(theme, key)[1] if key in (OURS, "direct") else colour  # as in all figures
+            label = _shown(own[0].label if table in BY_METHOD else "FutureBridge")
+            axis.plot(xs, means, color=colour, marker=MARKERS[tried.index(key) % 8], linestyle=dashes, label=label)
+            axis.fill_between(xs, lows, highs, color=colour, alpha=0.12, linewidth=0)
+        for row in run.of("methods"):
+            if row.key == "greedy" and row.benchmark == benchmark and row.accuracy:
+                level = 100 * row.accuracy.mean
+                axis.axhline(level, color=theme.faint, linestyle="--", linewidth=1, label=_shown(row.label))
+        ticks = sorted({row.x for row in inside if row.x is not None})
+        if ticks[0] > 0 and ticks[-1] > 3 * ticks[0]:
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_minor_locator(NullLocator())
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set(xlabel=name, ylabel=f"accuracy on {_shown(benchmark)}, %")
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
+    return figure
+
+
+@pictured
+def event(candidates: Sequence[Mapping[str, Any]], theme: Theme) -> Figure | None:
+    """One event: the score of every candidate, coloured by whether the SLM's rollout after it is right."""
+    if not candidates:
+        return None
+    figure, (axis,) = _panels(1, 1, 0.28 * len(candidates) + 1.0)
+    figure.set_figwidth(0.8 * WIDTH)
+    for place, row in enumerate(candidates):
+        colour, hatch = (theme.good, "") if row["correct"] else (theme.bad, "///")
+        axis.barh(place, row["score"], 0.7, color=colour, hatch=hatch)
+        side, gap = ("left", 4) if row["score"] >= 0 else ("right", -4)
+        where: dict[str, Any] = {"textcoords": "offset points", "ha": side, "va": "center", "fontsize": 8}
+        axis.annotate(f"{row['score']:.2f}", (row["score"], place), (gap, 0), **where)
+    axis.axvline(0, color=theme.faint, linewidth=0.8)
+    axis.margins(x=0.1)
+    labels = [f"{_shown(row['token'], LONGEST_TOKEN, IN_TOKEN)} ({_shown(row['source'])})" for row in candidates]
+    axis.set_yticks(range(len(candidates)), labels)
+    axis.set(ylim=(len(candidates) - 0.5, -0.5), xlabel="reranker score", ylabel="candidate (source)")
+    axis.grid(False, axis="y")
+    right, wrong = Patch(color=theme.good, label="rollout right"), Patch(facecolor=theme.bad, hatch="///")
+    wrong.set_label("rollout wrong")
+    figure.legend(handles=[right, wrong], loc="outside upper right", ncols=2, fontsize=8)
+    return figure
+
+
+@pictured
+def frontier(run: Run, theme: Theme) -> Figure | None:
+    """Accuracy of all methods on the primary benchmark against the LLM's tokens, its calls and the time, where known.
+
+    The dashed line in each panel joins greedy decoding and takeover.
+    """
+    rows = sorted((row for row in primary(run.of("methods")) if row.accuracy), key=lambda row: row.accuracy or ())
+    found: dict[str, list[tuple[Interval, Result, str]]] = {name: [] for name in COSTS}
+    for row in rows:
+        for cost, x in (("LLM tokens", row.llm_tokens), ("LLM calls", row.calls)):
+            found[cost] += [(x, row, _shown(row.label))] if x else []
+        if (one := times(run).get(row.key)) and one.relative:
+            found[TIME].append((one.relative, row, _shown(f"{row.label}, {one.loop} loop")))
+    found = {cost: points for cost, points in found.items() if points}
+    if not found:
+        return None
+    height = max(3.6, 0.24 * max(map(len, found.values())) + 1.0)
+    figure, axes = _panels(len(found), 1, height)
+    for axis, (cost, points) in zip(axes, found.items(), strict=True):
+        _frontier(axis, points, theme, height)
+        axis.set_xlabel(f"{cost}, per problem (square-root scale)")
+        axis.set_ylabel(f"accuracy on {_shown(rows[0].benchmark)}, %")
+    key = [
+        Line2D([], [], color=theme.ours, marker="o", linestyle="none", label="FutureBridge"),
+        Line2D([], [], color=theme.others, marker="s", linestyle="none", label="other methods"),
+        Line2D([], [], color=theme.faint, marker="D", linestyle="--", label="takeover on a share of the problems"),
+    ]
+    figure.legend(handles=key, loc="outside upper left", ncols=3, fontsize=8)
+    return figure
+
+
+def times(run: Run) -> dict[str, Timed]:
+    """The time of every method by key, of the fast loop if there are both."""
+    found: dict[str, Timed] = {}
+    for one in run.timed:
+        found.setdefault(one.key, one)
+    return found
+
+
+def _frontier(axis: Axes, points: Sequence[tuple[Interval, Result, str]], theme: Theme, height: float) -> None:
+    """Points with both intervals, sorted by accuracy, labelled at the right, and the line to takeover."""
+    axis.set_xscale("function", functions=(_root, _square))  # most cost far less than takeover
+    ends, labels = {}, []
+    for x, row, label in points:
+        assert row.accuracy
+        (y, reach), (marker, colour) = _percent(row.accuracy), _look(theme, row.key)
+        across = [[max(0.0, x.mean - x.low)], [max(0.0, x.high - x.mean)]]
+        axis.errorbar(x.mean, y, reach, across, fmt=marker, color=colour, markersize=5, capsize=2)
+        ends[row.key] = x.mean, y
+        labels.append((x.mean, y, label, colour))
+    lows, highs = ([100 * row.accuracy[part] for _, row, _ in points if row.accuracy] for part in (1, 2))
+    axis.set_ylim(max(0.0, min(lows) - 5), min(104.0, max(highs) + 5))
+    if "greedy" in ends and "takeover" in ends:
+        share = np.linspace(0, 1, 100)[:, None] ** 2
+        line = (1 - share) * np.array(ends["greedy"]) + share * np.array(ends["takeover"])
+        axis.plot(*line.T, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
+    low, high = axis.get_ylim()
+    places = spread([y for _, y, _, _ in labels], (high - low) * 12 / (0.8 * height * 72))
+    for (x_mean, y, text, colour), place in zip(labels, places, strict=True):
+        line = {"arrowstyle": "-", "color": theme.line, "linewidth": 0.8, "shrinkB": 4, "relpos": (0, 0.5)}
+        look: dict[str, Any] = {
+            "va": "center",
+            "fontsize": 8,
+            "color": colour,
+            "annotation_clip": False,
+            "arrowprops": line,
+        }
+        axis.annotate(text, (x_mean, y), (1.02, place), textcoords=axis.get_yaxis_transform(), **look)
+    most, ticks = max(x.high for x, *_ in points), [0.0]
+    for tick in (step * 10.0**power for power in range(-2, 7) for step in (1, 2, 4)):
+        if tick <= most and tick**0.5 - ticks[-1] ** 0.5 > 0.05 * most**0.5:
+            ticks.append(tick)
+    axis.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+    axis.xaxis.set_minor_locator(NullLocator())
+
+
+def _root(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The signed square root, so that an axis may start below 0."""
+    return np.sign(x) * np.sqrt(np.abs(x))
+
+
+def _square(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.sign(x) * np.square(x)
+
+
+def spread(wanted: Sequence[float], gap: float) -> list[float]:
+    """Ascending positions moved apart until neighbours are at least `gap` apart."""
+    placed = list(wanted)
+    for _ in range(len(placed) * 20):
+        for index in range(len(placed) - 1):
+            if (lacking := gap - (placed[index + 1] - placed[index])) > 0:
+                placed[index] -= lacking / 2
+                placed[index + 1] += lacking / 2
+    return placed

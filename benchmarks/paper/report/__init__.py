@@ -1,1 +1,0 @@
-"""The report on one or several runs: findings, tables, figures and the page."""
