@@ -37,26 +37,35 @@ class Candidates(NamedTuple):
     score_logprob: Tensor | None  # [n] float32 of the score_ids, None where none were given
 
 
+class Sampling(NamedTuple):
+    """How tokens are drawn; see `LLM.sample_many`."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+
+
 class LLM(ABC):
     """A source of candidates and continuations; everything is passed as token ids, never as text.
 
     An LLM that decoders in several threads share must accept concurrent calls.
+
+    Attributes:
+        vocabulary: number of ids that it takes; None if unknown.
     """
 
-    @property
-    def vocabulary(self) -> int | None:
-        """The number of ids it takes; None if unknown."""
-        return None
-
-    @property
-    def device(self) -> torch.device:
-        """The device of its results."""
-        return torch.device("cpu")
+    vocabulary: int | None = None
 
     @property
     def ends(self) -> frozenset[int]:
         """The ids that end its continuations; empty if unknown."""
         return frozenset()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its results."""
+        return torch.device("cpu")
 
     @abstractmethod
     def candidates(self, ids: Ids, k: int, score_ids: Ids | None = None) -> Candidates:
@@ -136,6 +145,23 @@ class LLM(ABC):
             TypeError: ids that are not integers.
             ValueError: an LLM that does not sample, a setting out of range; the rest as `complete_many`.
         """
+        check_count("n", n, 1, "the published majority takes 8", "{} or more samples")
+        if n > MOST_SAMPLES:
+            raise ValueError(
+                f"n: expected at most {MOST_SAMPLES} samples of a prompt, got {n}; use several seeds for more"
+            )
+        kinds = {"temperature": (temperature, Real), "top_p": (top_p, Real), "top_k": (top_k, Integral)}
+        for name, (value, kind) in kinds.items():
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise TypeError(f"{name}: expected a number, got {value!r:.80}; leave it out for the default")
+        if not 0.0 < temperature < float("inf") or not 0.0 < top_p <= 1.0 or top_k < 0:
+            raise ValueError(
+                "temperature, top_p, top_k: expected above 0, in (0, 1] and 0 or more, got "
+                f"{temperature}, {top_p}, {top_k}; use complete_many for greedy decoding"
+            )
+        return self._sample(prompts, n, max_new_tokens, Sampling(temperature, top_p, top_k, seed))
+
+    def _sample(self, prompts: Sequence[Ids], n: int, max_new_tokens: int, how: Sampling) -> list[list[Tensor]]:
         raise ValueError(f"llm: expected one that samples, got {type(self).__name__}; use LocalLLM or ServerLLM")
 
 
@@ -166,18 +192,11 @@ def check_max_new_tokens(max_new_tokens: int) -> None:
     check_count("max_new_tokens", max_new_tokens, 1, "the published limit is 4096")
 
 
-def check_sampling(n: int, temperature: float, top_p: float, top_k: int) -> None:
-    """ValueError for a setting of `LLM.sample_many` that is out of range, TypeError for one of another type."""
-    check_count("n", n, 1, "the published majority takes 8", "{} or more samples")
-    if n > MOST_SAMPLES:
-        raise ValueError(f"n: expected at most {MOST_SAMPLES} samples of a prompt, got {n}; use several seeds for more")
-    for name, value, kind in (("temperature", temperature, Real), ("top_p", top_p, Real), ("top_k", top_k, Integral)):
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise TypeError(f"{name}: expected a number, got {value!r:.80}; leave it out for the default")
-    if not 0.0 < temperature < float("inf") or not 0.0 < top_p <= 1.0 or top_k < 0:
+def check_scored(prompts: Sequence[Ids], score_ids: Sequence[Ids] | None) -> None:
+    """ValueError if `score_ids` are given and are not one for each prompt."""
+    if score_ids is not None and len(score_ids) != len(prompts):
         raise ValueError(
-            "temperature, top_p, top_k: expected above 0, in (0, 1] and 0 or more, got "
-            f"{temperature}, {top_p}, {top_k}; use complete_many for greedy decoding"
+            f"score_ids: expected one for each of {len(prompts)} prompts, got {len(score_ids)}; pass [] for none"
         )
 
 
@@ -242,14 +261,9 @@ class LocalLLM(LLM):
         self.model = model
         self.batch_tokens = batch_tokens
         self.tokenizer = tokenizer
-        self._valid = hf.valid_ids(valid_vocab, model, tokenizer)
+        self.vocabulary: int = hf.valid_ids(valid_vocab, model, tokenizer)
         self._seen: _Seen | None = None
         self._turn = threading.Lock()  # guards what is kept of the last query
-
-    @property
-    def vocabulary(self) -> int:
-        """The number of ids that count."""
-        return self._valid
 
     @property
     def device(self) -> torch.device:
@@ -258,7 +272,7 @@ class LocalLLM(LLM):
 
     @property
     def ends(self) -> frozenset[int]:
-        """The end-of-sequence tokens of model and tokenizer."""
+        """The end-of-sequence tokens of model and tokenizer, as they are set now."""
         return hf.eos_ids(self.model, self.tokenizer)
 
     def candidates(self, ids: Ids, k: int, score_ids: Ids | None = None) -> Candidates:
@@ -322,28 +336,17 @@ class LocalLLM(LLM):
         written = iter(self._continue(prompts, max_new_tokens + 1, choose))
         return [[next(written)[1:] for _ in group] for group in firsts]
 
-    def sample_many(
-        self,
-        prompts: Sequence[Ids],
-        n: int,
-        max_new_tokens: int,
-        *,
-        temperature: float = 0.7,
-        top_p: float = 0.8,
-        top_k: int = 20,
-        seed: int = 0,
-    ) -> list[list[Tensor]]:
-        """As `LLM.sample_many`; samples do not depend on the batch. Raises as `LLM.sample_many` and `complete_many`."""
-        check_sampling(n, temperature, top_p, top_k)
-        kept = min(top_k or self._valid, self._valid)
+    def _sample(self, prompts: Sequence[Ids], n: int, max_new_tokens: int, how: Sampling) -> list[list[Tensor]]:
+        """As `LLM.sample_many`; samples do not depend on the batch."""
+        kept = min(how.top_k or self.vocabulary, self.vocabulary)
         begun = self._begun("ids", prompts, max_new_tokens)
-        sources = [seeded(seed, ids.tolist(), sample) for ids in begun for sample in range(n)]
+        sources = [seeded(how.seed, ids.tolist(), sample) for ids in begun for sample in range(n)]
 
         def draw(rows: Sequence[hf.Running], logits: Tensor) -> list[int]:
             values, ids = self._ranked(logits, kept)
-            probability = (values.double() / temperature).softmax(-1)
+            probability = (values.double() / how.temperature).softmax(-1)
             before = probability.cumsum(-1) - probability
-            mass = probability.where(before < top_p, 0.0).cumsum(-1)
+            mass = probability.where(before < how.top_p, 0.0).cumsum(-1)
             at = [sources[row.index].random() for row in rows]
             point = torch.tensor(at, dtype=torch.float64, device=mass.device)[:, None] * mass[:, -1:]
             place = torch.searchsorted(mass, point, right=True).clamp_max(kept - 1)
@@ -359,12 +362,9 @@ class LocalLLM(LLM):
         hf.check_decodable("model", self.model)
         check_count("k", k, 1, "the published pools take 8", "{} or more candidates")
         checked = checked_prompts("ids", prompts, self.model, room=0)
+        check_scored(prompts, score_ids)
         if score_ids is None:
             return checked, [None] * len(checked)
-        if len(score_ids) != len(checked):
-            raise ValueError(
-                f"score_ids: expected one for each of {len(checked)} prompts, got {len(score_ids)}; pass [] for none"
-            )
         return checked, [hf.token_ids("score_ids", ids, self.model) for ids in score_ids]
 
     def _in_step(self, ids: Tensor) -> Tensor:
@@ -382,9 +382,9 @@ class LocalLLM(LLM):
         return logits
 
     def _candidates(self, logits: Tensor, k: int, score_ids: Sequence[Tensor | None]) -> list[Candidates]:
-        ids = self._ranked(logits, min(k, self._valid))[1]
+        ids = self._ranked(logits, min(k, self.vocabulary))[1]
         logprob = torch.full_like(logits, -torch.inf)
-        logprob[:, : self._valid] = logits[:, : self._valid].log_softmax(-1)
+        logprob[:, : self.vocabulary] = logits[:, : self.vocabulary].log_softmax(-1)
         return [
             Candidates(top, row[top], None if scored is None else row[scored])
             for top, row, scored in zip(ids, logprob, score_ids, strict=True)
@@ -392,12 +392,12 @@ class LocalLLM(LLM):
 
     def _ranked(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k largest logits that count and their ids."""
-        _, values, ids = topk_entropy(logits[:, : self._valid], k)
+        _, values, ids = topk_entropy(logits[:, : self.vocabulary], k)
         self._check_finite(values[:, 0])
         return values, ids
 
     def _greedy(self, _: Sequence[hf.Running], logits: Tensor) -> list[int]:
-        largest, ids = logits[:, : self._valid].max(-1)  # the first of equal ones
+        largest, ids = logits[:, : self.vocabulary].max(-1)  # the first of equal ones
         self._check_finite(largest)
         return ids.tolist()
 
@@ -415,11 +415,8 @@ class LocalLLM(LLM):
     def _continue(self, prompts: Sequence[Tensor], max_new_tokens: int, choose: Choose) -> list[Tensor]:
         stop = hf.Stop(self.ends, max_new_tokens, hf.max_positions(self.model))
         if NativeDecoder.of(self.model) is None:
-
-            def chosen(step: hf.Step) -> Sequence[int]:
-                return choose(step.rows, step.logits)
-
-            rows = hf.lockstep(self.model, prompts, stop, chosen, self.batch_tokens, shared=True)
+            by_step = lambda step: choose(step.rows, step.logits)  # noqa: E731
+            rows = hf.lockstep(self.model, prompts, stop, by_step, self.batch_tokens, shared=True)
         else:
-            rows = write(self.model, prompts, stop, choose, self.batch_tokens, self._valid)
+            rows = write(self.model, prompts, stop, choose, self.batch_tokens, self.vocabulary)
         return [torch.tensor(row.new, device=self.device) for row in rows]

@@ -23,7 +23,7 @@ from fb_core import hf
 from fb_core.counts import check_count
 from fb_core.dialects import DIALECTS
 from fb_core.http import Connections, ServerError, checked_url
-from fb_core.llm import GONE, LLM, Candidates, Ids, check_max_new_tokens, check_sampling, seeded
+from fb_core.llm import GONE, LLM, Candidates, Ids, Sampling, check_max_new_tokens, check_scored, seeded
 
 Flavour = Literal["vllm", "sglang", "llama.cpp"]
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds before a retry; doubled each time, times 0.5 to 1.5
@@ -122,7 +122,7 @@ class ServerLLM(LLM):
         headers = {"Content-Type": "application/json"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
-        self._vocabulary = vocabulary
+        self.vocabulary: int = vocabulary
         self._ends = frozenset(_listed("ends", ends, vocabulary))
         self._dialect = DIALECTS[flavour](self._post, vocabulary, sorted(self._ends))
         self._pool = ThreadPoolExecutor(in_flight, "fb-server")
@@ -130,11 +130,6 @@ class ServerLLM(LLM):
         self._closing = weakref.finalize(self, _close, self._pool, self._connections)
         self._random = random.Random()
         self._process = os.getpid()
-
-    @property
-    def vocabulary(self) -> int:
-        """The number of ids that the served model takes."""
-        return self._vocabulary
 
     @property
     def ends(self) -> frozenset[int]:
@@ -159,14 +154,11 @@ class ServerLLM(LLM):
         """
         check_count("k", k, 1, "the published pools take 8", "{} or more candidates")
         checked = self._prompts(prompts)
-        if score_ids is not None and len(score_ids) != len(checked):
-            raise ValueError(
-                f"score_ids: expected one for each of {len(checked)} prompts, got {len(score_ids)}; pass [] for none"
-            )
+        check_scored(prompts, score_ids)
         scored: list[list[int] | None] = [None] * len(checked)
         if score_ids is not None:
-            scored = [_listed("score_ids", ids, self._vocabulary) for ids in score_ids]
-        count = min(k, self._vocabulary)
+            scored = [_listed("score_ids", ids, self.vocabulary) for ids in score_ids]
+        count = min(k, self.vocabulary)
         return self._all(lambda ids, wanted: self._candidates(ids, count, wanted), checked, scored)
 
     def complete(self, ids: Ids, max_new_tokens: int) -> Tensor:
@@ -185,24 +177,13 @@ class ServerLLM(LLM):
         check_max_new_tokens(max_new_tokens)
         return self._all(lambda ids: self._complete(ids, max_new_tokens, {}), self._prompts(prompts))
 
-    def sample_many(
-        self,
-        prompts: Sequence[Ids],
-        n: int,
-        max_new_tokens: int,
-        *,
-        temperature: float = 0.7,
-        top_p: float = 0.8,
-        top_k: int = 20,
-        seed: int = 0,
-    ) -> list[list[Tensor]]:
+    def _sample(self, prompts: Sequence[Ids], n: int, max_new_tokens: int, how: Sampling) -> list[list[Tensor]]:
         """As `LLM.sample_many`, one request per sample; raises as it does, ServerError as `complete_many`."""
-        check_sampling(n, temperature, top_p, top_k)
         check_max_new_tokens(max_new_tokens)
 
         def draw(ids: list[int], sample: int) -> Tensor:
-            own = seeded(seed, ids, sample).getrandbits(31)  # every flavour takes 31 bits
-            return self._complete(ids, max_new_tokens, self._dialect.sampled(temperature, top_p, top_k, own))
+            own = seeded(how.seed, ids, sample).getrandbits(31)  # every flavour takes 31 bits
+            return self._complete(ids, max_new_tokens, self._dialect.sampled(*how[:3], own))
 
         checked = self._prompts(prompts)
         drawn = self._all(draw, [ids for ids in checked for _ in range(n)], [*range(n)] * len(checked))
@@ -225,9 +206,9 @@ class ServerLLM(LLM):
         """
         self._check_process()
         most = hf.known_ids(tokenizer)
-        if most > self._vocabulary:
+        if most > self.vocabulary:
             raise ValueError(
-                f"tokenizer: expected at most the {self._vocabulary} ids of the served model, got {most}; use the "
+                f"tokenizer: expected at most the {self.vocabulary} ids of the served model, got {most}; use the "
                 "served model's own tokenizer and vocabulary"
             )
         prompt = hf.text_ids(tokenizer, TEXTS[0], special=False, name="tokenizer")
@@ -260,7 +241,7 @@ class ServerLLM(LLM):
 
     def _prompts(self, prompts: Sequence[Ids]) -> list[list[int]]:
         self._check_process()
-        checked = [_listed("ids", ids, self._vocabulary) for ids in prompts]
+        checked = [_listed("ids", ids, self.vocabulary) for ids in prompts]
         if not all(checked):
             raise ValueError("ids: expected at least one token, got none; begin with the prompt")
         return checked
@@ -280,10 +261,10 @@ class ServerLLM(LLM):
                 f"is a {self.flavour} server and does not limit its log-probabilities"
             )
         ranked = sorted(top, key=lambda token: (-top[token], token))[:k]
-        least = -math.log(2 * self._vocabulary)  # half of 1 / ids: padding rows may take a share
+        least = -math.log(2 * self.vocabulary)  # half of 1 / ids: padding rows may take a share
         if not top[ranked[0]] > least:
             raise ServerError(
-                f"{self.url}: expected {asked}, the most likely of {self._vocabulary} ids above {least:.1f} nats, got "
+                f"{self.url}: expected {asked}, the most likely of {self.vocabulary} ids above {least:.1f} nats, got "
                 f"{top[ranked[0]]}; check the served model for NaN or infinite logits"
             )
         return Candidates(
@@ -317,7 +298,7 @@ class ServerLLM(LLM):
         """The server's flavour; the given one if the server answers in no known flavour or not at all."""
         for flavour in (self.flavour, *DIALECTS):
             try:
-                DIALECTS[flavour](self._post_once, self._vocabulary, []).candidates(prompt, 1, [])
+                DIALECTS[flavour](self._post_once, self.vocabulary, []).candidates(prompt, 1, [])
             except (ServerError, *UNREADABLE):
                 continue
             except OSError:
