@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata, resources
@@ -377,6 +379,8 @@ def _complain(problem: Exception) -> None:
 
 def main() -> None:
     """Run a command; an error that a user can fix is printed as one line, wrong settings as one line each."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' progress bars are for terminals
     try:
         app()
     except (ValueError, TypeError, OSError, ImportError) as problem:

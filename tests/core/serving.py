@@ -48,8 +48,10 @@ class Server:
         """Its exit status and what it logged."""
         self.process.send_signal(how)
         self.process.wait(60)
-        lines = [json.loads(line) for line in self.logged().splitlines() if line.startswith("{")]
+        logged = self.logged()
         self.log.close()
+        assert "Loading weights" not in logged  # a progress bar is for a terminal
+        lines = [json.loads(line) for line in logged.splitlines() if line.startswith("{")]
         return self.process.returncode, lines
 
     def logged(self) -> str:
