@@ -249,11 +249,11 @@ class Application(Starlette):
                 finish, copies = None, range(index * body.n, (index + 1) * body.n)
                 if piece is None:
                     piece, finish = Piece(), reply.answers[index].finish
-                for fields in shape.pieces(copies, piece, finish, index not in begun):
-                    yield f"data: {json.dumps(fields)}\n\n"
+                for choice in shape.choices(copies, piece, finish, index not in begun):
+                    yield f"data: {json.dumps(shape.fields([choice]))}\n\n"
                 begun.add(index)
             if body.stream_options is not None and body.stream_options.include_usage:
-                yield f"data: {json.dumps(shape.used(reply.usage(body.n)))}\n\n"
+                yield f"data: {json.dumps(shape.fields([], reply.usage(body.n)))}\n\n"
             request.state.status = 200  # set before the last line: a client may close as soon as it has read that
             yield "data: [DONE]\n\n"
         except Exception as problem:
@@ -264,8 +264,11 @@ class Application(Starlette):
 
 def _written(shape: Shape, reply: Reply, came: list[list[Piece]], copies: int) -> bytes:
     """A whole response; the encoder goes step by step, so that a large one does not hold up other threads."""
-    answers = [(Piece.joined(pieces), one.finish) for pieces, one in zip(came, reply.answers, strict=True)]
-    return "".join(JSON.iterencode(shape.whole(answers, copies, reply.usage(copies)))).encode()
+    choices = list[dict[str, Any]]()
+    for pieces, answer in zip(came, reply.answers, strict=True):
+        own = range(len(choices), len(choices) + copies)
+        choices += shape.choices(own, Piece.joined(pieces), answer.finish)
+    return "".join(JSON.iterencode(shape.fields(choices, reply.usage(copies)))).encode()
 
 
 def _failed(problem: Exception) -> Problem:

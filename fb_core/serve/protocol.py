@@ -9,13 +9,14 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from fb_core.engine.step import RANKED
 from fb_core.pool import Event
+from fb_core.serve.text import Name
 
 STOPS, STOP_LENGTH, STOP_IDS = 16, 256, 128  # strings, characters of one, token ids
 OFF: dict[str, tuple[Any, ...]] = {
@@ -100,7 +101,11 @@ def _content(value: Any) -> str:
     return "".join(part["text"] for part in value)
 
 
-class Overrides(BaseModel):
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Overrides(_Strict):
     """A request's settings of its events, in the field "futurebridge".
 
     Attributes:
@@ -110,23 +115,19 @@ class Overrides(BaseModel):
             server's reranker; None for the server's own recipe.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     threshold: float | None = Field(default=None, allow_inf_nan=False)
     max_events: int | None = Field(default=None, ge=0)
     recipe: Literal["greedy", "direct", "futurebridge"] | None = None
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(_Strict):
     """Options of a streamed answer."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class Request(BaseModel):
+class Request(_Strict):
     """The fields that both kinds of requests have.
 
     Attributes:
@@ -137,8 +138,6 @@ class Request(BaseModel):
         seed: accepted and not needed, since the same request always gets the same answer.
         n: number of answers; all are the same.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     stream: bool = False
@@ -190,7 +189,7 @@ class CompletionRequest(Request):
         return self.prompt
 
 
-class Message(BaseModel):
+class Message(_Strict):
     """One turn of a conversation, as the model's chat template gets it.
 
     Attributes:
@@ -199,8 +198,6 @@ class Message(BaseModel):
         name: of who speaks.
         tool_calls: of an assistant.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "user", "assistant"]
     content: Annotated[str, PlainValidator(_content)]
@@ -258,13 +255,12 @@ LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 
 
 class Place(NamedTuple):
-    """A token of an answer with its log-prob, and the likeliest tokens at its place."""
+    """A token of an answer with its log-prob, and the likeliest tokens at its place with theirs."""
 
-    token: str
+    name: Name
     logprob: float
-    top: list[tuple[str, float]]
+    top: list[tuple[Name, float]]
     offset: int  # characters of the answer before it
-    bytes: Sequence[bytes] = ()  # of the token, then of the likeliest ones
 
 
 class Piece(NamedTuple):
@@ -311,45 +307,32 @@ class Shape:
     """
 
     def __init__(self, model: str, *, chat: bool, stream: bool) -> None:
-        self.chat = chat
+        self.chat, self.stream = chat, stream
         kind = ("chat.completion.chunk" if stream else "chat.completion") if chat else "text_completion"
         made = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         self.head = {"id": made, "object": kind, "created": int(time.time()), "model": model}
 
-    def whole(self, answers: Sequence[tuple[Piece, Finish]], copies: int, usage: dict[str, Any]) -> dict[str, Any]:
-        """All complete answers, each so many times."""
-        choices = list[dict[str, Any]]()
-        for piece, finish in answers:
-            content = {"message": {"role": "assistant", "content": piece.text}} if self.chat else {"text": piece.text}
-            events = {"futurebridge": {"events": [event_fields(event) for event in piece.events]}}
-            own = content | self._ending(piece, finish) | events
-            choices += [{"index": len(choices) + copy, **own} for copy in range(copies)]
-        return {**self.head, "choices": choices, "usage": usage}
+    def fields(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A response with the choices, or a part of a streamed one."""
+        return {**self.head, "choices": choices, **({} if usage is None else {"usage": usage})}
 
-    def pieces(self, indices: range, piece: Piece, finish: Finish | None, first: bool) -> Iterator[dict[str, Any]]:
-        """A piece of an answer, once for each of its copies."""
-        delta = {"role": "assistant"} if first else {}
+    def choices(self, copies: range, piece: Piece, finish: Finish | None, first: bool = True) -> list[dict[str, Any]]:
+        """A whole answer or a piece of one, for each of its copies."""
+        said = {"role": "assistant"} if first else {}
         if piece.text or first:
-            delta["content"] = piece.text
-        own: dict[str, Any] = {"delta": delta} if self.chat else {"text": piece.text}
-        own |= self._ending(piece, finish)
-        if piece.events:
+            said["content"] = piece.text
+        own: dict[str, Any] = {"delta" if self.stream else "message": said} if self.chat else {"text": piece.text}
+        own["logprobs"] = (_chat_logprobs if self.chat else _logprobs)(piece.places) if piece.places else None
+        own["finish_reason"] = finish
+        if piece.events or not self.stream:
             own["futurebridge"] = {"events": [event_fields(event) for event in piece.events]}
-        return ({**self.head, "choices": [{"index": index, **own}]} for index in indices)
-
-    def used(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The last piece, for clients that ask for the usage."""
-        return {**self.head, "choices": [], "usage": usage}
-
-    def _ending(self, piece: Piece, finish: Finish | None) -> dict[str, Any]:
-        known = (_chat_logprobs if self.chat else _logprobs)(piece.places) if piece.places else None
-        return {"logprobs": known, "finish_reason": finish}
+        return [{"index": index, **own} for index in copies]
 
 
 def _logprobs(places: Sequence[Place]) -> dict[str, Any]:
     """Log-probs of a completion; as in OpenAI's, the token itself is always among the likeliest ones."""
     return {
-        "tokens": [place.token for place in places],
+        "tokens": [place.name.text for place in places],
         "token_logprobs": [max(place.logprob, LEAST) for place in places],
         "top_logprobs": [_top(place) for place in places],
         "text_offset": [place.offset for place in places],
@@ -358,11 +341,11 @@ def _logprobs(places: Sequence[Place]) -> dict[str, Any]:
 
 def _top(place: Place) -> dict[str, float]:
     """The likeliest tokens by name, in order; one whose name another has is told apart by a number behind it."""
-    own = (place.token, place.logprob)
+    own, top = (place.name.text, place.logprob), [(name.text, logprob) for name, logprob in place.top]
     named: dict[str, float] = {}
-    for token, logprob in place.top if own in place.top else (*place.top, own):
+    for token, logprob in top if own in top else (*top, own):
         name, count = token, 1
-        while name in named or (name == place.token and logprob != place.logprob):
+        while name in named or (name == place.name.text and logprob != place.logprob):
             count += 1
             name = f"{token} ({count})"
         named[name] = max(logprob, LEAST)
@@ -371,15 +354,14 @@ def _top(place: Place) -> dict[str, float]:
 
 def _chat_logprobs(places: Sequence[Place]) -> dict[str, Any]:
     """Log-probs of a chat."""
-    content = []
-    for token, logprob, top, _, (own, *others) in places:
-        likeliest = [_entry(*each, data) for each, data in zip(top, others, strict=True)]
-        content.append({**_entry(token, logprob, own), "top_logprobs": likeliest})
+    content = [
+        {**_entry(place.name, place.logprob), "top_logprobs": [_entry(*each) for each in place.top]} for place in places
+    ]
     return {"content": content, "refusal": None}
 
 
-def _entry(token: str, logprob: float, data: bytes) -> dict[str, Any]:
-    return {"token": token, "logprob": max(logprob, LEAST), "bytes": list(data)}
+def _entry(name: Name, logprob: float) -> dict[str, Any]:
+    return {"token": name.text, "logprob": max(logprob, LEAST), "bytes": list(name.bytes)}
 
 
 def problem_fields(message: str, kind: str, parameter: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -79,8 +79,7 @@ class Answer:
         ids, logprobs = token.ranked.ids[: self.ranking], token.ranked.logprobs[: self.ranking]
         own, *names = [self.text.name(each) for each in (token.id, *ids)]
         logprob = dict(zip(ids, logprobs, strict=True)).get(token.id, token.logprob)
-        top = [(name.text, value) for name, value in zip(names, logprobs, strict=True)]
-        return [Place(own.text, logprob, top, self.text.decoded, [own.bytes, *(name.bytes for name in names)])]
+        return [Place(own, logprob, list(zip(names, logprobs, strict=True)), self.text.decoded)]
 
 
 class Reply:

@@ -25,6 +25,7 @@ from fb_core.serve.app import Application
 from fb_core.serve.protocol import CompletionRequest, Piece, Place, Shape
 from fb_core.serve.run import Server as Uvicorn
 from fb_core.serve.run import listen, on_loopback
+from fb_core.serve.text import Name
 
 
 @pytest.fixture(scope="module")
@@ -271,22 +272,19 @@ def test_a_large_answer_holds_up_nobody_and_its_copies_are_equal(server, pair, c
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_whole_answer_is_the_streamed_one(chat, count):
-    known = [b"a", b"a", "é".encode()]
-    places = [Place("a", -1.0, [("a", -1.0), ("é", -2.0)], place, known) for place in range(count)]
+    a, e = Name("a", b"a"), Name("é", "é".encode())
+    places = [Place(a, -1.0, [(a, -1.0), (e, -2.0)], place) for place in range(count)]
     shape, streaming = (Shape("m", chat=chat, stream=stream) for stream in (False, True))
-    answers = [(Piece('x "index": 0 é', (), places), "stop"), (Piece("", (), places[:1]), "length")]
-    whole = shape.whole(answers, 3, {"total_tokens": 1})
-    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3, 4, 5]
-    assert whole["usage"] == {"total_tokens": 1}
-    for choice, (piece, finish) in zip(whole["choices"][::3], answers, strict=True):
-        (said,) = streaming.pieces(range(1), piece, finish, False)
-        (streamed,) = said["choices"]
+    for piece, finish in ((Piece("x é", (), places), "stop"), (Piece("", (), places[:1]), "length")):
+        choices = shape.choices(range(3, 6), piece, finish)
+        assert [choice["index"] for choice in choices] == [3, 4, 5]
+        assert shape.fields(choices, {"total_tokens": 1})["usage"] == {"total_tokens": 1}
+        (streamed,) = streaming.choices(range(1), piece, finish, False)
         text = streamed.get("delta", {}).get("content", "") if chat else streamed["text"]
-        assert (choice["message"]["content"] if chat else choice["text"]) == piece.text == text
-        assert choice["logprobs"] == streamed["logprobs"]
-        assert choice["finish_reason"] == finish
-    copies = streaming.pieces(range(4, 7), *answers[0], True)
-    assert [choice["index"] for each in copies for choice in each["choices"]] == [4, 5, 6]
+        for choice in choices:
+            assert (choice["message"]["content"] if chat else choice["text"]) == piece.text == text
+            assert choice["logprobs"] == streamed["logprobs"]
+            assert choice["finish_reason"] == finish
 
 
 def test_what_a_slow_reader_left_lying_comes_in_pieces(pair, problem, monkeypatch):

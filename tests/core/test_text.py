@@ -227,11 +227,11 @@ def test_names_join_to_the_text(name, data, after):
 
 def test_alternatives_of_one_name_are_all_kept():
     top = [("b", -0.5), ("�", -1.0), ("�", -1.5), ("b", -3.0), ("b", -4.0)]
-    place = Place("b", -3.0, top, 0)
+    place = Place(Name("b", b"b"), -3.0, [(Name(name, name.encode()), value) for name, value in top], 0)
     named = _logprobs([place])["top_logprobs"][0]
     assert list(named.values()) == [value for _, value in top]
     assert named["b"] == -3.0
-    other = _logprobs([place._replace(token="c", logprob=-9.0)])["top_logprobs"][0]
+    other = _logprobs([place._replace(name=Name("c", b"c"), logprob=-9.0)])["top_logprobs"][0]
     assert list(other) == ["b", "�", "� (2)", "b (2)", "b (3)", "c"]
 
 
