@@ -1,4 +1,4 @@
-"""A tiny model behind HTTP in the dialects of vLLM, SGLang and llama.cpp: `python dialects.py [vocabulary]`."""
+"""A tiny model behind HTTP in the dialects of vLLM and SGLang: `python dialects.py [vocabulary]`."""
 
 from __future__ import annotations
 
@@ -195,48 +195,8 @@ def sglang(fields: dict[str, Any]) -> dict[str, Any]:
     return {"text": MODEL.tokenizer.decode(tokens), "output_ids": tokens, "meta_info": meta}
 
 
-def llama_cpp(fields: dict[str, Any]) -> dict[str, Any]:
-    """/completion; it may generate a token more than asked for, as the documentation says."""
-    limit = fields["n_predict"] + (fields["n_predict"] > 1)
-    samplers: dict[str, Filter] = {
-        "temperature": lambda row: row / fields["temperature"],
-        "top_k": lambda row: top_k(row, fields["top_k"]),
-        "top_p": lambda row: top_p(row, fields["top_p"]),
-    }
-    choose = chooser(fields["temperature"], fields.get("seed"), *(samplers[name] for name in fields["samplers"]))
-    new = MODEL.write(fields["prompt"], limit, [], choose)
-    tokens = [token for token, _ in new]
-    answer: dict[str, Any] = {
-        "index": 0,
-        "content": MODEL.tokenizer.decode(tokens),
-        "tokens": tokens if fields.get("return_tokens") else [],
-        "id_slot": 0,
-        "stop": True,
-        "model": "m",
-        "tokens_predicted": len(new),
-        "tokens_evaluated": len(fields["prompt"]),
-        "stop_type": "eos" if tokens[-1] == EOS else "limit",
-        "stopping_word": "",
-        "truncated": False,
-    }
-    if n := fields.get("n_probs"):
-        assert fields["post_sampling_probs"] is False
-
-        def described(token: int, value: float) -> dict[str, Any]:
-            text = MODEL.tokenizer.decode([token])
-            return {"id": token, "token": text, "bytes": list(text.encode()), "logprob": value}
-
-        answer["completion_probabilities"] = [
-            described(token, float(row[token])) | {"top_logprobs": [described(*one) for one in MODEL.top(row, n)]}
-            for token, row in new
-        ]
-    return answer
-
-
 def tokenize(fields: dict[str, Any]) -> dict[str, Any]:
-    """/tokenize, of vLLM and SGLang with a prompt, of llama.cpp with content."""
-    if "content" in fields:
-        return {"tokens": MODEL.tokenizer.encode(fields["content"], add_special_tokens=fields["add_special"])}
+    """/tokenize."""
     tokens = MODEL.tokenizer.encode(fields["prompt"], add_special_tokens=fields["add_special_tokens"])
     return {"count": len(tokens), "max_model_len": 128, "tokens": tokens, "token_strs": None}
 
@@ -244,7 +204,7 @@ def tokenize(fields: dict[str, Any]) -> dict[str, Any]:
 def answer(path: str, fields: dict[str, Any]) -> dict[str, Any]:
     if path.endswith("/v1/completions"):
         return vllm(fields, path.startswith(OLD))
-    return {"/generate": sglang, "/completion": llama_cpp, "/tokenize": tokenize}[path](fields)
+    return {"/generate": sglang, "/tokenize": tokenize}[path](fields)
 
 
 class Handler(BaseHTTPRequestHandler):
