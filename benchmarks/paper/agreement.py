@@ -1,8 +1,12 @@
-"""How well scores agree with rollouts: pairwise accuracy and top-1 success of scores, coverage of pools."""
+"""How well scores agree with rollouts: pairwise accuracy and top-1 success of scores, coverage of pools.
+
+At the held-out states of the run and, once it is trained, at states of benchmark problems: the run's stages over each
+benchmark, in a folder of its own inside the run's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +19,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.paper import intervals
+from benchmarks.paper.settings import PaperSettings
 from fb_core import statistics
 from fb_core.config import RunSettings
+from fb_core.page import markdown_table
 from fb_core.pool import LARGE, SLM
 from fb_core.reranker import TokenReranker
 from fb_core.stages.artefacts import Artefact, table_bytes
+from fb_core.stages.choice import ChoiceStage
+from fb_core.stages.commands import Command, stages_of
 from fb_core.stages.deploy import chosen_reranker
 from fb_core.stages.examples import NATS, Examples, Group, Rollout
+from fb_core.stages.inputs import file_stem
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import run_stage
 from fb_core.stages.scores import ScoreStage
@@ -34,6 +43,7 @@ from fb_core.statistics import Interval
 
 Tally = NDArray[np.float64]
 KINDS = ("all", "word", "digit", "mark")
+BEFORE: tuple[Command, ...] = ("collect", "futures", "score", "rollouts")  # whose stages come before `AgreementStage`
 
 
 class AgreementStage(Stage):
@@ -218,27 +228,69 @@ def _ratio(part: Tally, whole: Tally) -> Interval | None:
     return intervals.share_interval(part, whole) if whole.any() else None
 
 
-def _percent(value: Interval | None) -> str:
-    return "" if value is None else "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in value))
+def _cell(value: Interval | float | str | None) -> str:
+    if isinstance(value, Interval):
+        return "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in value))
+    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def agreement_table(settings: RunSettings, run: Path) -> str:
     """Agreement and coverage on the held-out states in Markdown."""
-    states = judged_states(settings, run)
-    head = (
-        *("pairwise accuracy, % [95%]", "pairs", "top-1 success, % [95%]", "states"),
-        "top-1 success, mixed states, % [95%]",
+    states, columns = (
+        judged_states(settings, run),
+        ("pairwise", "pairs", "top1", "states", "top1_mixed", "mixed_states"),
     )
-    lines = [f"| events | score | {' | '.join(head)} | mixed states |", "|---|---|---|---|---|---|---|---|"]
-    for row in agreement_rows(states):
-        pairwise, top1, mixed = (_percent(row[name]) for name in ("pairwise", "top1", "top1_mixed"))
-        cells = (row["kind"], row["score"], pairwise, row["pairs"], top1, row["states"], mixed, row["mixed_states"])
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", "| pool | mean size | coverage, % [95%] | states | coverage, mixed states, % [95%] | mixed states |"]
-    lines.append("|---|---|---|---|---|---|")
-    for row in coverage_rows(states):
-        lines.append(
-            f"| {row['pool']} | {row['mean_size']:.2f} | {_percent(row['coverage'])} | {row['states']} | "
-            f"{_percent(row['coverage_mixed'])} | {row['mixed_states']} |"
-        )
-    return "\n".join(lines)
+    head = ["pairwise accuracy, % [95%]", "pairs", "top-1 success, % [95%]", "states"]
+    rows = [[row["kind"], row["score"], *(_cell(row[name]) for name in columns)] for row in agreement_rows(states)]
+    lines = markdown_table(["events", "score", *head, "top-1 success, mixed states, % [95%]", "mixed states"], rows)
+    columns = ("pool", "mean_size", "coverage", "states", "coverage_mixed", "mixed_states")
+    head = ["pool", "mean size", "coverage, % [95%]", "states", "coverage, mixed states, % [95%]", "mixed states"]
+    rows = [[_cell(row[name]) for name in columns] for row in coverage_rows(states)]
+    return "\n".join([*lines, "", *markdown_table(head, rows)])
+
+
+def benchmark_runs(settings: PaperSettings, run: Path) -> dict[str, tuple[PaperSettings, Path]]:
+    """Settings and folder of every benchmark's states, by the benchmark's name; empty until `train` is finished.
+
+    Raises:
+        ValueError: the run is damaged, or the names of two benchmarks differ only in punctuation.
+    """
+    last = ChoiceStage if settings.problems.certification else RerankerStage
+    manifest = Artefact(run, last.name).manifest()
+    if not settings.rollouts.benchmark_problems or manifest is None or not manifest["complete"]:
+        return {}
+    found: dict[str, tuple[PaperSettings, Path]] = {}
+    for name in settings.evaluate.benchmarks:
+        values = settings.model_dump()
+        values["collect"] |= {
+            "tested": str(run.resolve()),  # workers may have another working directory
+            "max_new_tokens": settings.evaluate.max_new_tokens,
+        }
+        values["evaluate"] |= {"benchmarks": (name,)}
+        folder = run / f"benchmark-{file_stem(name)}"
+        if folder in (other for _, other in found.values()):
+            raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
+        found[name] = PaperSettings.model_validate(values), folder
+    return found
+
+
+def judge_benchmarks(settings: PaperSettings, run: Path, show: Callable[[str], None] = print) -> None:
+    """Collect, score and roll out states of some problems of every benchmark, and judge the rerankers there.
+
+    Does nothing until `train` is finished: before that no test problem is read.
+
+    Args:
+        settings: of the run.
+        run: its folder.
+        show: takes the agreement and coverage of every benchmark, in Markdown.
+
+    Raises:
+        ValueError: as `run_stage`.
+        OSError: as `run_stage`, or a benchmark cannot be found.
+    """
+    for name, (chosen, folder) in benchmark_runs(settings, run).items():
+        kinds: list[type[Stage]] = [kind for command in BEFORE for kind in stages_of(command, chosen)]
+        kinds.append(AgreementStage)
+        for kind in kinds:
+            run_stage(kind(chosen, folder))
+        show(f"**agreement on {name}**\n\n{agreement_table(chosen, folder)}")

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.paper.page import Span, Text
+from benchmarks.paper.page import Text
 from benchmarks.paper.rows import Result, Run
 from fb_core.page import Table
 from fb_core.statistics import Interval
-from fb_core.terminal import IN_TOKEN, escaped
 
-SHOWN_END = 200  # characters at either end of a long text
 BELOW_GREEDY, BELOW_DIRECT = "▼", "▽"
 LEGEND = f"{BELOW_GREEDY} significantly below greedy, {BELOW_DIRECT} significantly below the direct LLM score."
 BOOTSTRAP = "95% bootstrap over problems, differences paired"
@@ -52,16 +50,6 @@ def share(value: float | None) -> str:
 def number(value: float | None, decimals: int = 0) -> str:
     """A number with commas between thousands; empty for None."""
     return "" if value is None else f"{value:,.{decimals}f}"
-
-
-def token(text: str) -> Span:
-    """A token's text with invisible characters escaped."""
-    return Span(escaped(text, IN_TOKEN), "code")
-
-
-def shortened(text: str) -> str:
-    """A text; of a long one only its beginning and end."""
-    return text if len(text) <= 2 * SHOWN_END else f"{text[:SHOWN_END]} […] {text[-SHOWN_END:]}"
 
 
 def marked(row: Result | None, short: bool = False) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, get_args
 
-from benchmarks.paper.methods import generator, label_of, method, seed_of
+from benchmarks.paper.methods import generator, method, seed_of
 from benchmarks.paper.r2r.stages import RouterStage
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
 from fb_core import hf
@@ -68,16 +68,6 @@ class CompareStage(DecodeStage):
 
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
         return generator(trial.method, self.settings, self.run, trial.seed, max_length, max_batch)
-
-    def report(self, manifest: dict[str, Any]) -> str:
-        right: dict[tuple[str, str], list[bool]] = {}
-        for row in self.rows():
-            right.setdefault((row.benchmark, row.method), []).append(row.correct)
-        lines = ["| benchmark | method | accuracy, % | runs |", "|---|---|---|---|"]
-        for (benchmark, name), outcomes in right.items():
-            accuracy = 100 * sum(outcomes) / len(outcomes)
-            lines.append(f"| {benchmark} | {label_of(name, self.settings)} | {accuracy:.1f} | {len(outcomes)} |")
-        return "\n".join(lines)
 
 
 class DeploymentStage(DecodeStage):

@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
@@ -20,11 +19,11 @@ from benchmarks.paper.tables import OURS
 from benchmarks.theme import Theme, pictured
 from fb_core.config import AVERAGE
 from fb_core.statistics import Interval
-from fb_core.terminal import IN_TOKEN, escaped
+from fb_core.terminal import escaped
 
 WIDTH = 8.4  # inches, the width of the text on a desktop page
 NARROW = 3.5  # inches, on a phone
-LONGEST_LABEL, LONGEST_METHOD, LONGEST_TOKEN = 50, 36, 14  # characters
+LONGEST_LABEL, LONGEST_METHOD = 50, 36  # characters
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
 TIME = "time as a multiple of greedy decoding's in the same loop"
@@ -69,9 +68,9 @@ def _panels(count: int, columns: int, height: float, width: float = WIDTH, **opt
     return figure, axes[:count]
 
 
-def _shown(text: str, longest: int = LONGEST_LABEL, within: Mapping[str, str] | None = None) -> str:
+def _shown(text: str, longest: int = LONGEST_LABEL) -> str:
     """A label with invisible characters escaped, cut to `longest` characters."""
-    label = escaped(text) if within is None else escaped(text, within)
+    label = escaped(text)
     return label if len(label) <= longest else f"{label[: longest - 1]}…"
 
 
@@ -189,31 +188,6 @@ def curve(run: Run, theme: Theme, table: str, name: str) -> Figure | None:
         axis.set(xlabel=name, ylabel=f"accuracy on {_shown(benchmark)}, %")
     handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
-    return figure
-
-
-@pictured
-def event(candidates: Sequence[Mapping[str, Any]], theme: Theme) -> Figure | None:
-    """One event: the score of every candidate, coloured by whether the SLM's rollout after it is right."""
-    if not candidates:
-        return None
-    figure, (axis,) = _panels(1, 1, 0.28 * len(candidates) + 1.0)
-    figure.set_figwidth(0.8 * WIDTH)
-    for place, row in enumerate(candidates):
-        colour, hatch = (theme.good, "") if row["correct"] else (theme.bad, "///")
-        axis.barh(place, row["score"], 0.7, color=colour, hatch=hatch)
-        side, gap = ("left", 4) if row["score"] >= 0 else ("right", -4)
-        where: dict[str, Any] = {"textcoords": "offset points", "ha": side, "va": "center", "fontsize": 8}
-        axis.annotate(f"{row['score']:.2f}", (row["score"], place), (gap, 0), **where)
-    axis.axvline(0, color=theme.faint, linewidth=0.8)
-    axis.margins(x=0.1)
-    labels = [f"{_shown(row['token'], LONGEST_TOKEN, IN_TOKEN)} ({_shown(row['source'])})" for row in candidates]
-    axis.set_yticks(range(len(candidates)), labels)
-    axis.set(ylim=(len(candidates) - 0.5, -0.5), xlabel="reranker score", ylabel="candidate (source)")
-    axis.grid(False, axis="y")
-    right, wrong = Patch(color=theme.good, label="rollout right"), Patch(facecolor=theme.bad, hatch="///")
-    wrong.set_label("rollout wrong")
-    figure.legend(handles=[right, wrong], loc="outside upper right", ncols=2, fontsize=8)
     return figure
 
 

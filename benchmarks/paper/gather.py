@@ -14,8 +14,14 @@ import numpy as np
 import torch
 import yaml
 
-from benchmarks.paper.agreement import AgreementStage, agreement_rows, coverage_rows, judged_states, matrix_of
-from benchmarks.paper.benchmark_states import benchmark_runs
+from benchmarks.paper.agreement import (
+    AgreementStage,
+    agreement_rows,
+    benchmark_runs,
+    coverage_rows,
+    judged_states,
+    matrix_of,
+)
 from benchmarks.paper.futures import OwnFutureStage, SampleStage
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
 from benchmarks.paper.rows import DEPLOYED, Run, decoded, finished, long_table, results, timed
@@ -80,12 +86,10 @@ def gather(settings: PaperSettings, run: Path, tables: Mapping[str, Table] = TAB
         "changes": changes,
         "certification": certification(plan),
         "offline": offline(plan),
-        "selection": Artefact(run, SelectionStage.name).finished()["summary"]["table"],
-        "filters": [{"states": name, "count": count} for name, count in filtered(run).items()],
     }
     if finished(run, RolloutStage.name):
         parts |= {"agreement": agreement(plan), "coverage": coverage(plan)}
-        parts |= {"future_quality": future_quality(plan), "event": worked_event(plan)}
+        parts["future_quality"] = future_quality(plan)
     return Run(
         name=run.name,
         pair={
@@ -106,16 +110,6 @@ def gather(settings: PaperSettings, run: Path, tables: Mapping[str, Table] = TAB
             **{name: str(version) for name, version in made["made_by"][-1].items()},
         },
     )
-
-
-FILTERS = ("admitted", "verified", "long_enough", "valid_group", "train groups", "validation groups")  # in order
-
-
-def filtered(run: Path) -> dict[str, int]:
-    """How many states each filter leaves, in the order of the filters."""
-    counts = Artefact(run, ScoreStage.name).finished()["counts"]
-    names = [*(name for name in FILTERS if name in counts), *(name for name in counts if name not in FILTERS)]
-    return {name.replace("_", " "): counts[name] for name in names}
 
 
 def certification(plan: Plan) -> Part:
@@ -159,7 +153,7 @@ def _benchmarks(plan: Plan) -> Iterator[tuple[str, tuple[PaperSettings, Path]]]:
 
 def future_quality(plan: Plan) -> Part:
     """Pairwise accuracy of the target by kind of future and horizon, on the held-out states that have all kinds."""
-    made = [variant for variant in TABLES["futures"].rows(plan) if not variant.borrowed]
+    made = [variant for variant in TABLES["futures"].rows(plan) if variant.key.startswith("future-")]
     folders = [plan.run / variant.path for variant in made]
     if any(finished(folder, ScoreStage.name) is None for folder in folders):
         return []
@@ -187,48 +181,6 @@ def future_quality(plan: Plan) -> Part:
         }
         for variant, row in zip(made, shares, strict=True)
     ]
-
-
-def worked_event(plan: Plan) -> Part:
-    """The candidates of the first held-out state with a usable future where LLM and FutureBridge differ in outcome."""
-    run, decode = plan.run, models_of(plan.settings.models).tokenizer.decode
-    if finished(run, AgreementStage.name) is None:
-        return []
-    seed = f"seed-{plan.settings.train.seeds[0]}"
-    for shard in Artefact(run, RolloutStage.name).shards("validation"):
-        learned = {row["state"]: row[seed] for row in Artefact(run, AgreementStage.name).table(shard)}
-        examples = Examples(run, shard)
-        for name, one in examples.rollouts.items():
-            state, pool, scores, group = one.state, one.state.pool, learned.get(name), examples.groups.get(name)
-            if scores is None or group is None or matrix_of(group, one) is None:
-                continue
-            if bool(one.correct[int(np.argmax(scores))] == one.correct[int(pool.llm_logprob.argmax())]):
-                continue
-            compatibility, future = group.compatibility(plan.horizon), examples.futures()[name].tokens[: plan.horizon]
-            assert compatibility is not None
-            about = {
-                "prompt": state.trajectory.problem.text,
-                "gold": state.trajectory.problem.answer,
-                "prefix": decode(state.output.tolist(), skip_special_tokens=True),
-                "future": decode(future.tolist(), skip_special_tokens=True),
-                "entropy": state.entropy,
-            }
-            candidates = [
-                about
-                | {
-                    "token": decode([int(pool.ids[k])]),
-                    "source": {1: "SLM", 2: "LLM", 3: "both"}[int(pool.sources[k])],
-                    "p_slm": float(pool.slm_logprob[k].exp()),
-                    "p_llm": float(pool.llm_logprob[k].exp()),
-                    "compatibility": float(compatibility[k]),
-                    "score": float(scores[k]),
-                    "rollout": one.texts[k],
-                    "correct": bool(one.correct[k]),
-                }
-                for k in range(len(pool))
-            ]
-            return sorted(candidates, key=lambda candidate: -candidate["score"])
-    return []
 
 
 def changed_outcomes(plan: Plan) -> tuple[Part, dict[str, bytes]]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from benchmarks.theme import Picture
 from fb_core.page import Table, markdown_table, page
-from fb_core.terminal import IN_TEXT, escaped
+from fb_core.terminal import escaped
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,6 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Verbatim:
-    """Preformatted text under a label."""
-
-    label: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Figure:
     """A picture with its file name (without suffix) and its caption.
 
@@ -77,7 +69,7 @@ class Figure:
     narrow: Picture | None = None
 
 
-Block = Paragraph | Items | Verbatim | Table | Figure
+Block = Paragraph | Items | Table | Figure
 
 
 @dataclass(frozen=True)
@@ -161,10 +153,6 @@ def _markdown_block(block: Block, figures: str) -> str:
         return _line(block.text)
     if isinstance(block, Items):
         return "\n".join(f"- {_line(text)}" for text in block.texts)
-    if isinstance(block, Verbatim):
-        text = escaped(block.text, IN_TEXT)
-        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-        return f"{_line(block.label)}\n\n{fence}text\n{text}\n{fence}"
     if isinstance(block, Figure):
         return f"![{block.name}]({figures}/{block.name}.svg)\n\n{_line(block.caption)}"
     rows = [[_markdown(cell) for cell in row] for row in block.rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +22,12 @@ from benchmarks.paper.cells import (
     number,
     percent,
     share,
-    shortened,
     spread,
     table,
-    token,
 )
 from benchmarks.paper.figures import by_benchmark, panels, primary
 from benchmarks.paper.orderings import ordering_blocks
-from benchmarks.paper.page import Block, Document, Figure, Items, Link, Paragraph, Section, Span, Text, Verbatim
+from benchmarks.paper.page import Block, Document, Figure, Items, Link, Paragraph, Section, Span, Text
 from benchmarks.paper.rows import DEPLOYED, Result, Run, in_order, rows_bytes, tables_bytes
 from benchmarks.paper.tables import OURS, TABLES
 from benchmarks.paper.tables import Table as Experiment
@@ -186,7 +185,7 @@ class Part(NamedTuple):
         title: of the section.
         brief: a sentence on it.
         command: what produces its results.
-        after: the table that it follows; "" for the end.
+        after: the table that it follows.
         blocks: makes its content; empty if it was not run.
     """
 
@@ -199,12 +198,7 @@ class Part(NamedTuple):
 
 def _sections(run: Run, prefix: str, tables: Mapping[str, Experiment]) -> list[Section]:
     """All sections of one run: the tables in order, each with what follows it; what was not run is named at the end."""
-    shown: list[tuple[Part, list[Block]]] = []
-    for experiment in tables.values():
-        part = Part(experiment.title, *_of_table(experiment))
-        shown.append((part, part.blocks(run, prefix)))
-        shown += [(one, one.blocks(run, prefix)) for one in PARTS if one.after == experiment.name]
-    shown += [(one, one.blocks(run, prefix)) for one in PARTS if one.after not in tables]
+    shown = [(part, part.blocks(run, prefix)) for part in _parts(tables)]
     missing: list[Text] = [(f"{part.title}: run ", Span(part.command, "code")) for part, blocks in shown if not blocks]
     not_run: list[Block] = (
         [Paragraph("The run's folder has no results for these parts."), Items(missing)] if missing else []
@@ -251,30 +245,37 @@ def _settings(run: Run) -> list[Block]:
     return [Table("All settings", ("setting", "value"), found, align="ll")] if found else []
 
 
-def _of_table(experiment: Experiment) -> tuple[str, str, str, Callable[[Run, str], list[Block]]]:
-    """The other fields of a table's part: its verdicts and rows for every benchmark, and its figure."""
-    brief, _, more = experiment.varies.partition(". ")
+def _parts(tables: Mapping[str, Experiment]) -> Iterator[Part]:
+    """The tables in order, each followed by what belongs to it."""
+    for experiment in tables.values():
+        command = f"{TABLE} {experiment.name}"
+        yield Part(experiment.title, _sentences(experiment)[0], command, "", partial(_experiment, experiment))
+        yield from (part for part in PARTS if part.after == experiment.name)
 
-    def blocks(run: Run, prefix: str) -> list[Block]:
-        groups = by_benchmark(run.of(experiment.name))
-        if not groups:
-            return []
-        found: list[Block] = [Paragraph(more)] if more else []
-        found += [_by_benchmark(run, groups, experiment.title)] if len(groups) > 1 else []
-        for benchmark, rows in groups.items():
-            found += [*verdicts(rows), _rows_table(run, rows, f"{experiment.title} on {benchmark}")]
-            notes = [f"{row.label}: {row.note}." for row in rows if row.note]
-            found += [Items(notes)] if notes else []
-        picture = None
-        if experiment.figure == "accuracy":
-            picture = figures.forest(panels([run], experiment.name))
-        elif experiment.figure == "curve":
-            picture = figures.curve(run, experiment.name, experiment.title.lower())
-        name = prefix + re.sub(r"[^\w-]+", "-", experiment.name)  # a name from a file is no path
-        return [*found, *_figure(name, experiment.caption, picture)]
 
-    command = f"python -m benchmarks.paper tables {experiment.name}"
-    return f"{brief}." if more else brief, command, "", blocks
+def _sentences(experiment: Experiment) -> list[str]:
+    """The first sentence on what a table varies, and the others."""
+    return re.split(r"(?<=\.) ", experiment.varies, maxsplit=1)
+
+
+def _experiment(experiment: Experiment, run: Run, prefix: str) -> list[Block]:
+    """A table's verdicts and rows for every benchmark, and its figure."""
+    groups = by_benchmark(run.of(experiment.name))
+    if not groups:
+        return []
+    found: list[Block] = [Paragraph(text) for text in _sentences(experiment)[1:]]
+    found += [_by_benchmark(run, groups, experiment.title)] if len(groups) > 1 else []
+    for benchmark, rows in groups.items():
+        found += [*verdicts(rows), _rows_table(run, rows, f"{experiment.title} on {benchmark}")]
+        notes = [f"{row.label}: {row.note}." for row in rows if row.note]
+        found += [Items(notes)] if notes else []
+    picture = None
+    if experiment.figure == "accuracy":
+        picture = figures.forest(panels([run], experiment.name))
+    elif experiment.figure == "curve":
+        picture = figures.curve(run, experiment.name, experiment.title.lower())
+    name = prefix + re.sub(r"[^\w-]+", "-", experiment.name)  # a name from a file is no path
+    return [*found, *_figure(name, experiment.caption, picture)]
 
 
 def verdicts(rows: Sequence[Result]) -> list[Block]:
@@ -549,55 +550,6 @@ def _agreement(run: Run, prefix: str) -> list[Block]:
     return [*blocks, *_figure(f"{prefix}agreement", caption, figures.agreement(rows))]
 
 
-def _event(run: Run, prefix: str) -> list[Block]:
-    if not (rows := run.parts.get("event", ())):
-        return []
-    first = rows[0]
-    columns: Columns = {
-        "": lambda row: token(row["token"]),
-        "proposed by|": lambda row: row["source"],
-        "p SLM": lambda row: number(row["p_slm"], 4),
-        "p LLM": lambda row: number(row["p_llm"], 4),
-        "compatibility, nats": lambda row: number(row["compatibility"], 3),
-        "score": lambda row: number(row["score"], 3),
-        "outcome|": lambda row: Span("right", "good") if row["correct"] else Span("wrong", "bad"),
-        "the SLM's rollout|": lambda row: Span(shortened(row["rollout"]), "code"),
-    }
-    caption = "Score of every candidate; the colour shows whether the SLM's rollout after it reaches the right answer."
-    return [
-        Paragraph(
-            f"The gold answer is {first['gold']}. The SLM's entropy at this step is {first['entropy']:.3f} nats."
-        ),
-        Verbatim("Prompt", first["prompt"]),
-        *([Verbatim("Written so far", first["prefix"])] if first["prefix"] else []),
-        Verbatim("Shared future", first["future"]),
-        table("Candidates, best score first", rows, columns, made_with(run, intervals="")),
-        *_figure(f"{prefix}worked-event", caption, figures.event(rows)),
-    ]
-
-
-def _selection(run: Run, _: str) -> list[Block]:
-    if not (rows := run.parts.get("selection", ())):
-        return []
-    columns: Columns = {
-        "horizon": lambda row: number(row["horizon"]),
-        "epoch": lambda row: number(row["epoch"]),
-        "accuracy, %": lambda row: share(row["accuracy"]),
-        "by seed, %|": lambda row: ", ".join(f"{share(one['accuracy'])} (seed {one['seed']})" for one in row["seeds"]),
-        "cross-entropy, nats": lambda row: number(row["cross_entropy"], 3),
-        "pairwise accuracy, %": lambda row: share(row["pairwise_accuracy"]),
-    }
-    note = f"Chosen is the highest accuracy averaged over seeds; no intervals. {made_with(run, intervals='')}"
-    return [table("Rerankers on validation problems", rows, columns, note)]
-
-
-def _filters(run: Run, _: str) -> list[Block]:
-    if not (rows := run.parts.get("filters", ())):
-        return []
-    columns: Columns = {"": lambda row: row["states"], "count": lambda row: number(row["count"])}
-    return [table("States left after each filter", rows, columns, made_with(run, decoded=False, intervals=""))]
-
-
 TABLE, ROLLOUTS = "python -m benchmarks.paper tables", "python -m benchmarks.paper rollouts"
 PARTS = (
     Part(
@@ -639,19 +591,4 @@ PARTS = (
         "quantiles",
         _agreement,
     ),
-    Part(
-        "One event in full",
-        "All candidates of one event, and the SLM's rollout after each.",
-        ROLLOUTS,
-        "quantiles",
-        _event,
-    ),
-    Part(
-        "Reranker selection",
-        "All rerankers of the sweep on validation problems.",
-        "futurebridge train",
-        "quantiles",
-        _selection,
-    ),
-    Part("States", "How many states each filter leaves.", "futurebridge score", "quantiles", _filters),
 )

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from rich.progress import TimeElapsedColumn
 
-from benchmarks.paper.agreement import AgreementStage
-from benchmarks.paper.benchmark_states import judge_benchmarks
+from benchmarks.paper.agreement import AgreementStage, judge_benchmarks
 from benchmarks.paper.comparison import CompareStage, DeploymentStage
 from benchmarks.paper.futures import OtherScoreStage, OwnFutureStage, SampleStage
 from benchmarks.paper.methods import method
@@ -98,7 +97,7 @@ def prepare(command: Command, settings: PaperSettings, run: Path, show: Callable
     run_command(command, settings, run, show=show)
     if command == "rollouts":
         _finish([AgreementStage], settings, run, show)
-        judge_benchmarks(settings, run, show=show)
+        judge_benchmarks(settings, run, show)
 
 
 def waves(tables: Iterable[Table], plan: Plan) -> Iterator[list[tuple[Variant, bool]]]:

@@ -186,7 +186,8 @@ def _futures(plan: Plan) -> list[Variant]:
         "shuffled": "shuffled, verified greedy",
     }
     found = [plan.recipe(f"future-{kind}", label, samples={"future": kind}) for kind, label in qualities.items()]
-    return [*found, plan.own("all states with a verified future")]
+    own = plan.recipe("own", "all states, the SLM's own future", samples={"future": "own"})
+    return [*found, plan.own("all states with a verified future"), own]
 
 
 def _alpha(plan: Plan) -> list[Variant]:

@@ -13,8 +13,14 @@ from runs import contents, linked, receipts
 from typer.testing import CliRunner
 
 from benchmarks.paper.__main__ import app
-from benchmarks.paper.agreement import agreement_rows, agreement_table, coverage_rows, judged_states
-from benchmarks.paper.benchmark_states import benchmark_runs, judge_benchmarks
+from benchmarks.paper.agreement import (
+    agreement_rows,
+    agreement_table,
+    benchmark_runs,
+    coverage_rows,
+    judge_benchmarks,
+    judged_states,
+)
 from benchmarks.paper.gather import gather
 from benchmarks.paper.report import render
 from fb_core import RequestPolicy
@@ -77,14 +83,10 @@ def test_no_test_problem_is_read_before_the_choice(undisturbed, tmp_path, monkey
     inputs.splits_of.cache_clear()
     place = tmp_path / "run"
     for command in ("collect", "futures", "score", "rollouts", "train"):
-        for dry_run in (True, False):
-            run_command(command, CHOSEN, place, dry_run=dry_run, show=quiet)
-            if command != "train":
-                judge_benchmarks(CHOSEN, place, dry_run=dry_run, show=quiet)
+        run_command(command, CHOSEN, place, show=quiet)
+        if command != "train":
+            judge_benchmarks(CHOSEN, place, show=quiet)
     assert set(roles) == {"train"}
-    shown: list[str] = []
-    judge_benchmarks(CHOSEN, place, dry_run=True, show=shown.append)
-    assert shown[0].startswith("demo:plans, trajectories: 1 of 1 shards, 5 of 5 problems to do")
     assert not (place / FOLDER).exists()
     judge_benchmarks(CHOSEN, place, show=quiet)
     assert "test" in roles

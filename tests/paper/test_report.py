@@ -32,7 +32,7 @@ from benchmarks import theme
 from benchmarks.paper import figures, gather, intervals, report
 from benchmarks.paper.gather import published
 from benchmarks.paper.orderings import orderings
-from benchmarks.paper.page import Document, Figure, Items, Link, Paragraph, Section, Span, Table, Verbatim
+from benchmarks.paper.page import Document, Figure, Items, Link, Paragraph, Section, Span, Table
 from benchmarks.paper.report import PARTS, write_report
 from benchmarks.paper.rows import Decoded, Run, read_tables, results, rows_bytes, tables_bytes, timed
 from benchmarks.paper.settings import PaperSettings
@@ -137,13 +137,6 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
         for kind in ("all", "word", "mark")
         for score, mean in scores.items()
     ]
-    event = {"prompt": "27*9+4*9+3;", "prefix": "as ", "gold": "26", "entropy": 1.961, "future": "27*9+4~18,67"}
-    candidates = [
-        event
-        | {"token": token, "source": source, "p_slm": 0.2161, "p_llm": 0.0211, "compatibility": -0.015}
-        | {"score": score, "rollout": f"{token}27*9+4~18. \\boxed{{26}}", "correct": correct}
-        for token, source, score, correct in (("since ", "SLM", 3.7, False), ("note ", "both", -2.8, True))
-    ]
     tested = {"seed": 0, "words": "value: the best of 1 of 1 tested recipes.", "problems": 300, "delta": 0.02}
     costs = {"units": 1150, "unit": "problems", "seconds": 4.5, "gpu_hours": 0.0, "devices": ["cpu"], "published": None}
     return {
@@ -165,12 +158,6 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
             )
         ],
         "parts": {
-            "selection": [
-                {"epoch": 3, "horizon": horizon, "accuracy": 0.61, "cross_entropy": 1.4, "pairwise_accuracy": share}
-                | {"seeds": [{"seed": 0, "accuracy": 0.51}, {"seed": 1, "accuracy": 0.55}]}
-                for horizon, share in ((4, None), (16, 0.81))
-            ],
-            "filters": [{"states": "admitted", "count": 2393}, {"states": "verified", "count": 2009}],
             "agreement": agreement,
             "coverage": [
                 states | {"pool": pool, "mean_size": size, "coverage": around(share), "coverage_mixed": around(share)}
@@ -192,7 +179,6 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
                 {"future": "verified", "states": 214, "4": 0.475, "16": 0.895},
                 {"future": "shuffled", "states": 214, "4": 0.502, "16": None},
             ],
-            "event": candidates,
             "certification": [
                 tested
                 | {"label": label, "accuracy": accuracy, "calls": calls, "llm_tokens": calls, "level": 0.95}
@@ -222,8 +208,8 @@ def numbers(value) -> list[float]:
     return [value] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
 
 
-FREE = {"label", "note", "token", "source", "rollout", "problem", "prompt", "prefix", "gold", "future", "slm", "llm"}
-FREE |= {"machine", "commit", "name", "score", "kind", "pool", "method", "stage", "unit", "words", "states", "loop"}
+FREE = {"label", "note", "problem", "future", "slm", "llm", "machine", "commit", "name", "score", "kind", "pool"}
+FREE |= {"method", "stage", "unit", "words", "loop"}
 
 
 def everywhere(value, text: str):
@@ -326,7 +312,7 @@ def runs() -> Document:
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Without figures, which take a second each, but for the one that shows what models wrote."""
+    """Without figures, which take a second each."""
     for name in ("forest", "agreement", "curve", "frontier"):
         monkeypatch.setattr(figures, name, lambda *_: None)
 
@@ -582,12 +568,6 @@ def test_scores_are_better_or_worse_than_chance(single):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_costs_without_deployment_name_its_command():
-    text = Page(render(tiny() | {"timed": []}).html()).text
-    assert "Deployment was not timed. To time it, run python -m benchmarks.paper tables costs." in text
-
-
-@pytest.mark.usefixtures("undrawn")
 def test_several_benchmarks_have_an_average_where_all_are_known():
     rows = [row for row in tiny(benchmarks=("x", "y"))["results"] if row["table"] == "methods"]
     rows = [row for row in rows if (row["benchmark"], row["key"]) != ("y", "s2t")]
@@ -713,8 +693,7 @@ def test_the_page_is_one_file_that_loads_nothing_and_runs_what_its_policy_names(
 TITLES = ["The run", "The paper's orderings", "Methods", "Accuracy against the LLM's work"]
 TITLES += ["Problems with changed outcomes", "Deployed recipe", "Costs", "Candidate pools", "Pool coverage", "Horizon"]
 TITLES += ["Futures", "Future quality", "Hybrid targets", "Adapter scope", "Target temperature", "Request quantiles"]
-TITLES += ["Agreement with rollouts", "One event in full", "Reranker selection", "States", "Settings"]
-TITLES += ["How to read the numbers"]
+TITLES += ["Agreement with rollouts", "Settings", "How to read the numbers"]
 
 
 def test_all_but_the_first_screen_is_folded_under_its_title(single):
@@ -748,9 +727,8 @@ def test_no_text_gets_at_the_reader(text):
     assert tree.entities <= ESCAPED
     assert tree.other == []
     tags = {"h1", "h2", "h3", "p", "ul", "li", "strong", "table", "thead", "tbody", "tr", "th", "td"}
-    assert set(markdown.tags) <= {*tags, "code", "pre", "img"}
-    sources = [value for name, value in markdown.attributes if name == "src"]
-    assert sources == ["figures/worked-event.svg"]
+    assert set(markdown.tags) <= {*tags, "code"}
+    assert not [value for name, value in markdown.attributes if name == "src"]
     for seen in (made, markdown):
         assert escaped(text) in {row[0] for cells in seen.tables for row in cells}  # once read, it is what was written
         assert all(len(row) == len(cells[0]) for cells in seen.tables for row in cells)
@@ -760,18 +738,11 @@ def test_no_text_gets_at_the_reader(text):
 
 @pytest.mark.parametrize("text", ["1. x", "# x", "- x", "+ x", "> x", "=== x", "    x", "* x", "```", "~~~ x", "7) x"])
 def test_no_text_begins_a_block_of_markdown(text):
-    blocks = [Paragraph(text), Items([text]), Verbatim(text, text), Table("c", ("a",), [[text]], text)]
+    blocks = [Paragraph(text), Items([text]), Table("c", ("a",), [[text]], text)]
     page = of_markdown(Document("t", [], [Section(text, blocks)]).markdown("figures"))
-    assert page.tags.count("ul") == page.tags.count("li") == page.tags.count("pre") == page.tags.count("h2") == 1
-    assert not {"ol", "h3", "blockquote", "hr", "em", "del"} & set(page.tags)
-    assert page.text.count(text.strip()) == 7
-
-
-@pytest.mark.parametrize("text", ["a\nb", "a ``` b", "````\n# x\n```", "<pre>", "\ttab"])
-def test_a_text_as_it_is_stays_so(text):
-    document = Document("t", [Verbatim("label", text)], [])
-    assert text in Page(document.html()).text
-    assert text in of_markdown(document.markdown("figures")).text
+    assert page.tags.count("ul") == page.tags.count("li") == page.tags.count("h2") == 1
+    assert not {"ol", "h3", "blockquote", "hr", "em", "del", "pre"} & set(page.tags)
+    assert page.text.count(text.strip()) == 5
 
 
 def test_pictures_and_titles_cannot_become_markup():
@@ -797,14 +768,6 @@ def test_the_text_of_a_link_cannot_end_it(text):
     for made in (of_markdown(document.markdown("figures")), Page(document.html())):
         assert [value for name, value in made.attributes if name == "href"] == ["problems/1.html"]
         assert text in made.text
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_long_rollouts_are_shortened():
-    found = tiny()
-    found["parts"]["event"][0]["rollout"] = "a" * 5000 + "z"
-    shown = table(render(found), "Candidates, best score first")
-    assert plain(shown.rows[0][-1]) == "a" * 200 + " […] " + "a" * 199 + "z"
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -861,13 +824,12 @@ def drawn_with(name: str, found: Run) -> list:
         "agreement": [found.parts.get("agreement", ())],
         "curve": [found, "quantiles", "request quantile"],
         "horizons": [found, "horizons", "horizon"],
-        "event": [found.parts.get("event", ())],
         "frontier": [found],
     }[name]
 
 
 DRAWN = {"forest": "forest", "narrow": "forest", "agreement": "agreement", "curve": "curve", "horizons": "curve"}
-DRAWN |= {"event": "event", "frontier": "frontier"}
+DRAWN |= {"frontier": "frontier"}
 
 
 def drawn(name: str, found: Run):
@@ -901,10 +863,12 @@ def test_figures_are_svg_by_themselves_in_two_themes(name):
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_figures_take_hostile_text_and_many_benchmarks(name, recwarn):
-    for text in ("$\\frac{1", "--><b>", "\x1b[31m\u202e\n", "漢字 \U0001f600", "", "x" * 500):
-        found = read(everywhere(tiny(benchmarks=("$a", "b^{", "c", "d")), text))
-        for svg in getattr(figures, DRAWN[name])(*drawn_with(name, found)):
-            ElementTree.fromstring(svg)
+    hostile = ("$\\frac{1", "--><b>", "\x1b[31m\u202e\n", "漢字 \U0001f600", "", "x" * 500)
+    found = tiny(benchmarks=("$a", "b^{", "c"))
+    for rows in (found["results"], *found["parts"].values()):
+        rows[:] = [everywhere(row, text) for row, text in zip(rows, itertools.cycle(hostile), strict=False)]
+    for svg in getattr(figures, DRAWN[name])(*drawn_with(name, read(found))):
+        ElementTree.fromstring(svg)
     assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
 
 
@@ -987,9 +951,3 @@ def test_labels_can_be_read_and_do_not_overlap(name):
         assert min(across, down) < 1.5, (one.get_text(), other.get_text())
     assert min(box.x0 for _, box in texts) >= -1
     assert max(box.x1 for _, box in texts) <= figure.bbox.x1 + 1
-
-
-def test_labels_that_would_overlap_are_moved_apart():
-    placed = figures.spread([1.0, 1.0, 1.1, 5.0], 1.0)
-    assert all(b - a >= 0.99 for a, b in itertools.pairwise(placed))
-    assert placed[-1] == 5.0
