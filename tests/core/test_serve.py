@@ -29,7 +29,6 @@ from fb_core.selectors import FutureBridgeSelector, LLMPreference
 from fb_core.serve.app import Application
 from fb_core.serve.protocol import OFF, ChatRequest, CompletionRequest
 from fb_core.serve.run import listen
-from fb_core.serve.text import Text
 
 
 def test_completions_are_the_decoders(server, problems, expected):
@@ -479,14 +478,3 @@ def test_what_has_come_meanwhile_is_one_piece(pair, problems, expected):
     assert end == (0, None)
     assert piece.text == expected[0].text
     assert [event.step for event in piece.events] == [event.step for event in expected[0].events]
-
-
-def test_text_comes_in_whole_characters_and_stops_where_it_is_told(pair):
-    tokenizer = pair.world.tokenizer
-    ids = tokenizer("29*9+7*7+9;29*9+7*7+9;")["input_ids"][1:]
-    whole = tokenizer.decode(ids)
-    for stops, want in (([], whole), (["7+9;29"], whole[: whole.index("7+9;29")]), (["9;9", "x"], whole)):
-        text = Text(tokenizer, stops)
-        pieces = [text.add(token) for token in ids]
-        assert "".join([*pieces, text.end()]) == want
-        assert text.stopped == (want != whole)
