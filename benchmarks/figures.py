@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cost, event, reference, roofline, serving, soak, speedups, stages, targets
-from benchmarks.evidence import PUBLISHED, TAKEOVER, Cells, above_the_line, page, points, times_below
+from benchmarks.evidence import DROPPED, TAKEOVER, Cells, above_the_line, page, points, times_below
 from benchmarks.harness import OURS, read_results
 from benchmarks.paper import figures as report_figures
 from benchmarks.paper import orderings
@@ -19,7 +19,6 @@ from benchmarks.summary import against_the_best, cost_table
 from fb_core.config import RunSettings
 from fb_core.files import write_file
 from fb_core.page import markdown_table
-from fb_core.recipe import DIRECT, GREEDY
 
 ROOT = Path(__file__).parent.parent
 TABLES = Path("docs", "experiments", "tables.json")  # as `python -m benchmarks.paper report` writes it
@@ -27,8 +26,8 @@ GPUS = tuple(targets.SLOWER)  # folders of their results, and of their plots in 
 CELLS = Path("docs", "evidence", "cells.json")  # as `python -m benchmarks.evidence --report` writes them
 DEPLOYED = "deployed"
 ACCURACY = (  # label, row of the cells
-    ("SLM alone", GREEDY.label),
-    ("direct LLM score", DIRECT.label),
+    ("SLM alone", "greedy"),
+    ("direct LLM score", "direct"),
     ("**FutureBridge**, the recipe that `train` chose", DEPLOYED),
     ("Takeover: the LLM writes everything from the first event", TAKEOVER),
 )
@@ -62,9 +61,9 @@ def accuracy(cells: Cells, worlds: Sequence[Run]) -> list[str]:
     rows = [[label, *(_accuracy(cells, world, name) for world in cells.worlds)] for label, name in ACCURACY]
     runs, problems = len(cells.found), len(cells.correct(cells.found[0], DEPLOYED))
     seeds, quantiles = (len({cell[key] for cell in cells.found}) for key in ("seed", "quantile"))
-    plain = ", ".join(f"{100 * cells.mean_accuracy(world, PUBLISHED.label):.1f}" for world in cells.worlds)
+    plain = ", ".join(f"{100 * cells.mean_accuracy(world, 'published'):.1f}" for world in cells.worlds)
     delta = RunSettings.load(cells.worlds[0]).choice.delta
-    ours, theirs = (times_below(cells, name, delta) for name in (DEPLOYED, PUBLISHED.label))
+    ours, theirs = (times_below(cells, name, delta) for name in (DEPLOYED, "published"))
     note = (
         f"*{runs} runs: {seeds} seeds of problems, training sets and rerankers, {quantiles} request quantiles of each, "
         f"{problems} test problems per run; 95% intervals resample seeds. The deployed recipe is more than "
@@ -194,8 +193,10 @@ def draw_worlds(root: Path) -> None:
 
 def render_evidence(text: str, root: Path = ROOT) -> str:
     """docs/evidence.md, all of it."""
-    found = root / CELLS
-    return page(Cells(json.loads(found.read_text()))) if found.is_file() else text
+    found, before = root / CELLS, root / CELLS.with_name(DROPPED)
+    if not found.is_file():
+        return text
+    return page(Cells(json.loads(found.read_text())), json.loads(before.read_text()))
 
 
 def render_benchmarks(text: str, root: Path = ROOT) -> str:

@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from fb_core.policy import RequestPolicy
     from fb_core.pool import Event, Pool
     from fb_core.recipe import Deployment, deployment_of
-    from fb_core.reranker import TokenReranker, candidate_features
+    from fb_core.reranker import TokenReranker
     from fb_core.scorer import BranchGroup, CompatibilityScorer
     from fb_core.selectors import (
-        CertainLLM,
         FutureBridgeSelector,
         LLMPreference,
         RandomChoice,
@@ -52,10 +51,9 @@ _HOMES = {
     "fb_core.policy": ("RequestPolicy",),
     "fb_core.pool": ("Event", "Pool"),
     "fb_core.recipe": ("Deployment", "deployment_of"),
-    "fb_core.reranker": ("TokenReranker", "candidate_features"),
+    "fb_core.reranker": ("TokenReranker",),
     "fb_core.scorer": ("BranchGroup", "CompatibilityScorer"),
     "fb_core.selectors": (
-        "CertainLLM",
         "FutureBridgeSelector",
         "LLMPreference",
         "RandomChoice",
@@ -82,7 +80,6 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BranchGroup",
-    "CertainLLM",
     "CollaborativeDecoder",
     "CompatibilityScorer",
     "Deployment",
@@ -110,7 +107,6 @@ __all__ = [
     "TrainingTrajectory",
     "Verdict",
     "Verifier",
-    "candidate_features",
     "deployment_of",
     "future_compatibility",
     "group_targets",

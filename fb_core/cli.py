@@ -269,7 +269,6 @@ PAIR = {
     "api_key_variable": "Environment variable that holds the server's key.",
     "adapter": "Folder of a reranker; without it the LLM's choice is taken.",
     "recipe": "chosen: what train chose for the adapter; published: the paper's.",
-    "certainty": "Probability above which the LLM's token is taken without the adapter.",
     "threshold": "Entropy in nats above which the LLM is asked; default the adapter's, or 1 without one.",
     "thinking": "true or false: whether an answer begins with thinking; default the adapter's, else false.",
     "max_new_tokens": "Most tokens per answer.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -35,6 +35,7 @@ LONGEST_NUMBER = 1000  # characters
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 NOT_IN_IDENTITY = "changes no result"  # marks a setting that is not part of a stage's identity
 Settings = TypeVar("Settings", bound=BaseModel)
+Changes = Mapping[str, Mapping[str, Any]]  # new values, by section and key
 
 
 class Section(BaseModel):
@@ -62,8 +63,6 @@ class PairSettings(Section):
         api_key_variable: environment variable that holds the server's key, if the server needs one.
         adapter: folder of a reranker; without one, the LLM's own preference decides.
         recipe: for an adapter that `train` wrote, the recipe that it chose or the published one.
-        certainty: probability above which the LLM's token is taken without asking the adapter; None for never. An
-            adapter with a chosen recipe has its own.
         threshold: entropy in nats above which the LLM is asked. If left out, the adapter's, or 1 without an adapter; an
             adapter that names none needs it.
         thinking: whether a chat's answer begins with thinking, where the chat template can switch it. If left out, as
@@ -82,7 +81,6 @@ class PairSettings(Section):
     api_key_variable: str | None = None
     adapter: str | None = None
     recipe: Literal["chosen", "published"] = "chosen"
-    certainty: float | None = Field(default=None, ge=0, le=1)
     threshold: float | None = None
     thinking: bool | None = None
     max_new_tokens: int = Field(default=512, ge=1)
@@ -95,8 +93,6 @@ class PairSettings(Section):
     def _some_llm(self) -> PairSettings:
         if self.llm is None and self.server is None:
             raise ValueError("llm: expected llm or server, got neither; say where candidates come from")
-        if self.certainty is not None and self.adapter is None:
-            raise ValueError("certainty: expected an adapter with it, got none; without one the LLM always decides")
         if self.api_key_variable is not None and self.server is None:
             raise ValueError("api_key_variable: expected a server with it, got none; nothing else needs a key")
         return self
@@ -228,8 +224,6 @@ class CollectSettings(Section):
         quantile: quantile of the validation trajectories' entropies that becomes the request threshold.
         max_states: maximum states of a trajectory.
         slm_k: the SLM's candidates in a pool.
-        deployed: folder of a finished run whose first reranker writes the trajectories together with the LLM, at that
-            run's threshold; that run's states are trained on as well. None for the SLM's own trajectories.
         tested: folder of a finished run, set by `futurebridge rollouts`: the states then come from the benchmarks'
             problems, at that run's threshold, and its rerankers are judged on them. None for the run's own problems.
     """
@@ -239,8 +233,7 @@ class CollectSettings(Section):
     quantile: float = Field(default=0.99, ge=0, le=1)
     max_states: int = Field(default=8, ge=1)
     slm_k: int = Field(default=8, ge=1)
-    deployed: Annotated[str | None, NOT_IN_IDENTITY] = None  # the identity has that run's digest instead
-    tested: Annotated[str | None, NOT_IN_IDENTITY] = None  # likewise
+    tested: Annotated[str | None, NOT_IN_IDENTITY] = None  # the identity has that run's digest instead
 
 
 class FutureSettings(Section):
@@ -275,17 +268,15 @@ class RolloutSettings(Section):
 
     Attributes:
         validation: share of the held-out states to roll out, for the diagnostics.
-        train: share of the training states to roll out, for the value heads, gates and the calibrated target.
+        train: share of the training states to roll out, for the value head.
         benchmark_problems: number of problems of each benchmark, drawn by the seed of the problems, whose states are
             also rolled out once a reranker is chosen; 0 for none.
-        minimum_mixed: minimum number of training states with different outcomes that a calibration needs.
         seed: of the choice of states.
     """
 
     validation: float = Field(default=1.0, gt=0, le=1)
     train: float = Field(default=0.2, ge=0, le=1)
     benchmark_problems: int = Field(default=50, ge=0)
-    minimum_mixed: int = Field(default=25, ge=1)
     seed: int = Field(default=0, ge=0)
 
 
@@ -295,15 +286,11 @@ class TrainSettings(Section):
     Attributes:
         horizons: future tokens that a target is made from; the sweep has one run for each horizon and seed.
         seeds: of initialisation and dropout.
-        target: softmax of the standardised compatibility ("future"); a fit of six numbers to compatibility and both
-            models' log-probs that puts the mass on candidates whose rollouts are right ("calibrated"); the LLM's best
-            candidate, with the loss of S2T-Local ("select").
+        target: softmax of the standardised compatibility ("future"), or the LLM's best candidate, with the loss of
+            S2T-Local ("select").
         temperature: of the soft targets of "future".
         alpha: share of the future's score in the hybrid target of "future"; 1 is the published one.
-        hindsight: for "future", number of early tokens at which the loss that all candidates but the LLM's own have in
-            common is added back.
         scope: what the adapter acts on: the candidate alone, or the whole sequence.
-        features: candidate features in the scalar head, by name.
         rank: rank of the LoRA adapter.
         lora_alpha: the adapter is scaled by this divided by the rank.
         dropout: on the adapter's input.
@@ -322,12 +309,10 @@ class TrainSettings(Section):
 
     horizons: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(16, 32, 64, 128), min_length=1)
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2), min_length=1)
-    target: Literal["future", "calibrated", "select"] = "future"
+    target: Literal["future", "select"] = "future"
     temperature: float = Field(default=0.5, gt=0)
     alpha: float = Field(default=1.0, ge=0, le=1)
-    hindsight: int = Field(default=0, ge=0)
     scope: Literal["candidate", "sequence"] = "candidate"
-    features: tuple[Literal["slm", "llm", "in_slm", "in_llm", "slm_certain", "llm_certain"], ...] = ()
     rank: int = Field(default=16, ge=1)
     lora_alpha: float = Field(default=32.0, gt=0)
     dropout: float = Field(default=0.05, ge=0, lt=1)
@@ -351,36 +336,22 @@ class TrainSettings(Section):
 
     @model_validator(mode="after")
     def _of_this_target(self) -> TrainSettings:
-        for name, value, plain in (("alpha", self.alpha, 1.0), ("hindsight", self.hindsight, 0)):
-            if self.target != "future" and value != plain:
-                raise ValueError(
-                    f'{name}: expected {plain:g} with target "{self.target}", got {value}; only target "future" has it'
-                )
+        if self.target != "future" and self.alpha != 1.0:
+            raise ValueError(
+                f'alpha: expected 1 with target "{self.target}", got {self.alpha}; only target "future" has it'
+            )
         return self
 
 
 class ChoiceSettings(Section):
-    """How training ends: recipes compete on held-out problems, and one needs this evidence to be deployed.
+    """How training ends: a recipe needs this evidence on held-out problems to be deployed.
 
     Attributes:
-        trained: rerankers that compete with the run's own: with candidate features, with the calibrated target.
-        certainties: certainties of the overrides to try.
-        values: heads fitted to rollouts to try.
-        ask: whether to try gates that decide before the LLM is asked.
-        tried: number of recipes decoded on validation problems, the best according to rollouts.
-        tested: number of the best of these, tested against greedy decoding and the direct LLM score on the
-            certification problems.
-        delta: how far below either of the two a recipe may be, as a share of the problems.
+        delta: how far below greedy decoding or the direct LLM score it may be, as a share of the problems.
         level: 1 minus the largest probability that any recipe that is worse than that passes its test. Of greedy
             decoding, which is deployed if none passes, this says nothing.
     """
 
-    trained: tuple[Literal["features", "calibrated", "calibrated-features"], ...] = ("features", "calibrated")
-    certainties: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.6, 0.75, 0.9)
-    values: tuple[Literal["gate", "listwise"], ...] = ("gate", "listwise")
-    ask: bool = True
-    tried: int = Field(default=10, ge=1)
-    tested: int = Field(default=3, ge=1)
     delta: float = Field(default=0.02, ge=0, lt=1)
     level: float = Field(default=0.95, gt=0, lt=1)
 
@@ -404,7 +375,6 @@ class EvaluateSettings(Section):
         limit: use only this many problems of each benchmark, the first ones.
         max_new_tokens: maximum tokens of an answer.
         max_events: maximum events of an answer.
-        certainty: probability above which the LLM's token is taken without asking the reranker; None for never.
         per_shard: problems per shard; up to 64 of them decode at once.
     """
 
@@ -412,7 +382,6 @@ class EvaluateSettings(Section):
     limit: int | None = Field(default=None, ge=1)
     max_new_tokens: int = Field(default=4096, ge=1)
     max_events: int = Field(default=8, ge=0)
-    certainty: float | None = Field(default=None, ge=0, le=1)
     per_shard: int = Field(default=64, ge=1)
 
     @field_validator("benchmarks")
@@ -645,6 +614,14 @@ def settings_of(run: Path) -> RunSettings:
     except (ValueError, RecursionError) as problem:
         raise ValueError(f"{path}: expected a run's settings, got {problem}; run its last command again") from None
     return checked(RunSettings, values, str(path))
+
+
+def changed(settings: Settings, changes: Changes) -> Settings:
+    """The settings with some changed; raises ValueError if they do not fit together."""
+    values = settings.model_dump()
+    for section, parts in changes.items():
+        values[section] |= parts
+    return type(settings).model_validate(values)
 
 
 def checked(kind: type[Settings], values: Any, source: str) -> Settings:

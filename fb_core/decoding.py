@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from fb_core.engine.model import CHUNK
 from fb_core.intervention import Intervention, OnError
 from fb_core.llm import LLM, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
-from fb_core.policy import RequestPolicy, check_ask, gate
+from fb_core.policy import RequestPolicy, gate
 from fb_core.pool import Event, PoolKind
 from fb_core.selectors import Selector, State
 
@@ -150,8 +150,6 @@ class CollaborativeDecoder:
             selector.check_slm(slm)
         self.slm = slm
         self.policy = policy
-        if policy.ask is not None:
-            self.policy = replace(policy, ask=check_ask(policy.ask, slm))
         self.max_events = max_events
         self.batch_tokens = batch_tokens
         self.vocabulary = self.pair.vocabulary
@@ -348,8 +346,7 @@ class CollaborativeDecoder:
         """Decode checked prompts by either loop."""
         hf.check_decodable("slm", self.slm)
         if self.loop is None:
-            reads = self.policy.ask is not None
-            rows = hf.lockstep(self.slm, prompts, stop, self._choose, self.batch_tokens, hidden=reads)
+            rows = hf.lockstep(self.slm, prompts, stop, self._choose, self.batch_tokens)
         else:
             rows = self._together(prompts, stop)
         return [self.generation(row) for row in rows]
@@ -385,11 +382,6 @@ class CollaborativeDecoder:
             raise ValueError(
                 f"top_k: expected {loop.step.top_k} as when the decoder was made, got {self.policy.top_k}; make a "
                 "decoder for that policy"
-            )
-        if self.policy.ask is not loop.ask:
-            raise ValueError(
-                "policy: expected the AskHead that the decoder was made with, got another; make a decoder for that "
-                "policy"
             )
         rows = [hf.Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
         tasks = [Task(row, stop, self.policy.threshold, self.max_events) for row in rows]

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
-from fb_core.recipe import ASK, PUBLISHED, Deployed
+from fb_core.recipe import Deployed
 from fb_core.reranker import DESCRIPTION
 
 CARD, WEIGHTS = "README.md", "adapter_model.safetensors"
@@ -27,7 +27,7 @@ def deployed_files(directory: str | os.PathLike[str]) -> list[str]:
         directory: as `train` writes it: `deployed/seed-0` or `reranker/seed-0` of a run.
 
     Returns:
-        paths inside the directory, sorted, including those of the published adapter inside it if there is one.
+        their names, sorted.
 
     Raises:
         ValueError: no adapter, one without a model card or a threshold, damaged files, links instead of files, or a
@@ -36,11 +36,7 @@ def deployed_files(directory: str | os.PathLike[str]) -> list[str]:
     folder = Path(directory)
     deployed = Deployed.load(folder)
     files = [CARD, *ADAPTER]
-    if deployed is not None and deployed.policy.ask is not None:
-        files.append(ASK)
-    if (folder / PUBLISHED).is_dir():
-        files += [f"{PUBLISHED}/{name}" for name in (CARD, *ADAPTER)]
-    for place in (*files, PUBLISHED):
+    for place in files:
         if (folder / place).is_symlink():
             raise ValueError(f"{folder / place}: expected no link in an adapter's folder, got one; put a copy there")
     if absent := [name for name in files if not (folder / name).is_file()]:
@@ -48,11 +44,8 @@ def deployed_files(directory: str | os.PathLike[str]) -> list[str]:
     if deployed is None:
         wanted = "the threshold and pool sizes that the adapter was trained for"
         raise ValueError(f"{folder / DESCRIPTION}: expected {wanted}, got none; {REMEDY}")
-    for name in files:
-        if name.endswith(WEIGHTS):
-            _check_weights(folder / name)
-        elif name.endswith(CARD):
-            _check_card(folder / name)
+    _check_weights(folder / WEIGHTS)
+    _check_card(folder / CARD)
     return sorted(files)
 
 
@@ -88,7 +81,6 @@ def push_to_hub(directory: str | os.PathLike[str], repo_id: str, *, private: boo
             repo_id=repo_id,
             folder_path=directory,
             allow_patterns=files,
-            delete_patterns=[ASK, f"{PUBLISHED}/*"],  # of an adapter that was there before; what is sent stays
             commit_message=message,
         )
     except (OSError, httpx.HTTPError) as problem:

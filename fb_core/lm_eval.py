@@ -59,8 +59,6 @@ class FutureBridgeLM(HFLM):
         token_budget: maximum rows of a forward; by default what fits in half the free memory.
         llm: the large model that is asked during generation: a folder, a name on the hub, or a loaded model.
         adapter: folder of a reranker; without one, the large model's own preference decides.
-        certainty: probability above which the large model's token is taken without asking the adapter; only for an
-            adapter without a chosen recipe.
         recipe: for an adapter with a recipe that `train` chose, that recipe or the published one.
         threshold: entropy in nats above which the large model is asked. If left out, the adapter's, or 1 without an
             adapter; an adapter that names none needs it.
@@ -80,7 +78,6 @@ class FutureBridgeLM(HFLM):
         token_budget: int | None = None,
         llm: str | LLM | hf.CausalLM | None = None,
         adapter: str | None = None,
-        certainty: float | None = None,
         recipe: Wanted = "chosen",
         threshold: float | None = None,
         max_events: int | None = None,
@@ -106,7 +103,7 @@ class FutureBridgeLM(HFLM):
             llm, other = hf.load_model(llm, str(self.device), "auto")
             tokenizers = (self.tokenizer, other)
         selector, policy, others = deployment_of(
-            adapter, self.model, recipe=recipe, certainty=certainty, threshold=threshold, max_events=max_events
+            adapter, self.model, recipe=recipe, threshold=threshold, max_events=max_events
         )
         self.engine = Engine(
             Pair(self.model, llm, tokenizers),

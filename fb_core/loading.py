@@ -38,7 +38,6 @@ def load(settings: PairSettings) -> Loaded:
         settings.adapter,
         slm,
         recipe=settings.recipe,
-        certainty=settings.certainty,
         threshold=settings.threshold,
         max_events=settings.max_events,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING
 
@@ -18,43 +18,6 @@ if TYPE_CHECKING:
     from fb_core import hf
 
 
-@dataclass(frozen=True, eq=False)
-class AskHead:
-    """Predicts from the SLM's own state, before the LLM is asked, what asking is worth (`fb_core.value.fit_ask`).
-
-    Attributes:
-        weight: [D] float32, of the hidden state after the SLM's final norm.
-        entropy_weight: of the entropy in nats.
-        bias: added.
-        least: the LLM is asked only where the worth is above this.
-
-    Raises:
-        ValueError: a weight of another shape, or a number that is not finite.
-    """
-
-    weight: Tensor
-    entropy_weight: float
-    bias: float
-    least: float = 0.0
-
-    def __post_init__(self) -> None:
-        numbers = (self.entropy_weight, self.bias, self.least)
-        if self.weight.ndim != 1 or not bool(self.weight.isfinite().all()) or not all(map(math.isfinite, numbers)):
-            raise ValueError(
-                f"AskHead: expected finite weights [D] and numbers, got {list(self.weight.shape)} and {numbers}; "
-                "fit it with fit_ask"
-            )
-
-    def to(self, device: torch.device) -> AskHead:
-        """The head on a device."""
-        return replace(self, weight=self.weight.to(device))
-
-    def worth(self, hidden: Tensor, entropy: Tensor) -> Tensor:
-        """[n] expected gain in success over the SLM's own token, from hidden [n, D] and entropy [n]."""
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        return hidden.to(wide) @ self.weight.to(wide) + self.entropy_weight * entropy + self.bias
-
-
 @dataclass(frozen=True)
 class RequestPolicy:
     """Ask where the entropy of the SLM's `top_k` largest logits exceeds a threshold (strictly).
@@ -64,7 +27,6 @@ class RequestPolicy:
     Attributes:
         threshold: nats; inf never asks, -inf always does.
         top_k: number of largest logits that count, clamped to the vocabulary.
-        ask: if given, the worth that it predicts must also be above its `least`.
 
     Raises:
         TypeError: a threshold that is not a number.
@@ -73,7 +35,6 @@ class RequestPolicy:
 
     threshold: float
     top_k: int = 64
-    ask: AskHead | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -125,21 +86,6 @@ class RequestPolicy:
         return entropy > self.threshold
 
 
-def check_ask(ask: AskHead, slm: hf.CausalLM) -> AskHead:
-    """The head on the SLM's device.
-
-    Raises:
-        ValueError: a head made for hidden states of another width.
-    """
-    width = slm.get_input_embeddings().weight.shape[1]
-    if len(ask.weight) != width:
-        raise ValueError(
-            f"policy: expected an AskHead for hidden states of {width}, got one for {len(ask.weight)}; fit it on this "
-            "SLM"
-        )
-    return ask.to(slm.device)
-
-
 def gate(policy: RequestPolicy, step: hf.Step, logits: Tensor, budget: float) -> tuple[list[float], list[int]]:
     """(entropy of every row in nats, indices of the rows that the policy admits and that have events left).
 
@@ -157,11 +103,7 @@ def gate(policy: RequestPolicy, step: hf.Step, logits: Tensor, budget: float) ->
     for row, value in zip(step.rows, nats, strict=True):
         if math.isnan(value):
             raise not_finite(step.index, row.index)
-    wanted = policy.asks(entropy)
-    if policy.ask is not None:
-        assert step.hidden is not None
-        wanted &= policy.ask.worth(step.hidden, entropy) > policy.ask.least
-    asks = wanted.tolist()
+    asks = policy.asks(entropy).tolist()
     return nats, [place for place, row in enumerate(step.rows) if asks[place] and len(row.events) < budget]
 
 

@@ -21,40 +21,30 @@ DESCRIPTION = "futurebridge.json"
 FORMAT = 2  # of the description
 LONGEST_JSON = 1 << 20  # bytes
 APART = "the directory's config and weights do not belong together"
-FEATURES = ("slm", "llm", "in_slm", "in_llm", "slm_certain", "llm_certain")
 
 
 class TokenReranker(nn.Module):
-    """Scores candidates: head(h_c), plus w . f if it was trained with candidate features.
+    """Scores candidates: head(h_c).
 
     h_c is the candidate's hidden state after the final norm. In scope "candidate" the prefix is the frozen model's own
-    KV cache and the adapter acts on the candidate token alone; in scope "sequence" it acts on the prefix too. Only the
-    adapter, the head and the feature weights are trained. The adapter sits in a copy of the module tree that shares the
-    base weights' storage, so the given model's outputs do not change (`fb_core.native` says what changes in its
-    storage). Make one with `from_base` or `from_pretrained`. In eval mode it is safe to share between threads.
+    KV cache and the adapter acts on the candidate token alone; in scope "sequence" it acts on the prefix too. Only
+    adapter and head are trained. The adapter sits in a copy of the module tree that shares the base weights' storage,
+    so the given model's outputs do not change (`fb_core.native` says what changes in its storage). Make one with
+    `from_base` or `from_pretrained`. In eval mode it is safe to share between threads.
     """
 
-    def __init__(
-        self, model: hf.CausalLM, config: hf.AdapterConfig, scope: Scope, feature_names: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, model: hf.CausalLM, config: hf.AdapterConfig, scope: Scope) -> None:
         if scope not in ("candidate", "sequence"):
             raise ValueError(f"scope: expected 'candidate' or 'sequence', got {scope!r}; use 'candidate' to deploy")
-        if len(set(feature_names) & set(FEATURES)) < len(feature_names):
-            raise ValueError(
-                f"feature_names: expected names among {FEATURES}, none twice, got {feature_names}; "
-                "leave them out for none"
-            )
         hf.check_supported(model)
         hf.check_packed_forward(model)
         super().__init__()
         self._base = (model,)  # a tuple, so that the frozen model is no submodule
         self.scope: Scope = scope
-        self.feature_names = tuple(feature_names)
         self.adapted = hf.add_adapter(model, config)
         self._made_on = hf.structure(model)
         width = model.get_input_embeddings().weight.shape[1]
         self.head = nn.Parameter(torch.zeros(width, dtype=torch.float32, device=model.device))
-        self.feature_weight = nn.Parameter(torch.zeros(len(feature_names), dtype=torch.float32, device=model.device))
         self.eval()
 
     @classmethod
@@ -66,9 +56,8 @@ class TokenReranker(nn.Module):
         dropout: float = 0.05,
         *,
         scope: Scope = "candidate",
-        feature_names: Sequence[str] = (),
     ) -> TokenReranker:
-        """A fresh reranker: adapter initialised by PEFT, head and feature weights zero.
+        """A fresh reranker: adapter initialised by PEFT, head zero.
 
         Args:
             model: the frozen small model.
@@ -76,13 +65,12 @@ class TokenReranker(nn.Module):
             alpha: LoRA alpha; the adapter's output is scaled by alpha / rank.
             dropout: LoRA dropout while training.
             scope: "candidate" or "sequence".
-            feature_names: names among `FEATURES`, see `candidate_features`.
 
         Raises:
             TypeError: not a transformers model.
             ValueError: an unsupported model, or an argument out of range.
         """
-        return cls(model, hf.lora_config(rank, alpha, dropout), scope, feature_names)
+        return cls(model, hf.lora_config(rank, alpha, dropout), scope)
 
     @property
     def base(self) -> hf.CausalLM:
@@ -121,7 +109,6 @@ class TokenReranker(nn.Module):
         prefix: Tensor | Sequence[int],
         candidates: Tensor | Sequence[int],
         cache: hf.Cache | None = None,
-        features: Tensor | None = None,
     ) -> Tensor:
         """Score the candidates of one state.
 
@@ -130,7 +117,6 @@ class TokenReranker(nn.Module):
             candidates: [K] token ids, no two alike.
             cache: the frozen model's cache of exactly the prefix; it is read, not changed. Scope "sequence" computes
                 the prefix itself and ignores it.
-            features: [K, F] float32 as from `candidate_features`, if the reranker was trained with features.
 
         Returns:
             float32 [K]; higher is better, and only differences matter.
@@ -138,30 +124,26 @@ class TokenReranker(nn.Module):
         Raises:
             TypeError: ids that are not integers.
             ValueError: an empty argument, a candidate given twice, an id outside the vocabulary, the wrong device, a
-                prefix beyond the model's positions, a cache of another length, features missing or of another shape, or
-                a frozen model that was changed since.
+                prefix beyond the model's positions, a cache of another length, or a frozen model that was changed
+                since.
         """
         self.check_base()
         tokens = hf.token_ids("prefix", prefix, self.base)
         pool = hf.check_group(self.base, len(tokens), candidates)
-        given = None if features is None else [features]
         if self.scope == "sequence":
-            return self.score_hidden(self._sequence_hidden(tokens, pool), given)
+            return self.score_hidden(self._sequence_hidden(tokens, pool))
         if cache is None:
             state = hf.prefill_packed(self.base, [tokens])[0]
         else:
             state = hf.cached_prefix(cache, self.base, len(tokens))
-        return self._packed_scores([state], [pool], given)
+        return self._packed_scores([state], [pool])
 
-    def scores_many(
-        self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor], features: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
+    def scores_many(self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
         """Score the candidates of many states in one packed forward over their cached prefixes (scope "candidate").
 
         Args:
             prefixes: one slice per state, all of one `PrefixKV`.
             candidates: one [K] of token ids per state.
-            features: one [K, F] per state, if the reranker was trained with features.
 
         Returns:
             one float32 [K] per state.
@@ -178,12 +160,10 @@ class TokenReranker(nn.Module):
         pools = [
             hf.check_group(self.base, prefix.length, pool) for prefix, pool in zip(prefixes, candidates, strict=True)
         ]
-        return list(self._packed_scores(prefixes, pools, features).split([len(pool) for pool in pools]))
+        return list(self._packed_scores(prefixes, pools).split([len(pool) for pool in pools]))
 
-    def _packed_scores(
-        self, prefixes: Sequence[hf.Prefix], pools: Sequence[Tensor], features: Sequence[Tensor] | None
-    ) -> Tensor:
-        """[sum K]: one branch per candidate, adapters on; gradients reach adapter, head and feature weights."""
+    def _packed_scores(self, prefixes: Sequence[hf.Prefix], pools: Sequence[Tensor]) -> Tensor:
+        """[sum K]: one branch per candidate, adapters on; gradients reach adapter and head."""
         kv, device = prefixes[0].kv, self.base.device
         paged = kv.layers[0][0].ndim == 4
         layout = hf.Layout.build(
@@ -195,46 +175,17 @@ class TokenReranker(nn.Module):
         places = [prefix.length for prefix, pool in zip(prefixes, pools, strict=True) for _ in pool]
         positions = torch.tensor(places, device=device)
         hidden = hf.packed_forward(hf.causal_lm(self.adapted), torch.cat(list(pools)), positions, layout)
-        return self.score_hidden(hidden, features)
+        return self.score_hidden(hidden)
 
     def _sequence_hidden(self, tokens: Tensor, pool: Tensor) -> Tensor:
         """[K, D] through ordinary attention, adapters on prefix and candidate."""
         rows = torch.cat([tokens.expand(len(pool), -1), pool[:, None]], 1)
         return hf.causal_lm(self.adapted).base_model(input_ids=rows, use_cache=False).last_hidden_state[:, -1]
 
-    def score_hidden(self, hidden: Tensor, features: Sequence[Tensor] | None) -> Tensor:
-        """Scores of candidates from their hidden states: head(h_c), plus w . f if there are features.
-
-        Args:
-            hidden: [N, D] after the final norm, computed with the adapter.
-            features: one [K, F] per state, N rows in total, if the reranker was trained with them.
-
-        Returns:
-            float32 [N].
-
-        Raises:
-            ValueError: features missing or of another shape.
-        """
+    def score_hidden(self, hidden: Tensor) -> Tensor:
+        """head(h_c) of candidates, float32 [N], from hidden [N, D] after the final norm, computed with the adapter."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        scores = (hidden.to(wide) * self.head).sum(-1)  # no matrix product: autocast would lower its precision
-        return scores.float() + self._feature_scores(len(hidden), features)
-
-    def _feature_scores(self, count: int, features: Sequence[Tensor] | None) -> Tensor:
-        """[count] of w . f; zeros for a reranker without features."""
-        width = len(self.feature_names)
-        if features is None:
-            if width:
-                raise ValueError(
-                    f"features: expected [K, {width}] for {', '.join(self.feature_names)}, got None; "
-                    "build them with candidate_features"
-                )
-            return self.feature_weight.new_zeros(count)
-        rows = torch.cat(list(features)) if features else self.feature_weight.new_zeros(0, width)
-        if rows.shape != (count, width):
-            raise ValueError(
-                f"features: expected [{count}, {width}], got {list(rows.shape)}; build them with candidate_features"
-            )
-        return rows.to(self.feature_weight) @ self.feature_weight
+        return (hidden.to(wide) * self.head).sum(-1).float()  # no matrix product: autocast would lower its precision
 
     def merged(self) -> dict[str, Tensor]:
         """`layers.<i>.self_attn.<projection>` -> [out, in] weight with the adapter merged, for deployment."""
@@ -248,7 +199,7 @@ class TokenReranker(nn.Module):
         """Write a PEFT directory of a one-label sequence classifier, plus one file for what PEFT has no place for.
 
         adapter_config.json and adapter_model.safetensors (adapter and scalar head) load with PEFT; futurebridge.json
-        holds the scope, the base model's fingerprint and the feature weights. Each file is written under a temporary
+        holds the scope and the base model's fingerprint. Each file is written under a temporary
         name and then renamed.
         """
         folder = Path(directory)
@@ -259,7 +210,6 @@ class TokenReranker(nn.Module):
             "format": FORMAT,
             "scope": self.scope,
             "base": hf.fingerprint(self.base),
-            "features": dict(zip(self.feature_names, self.feature_weight.tolist(), strict=True)),
         }
         replace_file(
             folder / "adapter_model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"})
@@ -298,14 +248,6 @@ class TokenReranker(nn.Module):
                 f"model: expected the base model that {folder} was trained on, got a {type(model).__name__} with other "
                 "weights or architecture; load that base model"
             )
-        features = description.get("features")
-        if not isinstance(features, dict) or not all(
-            name in FEATURES and hf.is_float32(weight) for name, weight in features.items()
-        ):
-            raise ValueError(
-                f"{folder / DESCRIPTION}: expected features among {', '.join(FEATURES)} with weights that float32 "
-                f"holds, got {str(features)[:200]}; save the adapter again"
-            )
         settings = folder / "adapter_config.json"
         values = _read_json(settings)
         try:
@@ -323,7 +265,7 @@ class TokenReranker(nn.Module):
                 raise ValueError(
                     f"{file}: expected rank {config.r} by the config, got {_shape(have)} in {name}; {APART}"
                 )
-        reranker = cls(model, config, scope, tuple(features))
+        reranker = cls(model, config, scope)
         parameters = reranker.tensors()
         for name in sorted(parameters.keys() | tensors.keys()):
             want, have = parameters.get(name), tensors.get(name)
@@ -339,7 +281,6 @@ class TokenReranker(nn.Module):
                     f"{file}: expected finite floats that {kind} holds, got others in {name}; save the adapter again"
                 )
             want.copy_(kept)
-        reranker.feature_weight.detach().copy_(torch.tensor(list(features.values()), dtype=torch.float32))
         return reranker
 
 
@@ -361,51 +302,6 @@ def read_description(folder: Path) -> dict[str, Any]:
             "train the adapter again, or load it with the version that wrote it"
         )
     return description
-
-
-def candidate_features(
-    slm_logprob: Tensor, llm_logprob: Tensor, source: Tensor, names: Sequence[str] = FEATURES
-) -> Tensor:
-    """Candidate features that deployment has at no extra cost.
-
-    Args:
-        slm_logprob: [K] log p_S of the pool, nats.
-        llm_logprob: [K] log p_T.
-        source: [K] bits, 1 = SLM, 2 = LLM.
-        names: columns among `FEATURES`: slm and llm are the log-probs standardised within the group, in_slm and in_llm
-            the source bits, slm_certain and llm_certain the standardised log-probs times the LLM's largest probability.
-
-    Returns:
-        float32 [K, F].
-
-    Raises:
-        TypeError: not tensors.
-        ValueError: lengths differ, or a name is unknown.
-    """
-    for name, given in (("slm_logprob", slm_logprob), ("llm_logprob", llm_logprob), ("source", source)):
-        if not isinstance(given, Tensor):
-            raise TypeError(f"{name}: expected a tensor [K], got {type(given).__name__}; pass that of a Pool")
-    if not slm_logprob.shape == llm_logprob.shape == source.shape or not set(names) <= set(FEATURES):
-        shapes = [list(values.shape) for values in (slm_logprob, llm_logprob, source)]
-        raise ValueError(
-            f"candidate_features: expected three [K] of one length and names among {FEATURES}, got {shapes} and "
-            f"{list(names)}; pass the log-probs and sources of one pool"
-        )
-    slm, llm = (_standardised(values.float()) for values in (slm_logprob, llm_logprob))
-    certainty = llm_logprob.float().exp().amax() if len(llm_logprob) else llm_logprob.new_zeros(())
-    columns = {
-        "slm": slm,
-        "llm": llm,
-        "in_slm": (source & 1).float(),
-        "in_llm": (source & 2).float() / 2,
-        "slm_certain": slm * certainty,
-        "llm_certain": llm * certainty,
-    }
-    return torch.stack([columns[name] for name in names], 1) if names else slm.new_zeros(len(slm), 0)
-
-
-def _standardised(values: Tensor) -> Tensor:
-    return (values - values.mean()) / (values.std(correction=0) + 1e-6)
 
 
 def _shape(tensor: Tensor | None) -> str:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.defaults import CERTAINTY
 from fb_core.llm import seeded
 from fb_core.pool import Pool
-from fb_core.reranker import TokenReranker, candidate_features
+from fb_core.reranker import TokenReranker
 from fb_core.value import ValueHead
 
 
@@ -120,52 +118,6 @@ def _check_kind(name: str, given: object, kind: type, remedy: str) -> None:
         raise TypeError(f"{name}: expected type {kind.__name__}, got {type(given).__name__}; pass {remedy}")
 
 
-class CertainLLM(Selector):
-    """The LLM's token where it is certain of it, another selector's otherwise.
-
-    Args:
-        selector: picks where the LLM is not certain, or its token is not in the pool.
-        certainty: the probability that the LLM's token must exceed; docs/worlds.md says how the default was chosen.
-
-    Raises:
-        TypeError: another selector that is none, or a certainty that is not a number.
-        ValueError: a certainty outside [0, 1].
-    """
-
-    def __init__(self, selector: Selector, certainty: float = CERTAINTY) -> None:
-        _check_kind("selector", selector, Selector, "one such as LLMPreference()")
-        if not isinstance(certainty, Real) or isinstance(certainty, bool):
-            raise TypeError(f"certainty: expected a number from 0 to 1, got {certainty!r:.80}; {CERTAINTY} is usual")
-        if not 0.0 <= certainty <= 1.0:
-            raise ValueError(f"certainty: expected a probability from 0 to 1, got {certainty}; {CERTAINTY} is usual")
-        self.selector: Selector = selector
-        self.certainty: float = certainty
-
-    def check_slm(self, slm: hf.CausalLM) -> None:
-        """As the other selector's."""
-        self.selector.check_slm(slm)
-
-    def choose(self, state: State, pool: Pool) -> int:
-        """The LLM's token, or the other selector's."""
-        return self.choose_many([state], [pool])[0][0]
-
-    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
-        """As `choose`, with the other selector's scores where it was asked."""
-        best = [int(pool.llm_logprob.argmax()) for pool in pools]
-        certain = [bool(pool.llm_logprob[top].exp() > self.certainty) for pool, top in zip(pools, best, strict=True)]
-        unsure = [row for row, sure in enumerate(certain) if not sure]
-        asked = self.selector.choose_many([states[row] for row in unsure], [pools[row] for row in unsure])
-        chosen: list[tuple[int, Tensor | None]] = [(top, None) for top in best]
-        for row, choice in zip(unsure, asked, strict=True):
-            chosen[row] = choice
-        return chosen
-
-
-def overridden(selector: Selector, certainty: float | None) -> Selector:
-    """The selector wrapped in a `CertainLLM` of that certainty; the selector itself if it is None."""
-    return selector if certainty is None else CertainLLM(selector, certainty)
-
-
 class ValueSelector(ScoringSelector):
     """The candidate of the highest worth, according to a head fitted to rollouts on another selector's scores.
 
@@ -179,7 +131,7 @@ class ValueSelector(ScoringSelector):
 
     def __init__(self, selector: ScoringSelector, head: ValueHead) -> None:
         _check_kind("selector", selector, ScoringSelector, "one such as FutureBridgeSelector(reranker)")
-        _check_kind("head", head, ValueHead, "one from fit_gate or fit_listwise")
+        _check_kind("head", head, ValueHead, "one from fit_value")
         self.selector = selector
         self.head = head
 
@@ -224,7 +176,7 @@ class FutureBridgeSelector(ScoringSelector):
 
     @torch.no_grad()
     def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
-        """The reranker's scores, with candidate features if it was trained with them.
+        """The reranker's scores.
 
         Raises:
             ValueError: a reranker in training mode.
@@ -234,20 +186,11 @@ class FutureBridgeSelector(ScoringSelector):
         reranker = self.reranker
         if reranker.training:
             raise ValueError("reranker: expected it in eval mode, got training mode; call .eval() first")
-        features = None
-        if reranker.feature_names:
-            features = [
-                candidate_features(pool.slm_logprob, pool.llm_logprob, pool.sources, reranker.feature_names)
-                for pool in pools
-            ]
-        return self._scores(states, pools, features)
+        return self._scores(states, pools)
 
-    def _scores(self, states: Sequence[State], pools: Sequence[Pool], features: list[Tensor] | None) -> list[Tensor]:
+    def _scores(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
         reranker = self.reranker
         prefixes = [state.prefix for state in states if state.prefix is not None]
         if reranker.scope == "candidate" and len(prefixes) == len(states):
-            return reranker.scores_many(prefixes, [pool.ids for pool in pools], features)
-        return [
-            reranker.scores(state.tokens, pool.ids, features=None if features is None else features[row])
-            for row, (state, pool) in enumerate(zip(states, pools, strict=True))
-        ]
+            return reranker.scores_many(prefixes, [pool.ids for pool in pools])
+        return [reranker.scores(state.tokens, pool.ids) for state, pool in zip(states, pools, strict=True)]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fb_core.counts import check_count
 from fb_kernels import compatibility_targets
 
 MARGIN, KL_WEIGHT = 1.0, 0.1  # of S2T-Local's loss
@@ -75,50 +74,6 @@ def group_targets(
         alpha=alpha,
     )
     return list(score.split(counts)), list(target.split(counts))
-
-
-def without_hindsight(logprob: Tensor, first: int, early: int) -> Tensor:
-    """Log-probs of a future, corrected for the head start of the candidate after which it was written.
-
-    The future's early tokens fit the candidate after which it was written (the LLM's own token), so they are less
-    likely after all others, for a reason that says nothing about those. With
-    gap[k, h] = max(0, logprob[first, h] - logprob[k, h]), the smallest gap of the others at h is what they all lose; it
-    is added back to each. The comparison among the others does not change.
-
-    Args:
-        logprob: [K, H] as from `CompatibilityScorer`, nats.
-        first: index of the candidate after which the future was written.
-        early: number of tokens that count as the start; all of them if the future is shorter.
-
-    Returns:
-        [K, H] of logprob's dtype: logprob plus the smallest gap, for every k other than `first` at h < early; equal to
-        logprob where K = 1 or early = 0.
-
-    Raises:
-        TypeError: log-probs that are not floating.
-        ValueError: a wrong shape, a `first` that is not a candidate, a negative `early`, or an early log-prob that is
-            not finite.
-    """
-    if not logprob.is_floating_point():
-        raise TypeError(f"logprob: expected a floating dtype, got {logprob.dtype}; pass the scorer's log-probs")
-    if logprob.ndim != 2:
-        raise ValueError(f"logprob: expected [K, H], got {list(logprob.shape)}; pass one group's log-probs")
-    if not 0 <= first < len(logprob):
-        raise ValueError(
-            f"first: expected the index of one of {len(logprob)} candidates, got {first}; find the LLM's own token "
-            "among them"
-        )
-    check_count("early", early, 0, "0 changes nothing", "{} or more tokens")
-    start = logprob[:, :early]  # [K, early]
-    if not bool(start.isfinite().all()):
-        bad = int((~start.isfinite()).sum())
-        raise ValueError(f"logprob: expected finite early log-probs, got {bad} that are not; leave the state out")
-    others = torch.arange(len(logprob), device=logprob.device) != first
-    repaired = logprob.clone()
-    if early and len(logprob) > 1:
-        gap = (start[first] - start[others]).clamp(min=0)  # [K - 1, early]
-        repaired[others, :early] += gap.amin(0)
-    return repaired
 
 
 def selection_target(llm_logprob: Tensor) -> Tensor:

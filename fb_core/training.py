@@ -28,7 +28,7 @@ ABOUT = "about"  # entry of a state that describes its sweep: JSON as bytes
 
 @dataclass(frozen=True)
 class TrainingGroup:
-    """One state: its position in the trajectory, candidates [K], soft targets [K] or [K, h], features [K, F] if used.
+    """One state: its position in the trajectory, candidates [K], soft targets [K] or [K, h].
 
     The columns of [K, h] are those of `group_targets`, one per horizon; [K] is one column.
     """
@@ -36,7 +36,6 @@ class TrainingGroup:
     position: int
     candidates: Tensor
     target: Tensor
-    features: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class TrainingTrajectory:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The published recipe; the feature weights' learning rate is `feature_scale` times that of the other parameters.
+    """The published recipe.
 
     A step's trajectories are divided into `microbatches` contiguous pieces with about equally many groups; no
     trajectory is cut. Each piece is one forward and backward pass, which saves memory and lets that many processes
@@ -69,7 +68,6 @@ class Recipe:
     clip: float = 1.0
     groups_per_step: int = 32
     epochs: int = 3
-    feature_scale: float = 5.0
     seed: int = 0
     microbatches: int = 1
     margin: float = 0.0
@@ -77,7 +75,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("epochs", "groups_per_step", "microbatches"):
             check_count(name, getattr(self, name), 1, "leave it out for the published value")
-        for name in ("learning_rate", "weight_decay", "warmup", "clip", "feature_scale", "margin"):
+        for name in ("learning_rate", "weight_decay", "warmup", "clip", "margin"):
             if not 0.0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name}: expected 0 or more, got {value}; leave it out for the default")
 
@@ -145,8 +143,8 @@ class Sweep:
     Raises:
         TypeError: runs or trajectories of another type, ids or positions that are not integers.
         ValueError: no runs, a reranker given twice, different bases, parameters that are not float32, no groups,
-            targets without a run's column, features missing or of another shape, an id outside the vocabulary, more
-            processes than microbatches, or processes with different arguments.
+            targets without a run's column, an id outside the vocabulary, more processes than microbatches, or processes
+            with different arguments.
     """
 
     def __init__(
@@ -173,24 +171,20 @@ class Sweep:
         self._dropouts = [layer for run in self.runs for layer in hf.adapter_dropouts(run.reranker.adapted)]
         self._parameters = [_trained(run.reranker) for run in self.runs]
         self._tensors: dict[str, Tensor] = {}  # all that a step changes, flat
-        self._weights: list[tuple[Tensor, ...]] = []  # for each run: adapter and head, then feature weights
-        moments = []
+        self._weights: list[Tensor] = []  # each run's adapter and head, flat
         for index, parameters in enumerate(self._parameters):
             flat = self._gather(torch.cat([parameter.detach().flatten() for parameter in parameters]))[0].clone()
             for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 parameter.data = piece.view_as(parameter)
             tensors = {"parameters": flat, "exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
             self._tensors |= {f"run.{index}.{name}": tensor for name, tensor in tensors.items()}
-            features = self.runs[index].reranker.feature_weight.numel()
-            weights, *both = (tensor.split([len(flat) - features, features]) for tensor in tensors.values())
-            self._weights.append(weights)
-            moments += list(zip(weights, *both, strict=True))
-        slow, fast = zip(*self._weights, strict=True)
+            self._weights.append(flat)
         self._optimizer = torch.optim.AdamW(
-            [{"params": slow}, {"params": fast}], betas=self.recipe.betas, weight_decay=self.recipe.weight_decay
+            self._weights, betas=self.recipe.betas, weight_decay=self.recipe.weight_decay
         )
-        for weight, first, second in moments:
-            self._optimizer.state[weight] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
+        for index, weight in enumerate(self._weights):
+            moments = {name: self._tensors[f"run.{index}.{name}"] for name in ("exp_avg", "exp_avg_sq")}
+            self._optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
 
     @property
     def step(self) -> int:
@@ -209,12 +203,10 @@ class Sweep:
         if self.step == self.total:
             raise ValueError(f"advance: expected fewer than {self.total} steps done, got all; give more epochs")
         norms, losses = [], []
-        for weights, gradient in zip(self._weights, self._gradients(), strict=True):
-            *pieces, loss = gradient.split([*(len(weight) for weight in weights), 1])
-            for weight, piece in zip(weights, pieces, strict=True):
-                weight.grad = piece
-            norms.append(nn.utils.clip_grad_norm_(weights, self.recipe.clip))
-            losses.append(loss[0])
+        for weight, gradient in zip(self._weights, self._gradients(), strict=True):
+            weight.grad = gradient[:-1]
+            norms.append(nn.utils.clip_grad_norm_(weight, self.recipe.clip))
+            losses.append(gradient[-1])
         found = torch.stack([torch.stack(losses), torch.stack(norms)]).tolist()
         names = ("loss: expected a finite number", "gradient: expected a finite norm")
         for name, values in zip(names, found, strict=True):
@@ -223,8 +215,7 @@ class Sweep:
                     raise ValueError(f"{name}, got {value} in step {self.step + 1} of run {run}; lower the rate")
         self.norms = found[1]
         self.rate = self.recipe.learning_rate * _linear(self.step, self.total, self.recipe.warmup)
-        for options, scale in zip(self._optimizer.param_groups, (1.0, self.recipe.feature_scale), strict=True):
-            options["lr"] = self.rate * scale
+        self._optimizer.param_groups[0]["lr"] = self.rate
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.losses.append(found[0])
@@ -344,7 +335,7 @@ def train_reranker(
     recipe: Recipe | None = None,
     on_step: Callable[[int, int, float], None] | None = None,
 ) -> list[float]:
-    """Train adapter, head and feature weights in place by group cross-entropy: a `Sweep` of one run.
+    """Train adapter and head in place by group cross-entropy: a `Sweep` of one run.
 
     Args:
         reranker: as from `TokenReranker.from_base`; in eval mode afterwards.
@@ -357,9 +348,8 @@ def train_reranker(
 
     Raises:
         TypeError: arguments of another type, ids or positions that are not integers.
-        ValueError: no groups, a target of another length than its candidates, features missing or of another shape, an
-            id outside the vocabulary, or a loss or gradient that is not finite (the reranker then keeps its last finite
-            state).
+        ValueError: no groups, a target of another length than its candidates, an id outside the vocabulary, or a loss
+            or gradient that is not finite (the reranker then keeps its last finite state).
     """
     recipe = recipe or Recipe()
     sweep = Sweep([Run(reranker, recipe.seed)], trajectories, recipe)
@@ -459,15 +449,10 @@ class _Batch:
         if reranker.scope == "candidate" and self.layout is not None:
             model = hf.causal_lm(reranker.adapted)
             hidden = hf.packed_forward(model, self.ids, self.positions, self.layout)
-            features = [group.features for group in self.groups if group.features is not None]
-            return reranker.score_hidden(hidden, features if reranker.feature_names else None)
+            return reranker.score_hidden(hidden)
         return torch.cat(
             [
-                reranker.scores(
-                    trajectory.tokens[: group.position],
-                    group.candidates,
-                    features=group.features if reranker.feature_names else None,
-                )
+                reranker.scores(trajectory.tokens[: group.position], group.candidates)
                 for trajectory in self.trajectories
                 for group in trajectory.groups
             ]
@@ -551,16 +536,15 @@ def _needed(trajectory: TrainingTrajectory) -> Tensor:
 
 
 def _trained(reranker: TokenReranker) -> list[nn.Parameter]:
-    """The parameters that train, the feature weights last."""
-    last = reranker.feature_weight
-    parameters = [p for p in reranker.parameters() if p.requires_grad and p is not last]
+    """The parameters that train."""
+    parameters = [parameter for parameter in reranker.parameters() if parameter.requires_grad]
     for parameter in parameters:
         if parameter.dtype != torch.float32:
             raise ValueError(
                 f"reranker: expected float32 parameters, got {parameter.dtype}; "
                 "make it on a base in float32, bfloat16 or float16"
             )
-    return [*parameters, last] if last.numel() else parameters
+    return parameters
 
 
 def _about(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory], recipe: Recipe) -> dict[str, Any]:
@@ -572,7 +556,6 @@ def _about(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory], reci
             "seed": run.seed,
             "column": run.column,
             "scope": run.reranker.scope,
-            "features": run.reranker.feature_names,
             **{name: config[name] for name in ("r", "lora_alpha", "lora_dropout")},
         }
     about |= {f"recipe.{name}": value for name, value in asdict(recipe).items()}
@@ -598,8 +581,6 @@ def _digest(trajectories: Sequence[TrainingTrajectory]) -> str:
         tensors = [trajectory.tokens]
         for group in trajectory.groups:
             tensors += [torch.tensor(group.position), group.candidates, group.target]
-            if group.features is not None:
-                tensors.append(group.features)
         for tensor in tensors:
             digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
             digest.update(tensor.cpu().numpy().tobytes())
@@ -635,15 +616,10 @@ def _check_list(name: str, given: Sequence[Any], kind: type) -> None:
 
 
 def _checked_trajectory(runs: Sequence[Run], trajectory: TrainingTrajectory) -> TrainingTrajectory:
-    """The trajectory with its states checked, targets [K, R] of the runs; features that no run has are left out."""
+    """The trajectory with its states checked, targets [K, R] of the runs."""
     base = runs[0].reranker.base
     tokens = hf.token_ids("tokens", trajectory.tokens, base)
     columns = [run.column for run in runs]
-    named = {run.reranker.feature_names for run in runs} - {()}
-    if len(named) > 1:
-        raise ValueError(
-            f"feature_names: expected the same in all runs that have any, got {sorted(named)}; train them separately"
-        )
     groups = []
     for group in trajectory.groups:
         position = hf.check_position(group.position, len(tokens))
@@ -658,16 +634,6 @@ def _checked_trajectory(runs: Sequence[Run], trajectory: TrainingTrajectory) -> 
                 f"columns {sorted(set(columns))}, got {list(group.target.shape)} {group.target.tolist()}; "
                 "build targets with group_targets"
             )
-        for names in named:
-            if group.features is None or group.features.shape != (len(candidates), len(names)):
-                got = None if group.features is None else list(group.features.shape)
-                raise ValueError(
-                    f"features: expected [{len(candidates)}, {len(names)}] in every group for {', '.join(names)}, got "
-                    f"{got}; build them with candidate_features"
-                )
         target = target[:, columns].to(base.device, torch.float32)
-        features = None
-        if named and group.features is not None:
-            features = group.features.detach().to(base.device, torch.float32)
-        groups.append(TrainingGroup(position, candidates, target, features))
+        groups.append(TrainingGroup(position, candidates, target))
     return TrainingTrajectory(tokens, groups)

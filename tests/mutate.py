@@ -38,7 +38,6 @@ CORE = {  # source: its tests, the quickest first
     "fb_core/engine/pages.py": ["core/test_engine.py"],
     "fb_core/reranker.py": ["core/test_reranker.py"],
     "fb_core/training.py": ["core/test_training.py"],
-    "fb_core/calibrated.py": ["core/test_calibration.py"],
     "fb_core/llm.py": ["core/test_llm.py", "core/test_decoding.py"],
     "fb_kernels/layout.py": ["kernels/test_layout.py", "kernels/test_branch_attention.py"],
     "fb_kernels/segments.py": [

@@ -134,13 +134,13 @@ BAD_SETTINGS = {
     "train: {rank: x}": ["train.rank: Input should be a valid integer, "],
     "train: {rank: 1.5}": ["train.rank: Input should be a valid integer, "],
     "train: {rank: null}": ["train.rank: Input should be a valid integer"],
-    "train: {target: futures}": ["train.target: Input should be 'future', 'calibrated' or 'select'"],
+    "train: {target: futures}": ["train.target: Input should be 'future' or 'select'"],
     "train: [1]": ["train: Input should be a valid dictionary"],
     "train: {horizons: [8, x]}": ["train.horizons.1: Input should be a valid integer, "],
     "train: {horizons: [256]}": ["train.horizons: expected at most the scored horizon 128, got 256; raise"],
     "train: {horizons: []}": ["train.horizons: Tuple should have at least 1 item"],
     "train: {seeds: [0, 0]}": ["train.seeds: expected different numbers, got one twice; name each once"],
-    "train: {hindsight: 2, target: select}": ['train: hindsight: expected 0 with target "select", got 2'],
+    "train: {alpha: 0.5, target: select}": ['train: alpha: expected 1 with target "select", got 0.5'],
     "score: {token_budget: many}": ["score.token_budget.", "score.token_budget."],
     "score: {horizon: .nan}": ["score.horizon: Input should be a finite number"],
     "collect: {quantile: .nan}": ["collect.quantile: Input should be less than or equal to 1"],
@@ -420,10 +420,6 @@ def test_settings_are_shown_by_name(arguments):
         (
             ["--slm", "a", "--server", "http://b", "--flavour", "vlm"],
             "flavour: Input should be 'vllm', 'sglang' or ",
-        ),
-        (
-            ["--slm", "a", "--llm", "b", "--certainty", "0.5"],
-            "certainty: expected an adapter with it, ",
         ),
     ],
 )

@@ -266,9 +266,9 @@ def test_the_readme_shows_the_means_of_all_cells() -> None:
         return {"correct": "1" * right + "0" * (10 - right), "calls": calls, "llm_tokens": tokens}
 
     def cell(seed: int, ours: int) -> dict[str, Any]:
-        rows = {"SLM greedy": row(5, 0.0, 0.0), "direct LLM score": row(6, 4.0, 4.0), "plain": row(ours, 4.0, 4.0)}
+        rows = {"greedy": row(5, 0.0, 0.0), "direct": row(6, 4.0, 4.0), "published": row(ours, 4.0, 4.0)}
         rows["takeover"] = row(9, 40.0, 1.0)
-        return {"world": "tiny", "seed": seed, "quantile": 0.9, "deployed": "plain", "rows": rows}
+        return {"world": "tiny", "seed": seed, "quantile": 0.9, "deployed": "published", "rows": rows}
 
     lines = figures.accuracy(Cells([cell(1, 7), cell(2, 9)]), [])
     (ours,) = (line for line in lines if line.startswith("| **FutureBridge**"))

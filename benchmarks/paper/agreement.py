@@ -26,7 +26,7 @@ from fb_core.page import markdown_table
 from fb_core.pool import LARGE, SLM
 from fb_core.reranker import TokenReranker
 from fb_core.stages.artefacts import Artefact, table_bytes
-from fb_core.stages.choice import ChoiceStage
+from fb_core.stages.choose import ChoiceStage, RerankerStage, reranked
 from fb_core.stages.commands import Command, stages_of
 from fb_core.stages.deploy import chosen_reranker
 from fb_core.stages.examples import NATS, Examples, Group, Rollout
@@ -34,11 +34,9 @@ from fb_core.stages.inputs import file_stem
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import run_stage
 from fb_core.stages.scores import ScoreStage
-from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.stages.states import StateStage
 from fb_core.stages.trajectories import TrajectoryStage
-from fb_core.stages.values import reranked
 from fb_core.statistics import Interval
 
 Tally = NDArray[np.float64]

@@ -11,11 +11,11 @@ from benchmarks.paper.r2r.stages import RouterStage
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
 from fb_core import hf
 from fb_core.stages.artefacts import Artefact
+from fb_core.stages.choose import RerankerStage
 from fb_core.stages.decode import ASKED, DecodeStage, Loop, Trial
 from fb_core.stages.deploy import DEPLOYED_STAGE, Generate, chosen_digest
 from fb_core.stages.inputs import DEPLOYED, benchmark_problems, file_stem, problems_hash
 from fb_core.stages.problems import Problem
-from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Stage
 from fb_core.stages.states import PolicyStage
 

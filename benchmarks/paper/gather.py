@@ -30,8 +30,7 @@ from benchmarks.paper.tables import OURS, TABLES, Plan, Table, plan_of, settings
 from fb_core import explain, statistics
 from fb_core.config import ModelSettings
 from fb_core.stages.artefacts import Artefact, digest
-from fb_core.stages.choice import STAGES as CHOICE
-from fb_core.stages.choice import ChoiceStage
+from fb_core.stages.choose import CHOICE, ChoiceStage, RerankerStage, SelectionStage
 from fb_core.stages.decode import Row
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.examples import Examples
@@ -39,7 +38,6 @@ from fb_core.stages.futures import FutureStage
 from fb_core.stages.inputs import models_of
 from fb_core.stages.rollouts import RolloutStage, token_kind
 from fb_core.stages.scores import ScoreStage
-from fb_core.stages.selection import RerankerStage, SelectionStage
 from fb_core.stages.stage import Stage
 from fb_core.stages.states import PolicyStage, StateStage
 from fb_core.stages.training import TrainStage

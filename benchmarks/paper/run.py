@@ -17,6 +17,7 @@ from benchmarks.paper.agreement import AgreementStage, judge_benchmarks
 from benchmarks.paper.comparison import CompareStage, DeploymentStage
 from benchmarks.paper.futures import OtherScoreStage, OwnFutureStage, SampleStage
 from benchmarks.paper.methods import method
+from benchmarks.paper.nested_runs import link, work_through
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import OURS, PROBLEM, TABLES, Plan, Table, Variant, plan_of, settings_of_variant
@@ -26,7 +27,6 @@ from fb_core.progress import Board
 from fb_core.stages.artefacts import json_bytes
 from fb_core.stages.commands import Command, run_command, stages_of
 from fb_core.stages.deploy import DEPLOYED_STAGE
-from fb_core.stages.nested_runs import link, work_through
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import run_stage
 from fb_core.stages.scores import ScoreStage

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.paper.methods import label_of
+from benchmarks.paper.nested_runs import FOLDER, training_changes
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
+from fb_core.config import Changes, changed
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.nested_runs import FOLDER, Changes, changed, training_changes
 
 OURS = "futurebridge"  # key of the run's own reranker
 PROBLEM = "problem.json"  # why a variant could not be made, in its folder

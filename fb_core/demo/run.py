@@ -17,7 +17,7 @@ from rich.markdown import Markdown
 from rich.progress import TimeElapsedColumn
 from rich.text import Text
 
-from fb_core.config import RunSettings
+from fb_core.config import Changes, RunSettings, changed
 from fb_core.demo import DEMO, pairs
 from fb_core.explain import find_rows, html_page, print_rows
 from fb_core.files import write_file
@@ -28,7 +28,6 @@ from fb_core.stages.commands import Command, run_command
 from fb_core.stages.deploy import LABELS
 from fb_core.stages.evaluation import EvaluateStage
 from fb_core.stages.inputs import models_of
-from fb_core.stages.nested_runs import Changes, changed
 
 WORLDS = ("tiny", "tiny-helpful", "tiny-control")  # the slowest first
 COMMANDS: tuple[Command, ...] = ("collect", "futures", "score", "train", "evaluate")
@@ -36,14 +35,13 @@ LOG = "log.txt"
 
 
 def demo_settings(seed: int) -> dict[str, RunSettings]:
-    """The shipped worlds by name, with fresh problems of a seed, one reranker, and fewer recipes."""
+    """The shipped worlds by name, with fresh problems of a seed and one reranker."""
     found = {}
     for name in WORLDS:
         shipped = RunSettings.load(name)
         once: Changes = {
             "problems": {"seed": seed},
             "train": {"seeds": (seed,), "horizons": (shipped.score.horizon,)},
-            "choice": {"trained": (), "tried": 5},
         }
         found[name] = changed(shipped, once)
     return found

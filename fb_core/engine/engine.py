@@ -408,7 +408,6 @@ def _one_after_another(state: _State) -> None:
         decoder.max_events = task.max_events
         if task.selector is not None:
             decoder.intervention = replace(decoder.intervention, selector=task.selector)
-            decoder.policy = replace(decoder.policy, ask=None)  # the AskHead was fitted to the engine's own selector
 
         def on_token(row: hf.Running, handle: Handle = handle) -> bool:
             handle._task.row = row

@@ -25,11 +25,11 @@ from fb_core.intervention import Intervention
 from fb_core.llm import GONE, LLM, LocalLLM
 from fb_core.native import NativeDecoder
 from fb_core.pair import Pair
-from fb_core.policy import AskHead, RequestPolicy, not_finite
+from fb_core.policy import RequestPolicy, not_finite
 from fb_core.pool import Event, Pool
 from fb_core.recipe import Deployed
 from fb_core.reranker import TokenReranker
-from fb_core.selectors import CertainLLM, FutureBridgeSelector, ScoringSelector, Selector, State, ValueSelector
+from fb_core.selectors import FutureBridgeSelector, ScoringSelector, Selector, State, ValueSelector
 from fb_kernels import Halt
 
 MAX_WAIT_STEPS = 8
@@ -60,7 +60,7 @@ class Task:
         threshold: nats.
         max_events: of this sequence.
         ranking: whether the likeliest tokens at each place are recorded.
-        selector: of this sequence; None for the loop's. The policy's `AskHead` applies only to the loop's.
+        selector: of this sequence; None for the loop's.
     """
 
     row: hf.Running
@@ -121,7 +121,7 @@ class Loop:
         count = _pages(pair, rows, length, memory)
         self.model, llm, selector, self.merged = over_pages(pair, intervention.selector, length, count)
         self.intervention = replace(intervention, llm=llm, selector=selector)
-        self.step = DecodeStep(self.model, pair.vocabulary, policy, pair.ends, rows)
+        self.step = DecodeStep(self.model, pair.vocabulary, policy.top_k, pair.ends, rows)
         self.prefill = prefill
         self.waiting: deque[Task] = deque()
         self.entering: deque[Task] = deque()  # they have pages, and their prompts are being prefilled
@@ -130,11 +130,6 @@ class Loop:
         elsewhere = llm is not None and not isinstance(llm, LocalLLM)
         self._threads = ThreadPoolExecutor(rows, "fb-ask") if elsewhere and rows > 1 else None
         self._process = os.getpid()
-
-    @property
-    def ask(self) -> AskHead | None:
-        """The policy's `AskHead`, if it has one."""
-        return self.step.ask
 
     @property
     def memory(self) -> dict[str, int]:
@@ -150,19 +145,17 @@ class Loop:
     def load_adapter(self, directory: str | os.PathLike[str]) -> None:
         """Replace the merged reranker; raises as `CollaborativeDecoder.load_adapter`."""
         selector = self.intervention.selector
-        inner = selector.selector if isinstance(selector, CertainLLM) else selector
         deployed = Deployed.load(directory)
-        plain = deployed is None or deployed.recipe.plain
-        if isinstance(inner, ValueSelector) or self.ask is not None or not plain:
+        if isinstance(selector, ValueSelector) or (deployed is not None and deployed.recipe != "published"):
             raise ValueError(
-                "load_adapter: expected a plain reranker to replace another, got heads fitted to one or a chosen "
-                "recipe; make a decoder with deployment_of"
+                "load_adapter: expected the recipe published before and after, got another; make a decoder with "
+                "deployment_of"
             )
         reranker = TokenReranker.from_pretrained(directory, self.model.model).eval()
         assert self.merged is not None
         self.merged.load(reranker)
-        assert isinstance(inner, MergedSelector)
-        inner.reranker = reranker
+        assert isinstance(selector, MergedSelector)
+        selector.reranker = reranker
 
     def check(self, task: Task) -> None:
         """ValueError for a sequence that can never fit, or with an id that only the SLM has."""
@@ -290,7 +283,7 @@ class Loop:
         task.place, task.since = len(self.rows), self.step.begun
         self.rows.append(task)
         limit = task.stop.length(task.row) - 1  # it halts before its last token
-        self.step.put(task.place, task.row.tokens, task.pages, limit, task.threshold, gated=task.selector is None)
+        self.step.put(task.place, task.row.tokens, task.pages, limit, task.threshold)
         self.step.go_on(task.place, task.max_events)
 
     def _end(self, task: Task) -> None:
@@ -468,8 +461,6 @@ def over_pages(
     merged: list[MergedReranker] = []
 
     def over(selector: Selector) -> Selector:
-        if type(selector) is CertainLLM:
-            return CertainLLM(over(selector.selector), selector.certainty)
         if type(selector) is ValueSelector:
             return ValueSelector(cast("ScoringSelector", over(selector.selector)), selector.head)
         if type(selector) is FutureBridgeSelector and selector.reranker.scope == "candidate":

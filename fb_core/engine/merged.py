@@ -78,21 +78,18 @@ class MergedReranker:
         self.layers, self._versions = layers, versions if tracked else None
 
     @torch.no_grad()
-    def scores_many(
-        self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor], features: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
+    def scores_many(self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
         """As `TokenReranker.scores_many`; every prefix is in pages of the model from its first token on.
 
         Args:
             prefixes: one per state, of the model's `kv`.
             candidates: one [K] int64 per state.
-            features: one [K, F] per state, if the reranker was trained with features.
 
         Returns:
             one float32 [K] per state.
         """
         hidden = self._hidden(prefixes, candidates)
-        scores = self.reranker.score_hidden(torch.cat(hidden), features)
+        scores = self.reranker.score_hidden(torch.cat(hidden))
         return list(scores.split([len(pool) for pool in candidates]))
 
     def _hidden(self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
@@ -141,6 +138,6 @@ class MergedSelector(FutureBridgeSelector):
         super().__init__(reranker)
         self.merged = MergedReranker(reranker, model)
 
-    def _scores(self, states: Sequence[State], pools: Sequence[Pool], features: list[Tensor] | None) -> list[Tensor]:
+    def _scores(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
         prefixes = [state.prefix for state in states if state.prefix is not None]
-        return self.merged.scores_many(prefixes, [pool.ids for pool in pools], features)
+        return self.merged.scores_many(prefixes, [pool.ids for pool in pools])

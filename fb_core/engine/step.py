@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from fb_core.engine.model import PagedModel
 from fb_core.engine.pages import SIZE, pages_of
-from fb_core.policy import RequestPolicy
 from fb_kernels import DecodeState, Halt, commit_, topk_entropy
 
 RING = 2
@@ -63,18 +61,15 @@ class DecodeStep:
     Args:
         model: computes the step.
         vocabulary: how many of its ids count.
-        policy: gives `top_k` and `ask`.
+        top_k: number of largest logits that the entropy is taken over.
         ends: ids at which a row halts.
         rows: maximum number of sequences.
     """
 
-    def __init__(
-        self, model: PagedModel, vocabulary: int, policy: RequestPolicy, ends: frozenset[int], rows: int
-    ) -> None:
+    def __init__(self, model: PagedModel, vocabulary: int, top_k: int, ends: frozenset[int], rows: int) -> None:
         self.model = model
         self.vocabulary = vocabulary
-        self.top_k = min(policy.top_k, vocabulary)
-        self.ask = policy.ask
+        self.top_k = min(top_k, vocabulary)
         self.rows = rows
         with torch.inference_mode(False):
             device = model.keys[0].device
@@ -86,7 +81,6 @@ class DecodeStep:
             )
             self.limit = torch.zeros(rows, dtype=torch.int32, device=device)
             self.threshold = torch.zeros(rows, dtype=torch.float64, device=device)
-            self.least = torch.full((rows,), -math.inf, dtype=torch.float64, device=device)  # worth of asking
             self.table = torch.zeros(rows, pages_of(model.length), dtype=torch.int32, device=device)
             self.first_slot = torch.full(self.table.shape, -SIZE, dtype=torch.int32, device=device)  # of each page
             self.logits = model.keys[0].new_zeros(rows, vocabulary)
@@ -108,9 +102,7 @@ class DecodeStep:
         return self._begun
 
     @torch.no_grad()
-    def put(
-        self, row: int, tokens: Sequence[int], pages: Sequence[int], limit: int, threshold: float, gated: bool = True
-    ) -> None:
+    def put(self, row: int, tokens: Sequence[int], pages: Sequence[int], limit: int, threshold: float) -> None:
         """Put a sequence into a row; the keys and values of all its tokens but the last are in its pages.
 
         Args:
@@ -119,7 +111,6 @@ class DecodeStep:
             pages: enough for `limit` tokens.
             limit: number of tokens at which it halts.
             threshold: nats.
-            gated: whether the policy's `ask`, if it has one, must also admit an event.
         """
         self.order()
         count = len(tokens)
@@ -127,7 +118,6 @@ class DecodeStep:
         self.state.length[row] = count
         self.limit[row] = limit
         self.threshold[row] = threshold
-        self.least[row] = self.ask.least if gated and self.ask is not None else -math.inf
         held = torch.tensor(pages, dtype=torch.int32)
         self.table[row, : len(pages)] = held
         self.first_slot[row, : len(pages)] = held * SIZE
@@ -172,7 +162,7 @@ class DecodeStep:
         known = count + RING
         self.state.tokens[to, :known] = self.state.tokens[row, :known]
         state = self.state
-        columns = (state.length, state.halt, state.budget, self.limit, self.threshold, self.least, self.table)
+        columns = (state.length, state.halt, state.budget, self.limit, self.threshold, self.table)
         for column in columns:
             column[to] = column[row]
         self.first_slot[to] = self.first_slot[row]
@@ -245,8 +235,5 @@ class DecodeStep:
         logits.copy_(model.logits(hidden, self.vocabulary))
         entropy, _, ids = topk_entropy(logits, self.top_k)
         token = ids[:, 0]  # the first of equal ones
-        if self.ask is not None:  # entropy -inf makes no event where asking is not worth it
-            worth, least = self.ask.worth(model.normed(hidden), entropy), self.least[:rows]
-            entropy = entropy.masked_fill(least.isfinite() & ~(worth > least), -math.inf)
         limits = {"threshold": self.threshold[:rows], "eos_ids": self.ends, "max_length": self.limit[:rows]}
         commit_(state, token, entropy, **limits, outcome=self.ring[place, :rows])

@@ -73,7 +73,6 @@ class Step:
     logits: Tensor  # float32 [B, V] after each row's last token
     cache: Cache  # cache of all rows, left-padded to `slots` tokens
     slots: int
-    hidden: Tensor | None = None  # [B, D] after the final norm, if it was asked for
 
 
 def new_cache() -> DynamicCache:
@@ -137,6 +136,7 @@ def left_padded(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     return ids, (torch.arange(longest, device=ids.device) >= longest - lengths[:, None]).long()
 
 
+@torch.no_grad()
 def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
     """float32 [B, V] after the last token of each row; a cache is extended by the new tokens.
 
@@ -146,14 +146,6 @@ def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache:
         mask: [B, cached + n], 0 at left padding; None for none.
         cache: of the tokens before; None to keep nothing.
     """
-    return last_outputs(model, ids, mask, cache)[0]
-
-
-@torch.no_grad()
-def last_outputs(
-    model: CausalLM, ids: Tensor, mask: Tensor | None, cache: Cache | None, *, hidden: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """(`last_logits`, the hidden state [B, D] after the final norm if it is asked for)."""
     options: dict[str, Any] = {"past_key_values": cache, "use_cache": cache is not None}
     if mask is not None:
         options["attention_mask"] = mask
@@ -161,8 +153,7 @@ def last_outputs(
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1
     with _contiguous_input(model.get_output_embeddings() if min(ids.shape) > 1 else None):
-        found = model(input_ids=ids, output_hidden_states=hidden, **options)
-    return found.logits[:, -1].float(), found.hidden_states[-1][:, -1] if hidden else None
+        return model(input_ids=ids, **options).logits[:, -1].float()
 
 
 def _contiguous_input(head: nn.Module | None) -> AbstractContextManager[object]:
@@ -188,7 +179,6 @@ def lockstep(
     batch_tokens: int,
     *,
     shared: bool = False,
-    hidden: bool = False,
 ) -> list[Running]:
     """Continue many prompts together, one token at a time, in left-padded batches of similar lengths.
 
@@ -199,7 +189,6 @@ def lockstep(
         choose: gives the next token of every row.
         batch_tokens: maximum tokens of one batch, padding and new ones included.
         shared: equal prompts of a batch are one row of its first forward; not for a caller with hooks on the forward.
-        hidden: whether steps have hidden states.
 
     Returns:
         one row per prompt, in order.
@@ -212,12 +201,11 @@ def lockstep(
         ids, mask = left_padded([prompts[row.index] for row in first])
         width, cache = ids.shape[1], new_cache()
         for step in count():
-            logits, states = last_outputs(model, ids, mask, cache, hidden=hidden)
+            logits = last_logits(model, ids, mask, cache)
             if len(logits) < len(live):  # equal prompts shared a row: from here on each has its own
                 keep_rows(cache, source, device)
                 logits, mask = logits[source], None if mask is None else mask[source]
-                states = None if states is None else states[source]
-            for row, token in zip(live, choose(Step(step, live, logits, cache, width + step, states)), strict=True):
+            for row, token in zip(live, choose(Step(step, live, logits, cache, width + step)), strict=True):
                 row.tokens.append(token)
             going = [place for place, row in enumerate(live) if not stop(row)]
             if not going:

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
 from fb_core.config import SETTINGS, RunSettings
 from fb_core.files import write_file
-from fb_core.stages.artefacts import Artefact
-from fb_core.stages.calibration import CalibrationStage
-from fb_core.stages.choice import STAGES as CHOICE
-from fb_core.stages.cluster import dismiss
+from fb_core.stages.choose import CHOICE, RerankerStage, SelectionStage
 from fb_core.stages.evaluation import EvaluateStage, write_page
 from fb_core.stages.futures import FutureStage
-from fb_core.stages.nested_runs import FOLDER, TRAINED, changed, training_changes, work_through
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import plan, run_stage
 from fb_core.stages.scores import ScoreStage
-from fb_core.stages.selection import RerankerStage, SelectionStage
 from fb_core.stages.stage import Engine, Stage
 from fb_core.stages.states import PolicyStage, StateStage
 from fb_core.stages.training import TrainStage
 from fb_core.stages.trajectories import TrajectoryStage
-from fb_core.stages.values import competing
 
 Command = Literal["collect", "futures", "score", "rollouts", "train", "evaluate"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
@@ -32,20 +26,16 @@ COMMANDS: tuple[Command, ...] = get_args(Command)
 
 def stages_of(command: Command, settings: RunSettings) -> tuple[type[Stage], ...]:
     """The stages that a command runs under these settings, in order."""
-    calibrated = settings.train.target == "calibrated"
     stages: dict[Command, tuple[type[Stage], ...]] = {
         "collect": (TrajectoryStage, PolicyStage, StateStage),
         "futures": (FutureStage,),
         "score": (ScoreStage,),
         "rollouts": (RolloutStage,),
-        "train": (
-            *((RolloutStage, CalibrationStage) if calibrated else ()),
-            TrainStage,
-            SelectionStage,
-            RerankerStage,
-        ),
+        "train": (TrainStage, SelectionStage, RerankerStage),
         "evaluate": (EvaluateStage,),
     }
+    if command == "train" and settings.problems.certification:
+        return (*stages[command], RolloutStage, *CHOICE)
     return stages[command]
 
 
@@ -74,67 +64,35 @@ def run_command(
     """
     is_main = int(os.environ.get("RANK", "0")) == 0  # under `accelerate launch` the other processes only help to train
 
-    def work(kinds: Sequence[type[Stage]]) -> None:
-        for kind in kinds:
-            stage = kind(settings, run)
-            if is_main and dry_run:
-                show(plan(stage))
-            elif is_main:
-                manifest = run_stage(stage, engine)
-                show(stage.report(manifest))
-                if kind is EvaluateStage:
-                    write_page(run, manifest)
-            elif kind is TrainStage and not dry_run:
-                run_stage(stage, is_main=False)
-
     if command == "train":
         _check_choice(settings)
-    work(stages_of(command, settings))
-    if command == "train" and settings.problems.certification:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            if is_main:
-                show("The sweep is trained. Run `futurebridge train` again in a single process to choose the recipe.")
-        else:
-            work((RolloutStage,))
-            if dry_run:
-                names, runs = ", ".join(settings.choice.trained), len(settings.train.seeds)
-                show(f"{names or 'no other rerankers'}: also trained and selected, {runs} runs each at one horizon")
-            else:
-                if engine == "ray":
-                    dismiss()  # the other rerankers are trained in this process
-                train_others(settings, run, show)
-            work(CHOICE)
+    for kind in stages_of(command, settings):
+        stage = kind(settings, run)
+        if is_main and dry_run:
+            show(plan(stage))
+        elif is_main:
+            manifest = run_stage(stage, engine)
+            show(stage.report(manifest))
+            if kind is EvaluateStage:
+                write_page(run, manifest)
+        elif kind is TrainStage and not dry_run:
+            run_stage(stage, is_main=False)
     if is_main and not dry_run:
         write_file(run / SETTINGS, settings.model_dump_json(indent=1, include=set(RunSettings.model_fields)).encode())
 
 
-def train_others(settings: RunSettings, run: Path, show: Callable[[str], None]) -> None:
-    """Train the rerankers that compete with the run's own, at its horizon, each in a run inside it.
-
-    Raises:
-        ValueError: as `run_stage`.
-        OSError: as `run_stage`.
-    """
-    horizon = int(Artefact(run, SelectionStage.name).finished()["summary"]["horizon"])
-    names = competing(settings, run)
-    if left := [name for name in settings.choice.trained if name not in names]:
-        show(f"**{', '.join(left)}** does not compete: fewer than {settings.rollouts.minimum_mixed} mixed states")
-    for name in names:
-        inner, folder = changed(settings, training_changes(horizon, **TRAINED[name])), run / FOLDER / name
-        commands: tuple[Command, ...] = ("collect", "futures", "score", "train")
-        work_through([kind for each in commands for kind in stages_of(each, inner)], inner, folder, run)
-
-
 def _check_choice(settings: RunSettings) -> None:
     """Refuse settings under which no recipe could be chosen after the training."""
-    if settings.problems.certification and settings.score.pool != "joint":
+    if not settings.problems.certification:
+        return
+    if settings.score.pool != "joint":
         raise ValueError(
             f'score.pool: expected "joint" with problems.certification, since rollouts are of the joint pool, got '
             f'"{settings.score.pool}"; set problems.certification to 0 to choose no recipe'
         )
-    if settings.problems.certification and not settings.rollouts.train:
+    if not settings.rollouts.train:
         raise ValueError(
-            "rollouts.train: expected more than 0 with problems.certification, since gates and value heads are fitted "
-            "to rollouts of training states, got 0; leave it at 0.2, or set problems.certification to 0 to choose no "
+            "rollouts.train: expected more than 0 with problems.certification, since the value head is fitted to "
+            "rollouts of training states, got 0; leave it at 0.2, or set problems.certification to 0 to choose no "
             "recipe"
         )

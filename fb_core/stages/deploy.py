@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -17,12 +17,9 @@ from fb_core.decoding import CollaborativeDecoder, Generation
 from fb_core.policy import RequestPolicy
 from fb_core.recipe import Deployed
 from fb_core.reranker import TokenReranker
-from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector, overridden
+from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.inputs import models_of
-
-if TYPE_CHECKING:
-    pass
 
 POLICY, RERANKER, DEPLOYED_STAGE = "policy", "reranker", "deployed"  # names of stages
 TOGETHER = 64  # most prompts decoded at once
@@ -66,9 +63,8 @@ def chosen_reranker(settings: RunSettings, run: Path, seed: int) -> TokenReranke
 
 
 def needs_llm(settings: RunSettings) -> bool:
-    """Whether a deployed reranker uses the LLM; it does not if it ranks only the SLM's candidates by hidden states."""
-    own = settings.score.pool in ("slm", "slm-wide")
-    return not own or bool(settings.train.features) or settings.evaluate.certainty is not None
+    """Whether a deployed reranker uses the LLM; it does not if it ranks only the SLM's candidates."""
+    return settings.score.pool not in ("slm", "slm-wide")
 
 
 def pool_options(settings: RunSettings) -> dict[str, Any]:
@@ -136,8 +132,8 @@ class Context:
         return self.chosen_decoder(seed) if name == "deployed" else self.reranking_decoder(self.reranker(seed))
 
     def decoder_for(self, deployed: Deployed, reranker: TokenReranker | None) -> CollaborativeDecoder:
-        """The decoder of a recipe; `reranker` gives its scores if the recipe uses one."""
-        models, selector = self.models, deployed.recipe.selector(reranker, deployed.value)
+        """The decoder of a recipe; "published" and "value" need the reranker."""
+        models, selector = self.models, deployed.selector(reranker)
         if selector is None:
             return CollaborativeDecoder(models.slm, None, None, deployed.policy, **self.options, max_events=0)
         return CollaborativeDecoder(
@@ -157,16 +153,14 @@ class Context:
             )
         deployed = Deployed.load(adapters.path / shard)
         assert deployed is not None
-        reranker = None
-        if deployed.recipe.trained:
-            scope = self.settings.train.scope
-            reranker = TokenReranker.from_pretrained(adapters.path / shard, self.models.slm, scope=scope).eval()
+        scope = self.settings.train.scope
+        reranker = TokenReranker.from_pretrained(adapters.path / shard, self.models.slm, scope=scope).eval()
         return self.decoder_for(deployed, reranker)
 
     def reranking_decoder(self, reranker: TokenReranker) -> CollaborativeDecoder:
-        """The decoder with a reranker, as the settings deploy it: a certain enough LLM overrides the reranker."""
-        selector = overridden(FutureBridgeSelector(reranker), self.settings.evaluate.certainty)
-        return self.decoder(selector, ask=needs_llm(self.settings), **pool_options(self.settings))
+        """The decoder with a reranker, as published."""
+        ask = needs_llm(self.settings)
+        return self.decoder(FutureBridgeSelector(reranker), ask=ask, **pool_options(self.settings))
 
 
 def alone(slm: hf.CausalLM, **options: Any) -> CollaborativeDecoder:

@@ -14,12 +14,11 @@ from fb_core import statistics
 from fb_core.config import AVERAGE
 from fb_core.files import write_file
 from fb_core.page import Table, markdown_table, page
-from fb_core.stages.choice import ChoiceStage
+from fb_core.stages.choose import ChoiceStage, RerankerStage
 from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
 from fb_core.stages.deploy import LABELS
 from fb_core.stages.inputs import DEPLOYED, benchmark_problems, file_stem, problems_hash
 from fb_core.stages.problems import BENCHMARKS
-from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Stage
 from fb_core.stages.states import PolicyStage
 

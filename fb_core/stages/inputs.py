@@ -22,7 +22,7 @@ from fb_core.stages.problems import Problem, load_problems, prompt_ids, split, w
 from fb_core.verify import Verifier
 
 POOLS = ("collect.slm_k", "futures.llm_k", "score.pool")  # settings of the candidate pool at an event
-DEPLOYED = (*POOLS, "evaluate.max_events", "evaluate.certainty", "train.scope", "train.features")  # and of the choice
+DEPLOYED = (*POOLS, "evaluate.max_events", "train.scope")  # and of the choice
 
 log = logging.getLogger(__name__)
 

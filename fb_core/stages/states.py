@@ -67,11 +67,11 @@ def _admitted_logits(
 
 
 class PolicyStage(Stage):
-    """The request policy, calibrated on the validation problems; if another run is deployed or tested, that run's."""
+    """The request policy, calibrated on the validation problems; if another run is tested, that run's."""
 
     name = "policy"
     command = "futurebridge collect"
-    slice = ("collect.top_k", "collect.quantile", "collect.deployed", "collect.tested")
+    slice = ("collect.top_k", "collect.quantile", "collect.tested")
     reads = (TrajectoryStage,)
     unit = "policies"
     parallel = False
@@ -83,7 +83,7 @@ class PolicyStage(Stage):
     @property
     def _of(self) -> str | None:
         """The other run whose policy is used, if any."""
-        return self.settings.collect.tested or self.settings.collect.deployed
+        return self.settings.collect.tested
 
     def shards(self) -> dict[str, int]:
         return {"policy": 1}

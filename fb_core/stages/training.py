@@ -18,19 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_core.calibrated import calibrated_target
 from fb_core.extras import require
 from fb_core.files import write_file
-from fb_core.reranker import TokenReranker, candidate_features
+from fb_core.reranker import TokenReranker
 from fb_core.stages.artefacts import Artefact, tensor_bytes
-from fb_core.stages.calibration import CalibrationStage, read_weights, terms_of
 from fb_core.stages.examples import Examples, Group
 from fb_core.stages.futures import FutureStage
 from fb_core.stages.scores import ScoreStage
 from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.stages.states import StateStage
 from fb_core.stages.trajectories import TrajectoryStage
-from fb_core.targets import MARGIN, group_targets, selection_target, without_hindsight
+from fb_core.targets import MARGIN, group_targets, selection_target
 from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
 from fb_core.verify import tally_words
 
@@ -49,13 +47,10 @@ class TrainStage(Stage):
 
     name = "training"
     command = "futurebridge train"
-    slice = ("train", "collect.deployed")
+    slice = ("train",)
     reads = (TrajectoryStage, StateStage, FutureStage, ScoreStage)
     unit = "groups"
     parallel = False
-
-    def inputs(self) -> Sequence[type[Stage]]:
-        return (*self.reads, CalibrationStage) if self.settings.train.target == "calibrated" else self.reads
 
     def shards(self) -> dict[str, int]:
         groups = self.input(ScoreStage).folder.finished()["counts"].get("train groups", 0)
@@ -80,14 +75,13 @@ class TrainStage(Stage):
                 settings.lora_alpha,
                 settings.dropout,
                 scope=settings.scope,
-                feature_names=settings.features,
             )
 
     def trained(self, epoch: int, horizon: int, seed: int) -> TokenReranker:
         """One run's reranker at the end of an epoch."""
         reranker, name = self.reranker(seed), run_name(horizon, seed)
         found = self.folder.tensors(f"epoch-{epoch}")
-        for key, tensor in _trained(reranker).items():
+        for key, tensor in reranker.tensors().items():
             tensor.data.copy_(found[f"{name}/{key}"])
         return reranker
 
@@ -126,7 +120,7 @@ class TrainStage(Stage):
         tensors = {
             f"{run_name(*key)}/{name}": tensor
             for key, run in zip(self.runs(), sweep.runs, strict=True)
-            for name, tensor in _trained(run.reranker).items()
+            for name, tensor in run.reranker.tensors().items()
         }
         rows = [
             {
@@ -153,26 +147,16 @@ class TrainStage(Stage):
         return {"runs": [run_name(*run) for run in self.runs()], "order_seed": self.settings.train.order_seed}
 
     def groups(self, split: str) -> list[TrainingTrajectory]:
-        """The groups of a split, with one target column per horizon; includes those of the deployed run, if any."""
-        deployed = self.settings.collect.deployed
-        runs = [self.run] if deployed is None else [Path(deployed), self.run]
-        return [trajectory for run in runs for trajectory in self._groups_of(run, split)]
-
-    def _groups_of(self, run: Path, split: str) -> list[TrainingTrajectory]:
+        """The groups of a split, with one target column per horizon."""
         device, found = self.models.slm.device, []
-        for shard in Artefact(run, ScoreStage.name).shards(split):
-            groups = list(Examples(run, shard, device).groups.values())
-            if self.settings.train.target != "calibrated":
-                groups = [group for group in groups if group.logprob is not None]
+        for shard in Artefact(self.run, ScoreStage.name).shards(split):
+            groups = [one for one in Examples(self.run, shard, device).groups.values() if one.logprob is not None]
             if not groups:
                 continue
             members: dict[str, tuple[Tensor, list[TrainingGroup]]] = {}
             for group, target in zip(groups, self._targets(groups), strict=True):
                 pool, trajectory = group.state.pool, group.state.trajectory
-                features = candidate_features(
-                    pool.slm_logprob, pool.llm_logprob, pool.sources, self.settings.train.features
-                )
-                one = TrainingGroup(group.state.position, pool.ids.to(device), target.to(device), features.to(device))
+                one = TrainingGroup(group.state.position, pool.ids.to(device), target.to(device))
                 members.setdefault(trajectory.problem.id, (trajectory.tokens, []))[1].append(one)
             found += [TrainingTrajectory(tokens, of_trajectory) for tokens, of_trajectory in members.values()]
         return found
@@ -180,28 +164,11 @@ class TrainStage(Stage):
     def _targets(self, groups: Sequence[Group]) -> list[Tensor]:
         """Targets [K, h] of every group."""
         settings = self.settings.train
-        if settings.target == "calibrated":
-            weights = read_weights(self.run, settings.horizons)
-            return [
-                torch.stack(
-                    [
-                        calibrated_target(terms_of(group, horizon), theta)
-                        for horizon, theta in zip(settings.horizons, weights, strict=True)
-                    ],
-                    1,
-                )
-                for group in groups
-            ]
         if settings.target == "select":
             best = (selection_target(group.state.pool.llm_logprob) for group in groups)
             return [target[:, None].expand(-1, len(settings.horizons)) for target in best]
-        matrices = []
-        for group in groups:
-            assert group.logprob is not None
-            own = (group.state.pool.ids == group.first).nonzero().flatten().tolist()  # may be empty in the SLM's pool
-            matrices.append(without_hindsight(group.logprob, own[0], settings.hindsight) if own else group.logprob)
         return group_targets(
-            matrices,
+            [group.logprob for group in groups if group.logprob is not None],
             settings.horizons,
             temperature=settings.temperature,
             local=[group.state.pool.llm_logprob for group in groups],
@@ -340,12 +307,6 @@ class TrainStage(Stage):
     def cost(self) -> Cost:
         settings = self.settings.train
         return Cost(f"{settings.groups_per_step} groups per step for each of {len(self.runs())} runs")
-
-
-def _trained(reranker: TokenReranker) -> dict[str, Tensor]:
-    """The trained tensors by name; they share the parameters' storage."""
-    features = {"feature_weight": reranker.feature_weight.detach()} if reranker.feature_names else {}
-    return reranker.tensors() | features
 
 
 def _by_run(name: str, runs: Sequence[str], values: Sequence[float | None]) -> dict[str, float]:

@@ -14,9 +14,9 @@ from fb_core import hf
 from fb_core.config import RunSettings
 from fb_core.llm import LocalLLM
 from fb_core.policy import RequestPolicy
-from fb_core.stages.deploy import Context, Generate, deployed_digest, together_of
+from fb_core.stages.deploy import deployed_digest
 from fb_core.stages.examples import State, Trajectory, example_files
-from fb_core.stages.inputs import DEPLOYED, benchmark_problems, problems_hash, splits_of, verifier_of
+from fb_core.stages.inputs import benchmark_problems, problems_hash, splits_of, verifier_of
 from fb_core.stages.problems import Problem, drawn
 from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.verify import Verdict, Verifier, tally
@@ -96,26 +96,22 @@ def judged(
 
 
 class TrajectoryStage(Stage):
-    """Greedy outputs of the SLM, or of a deployed reranker, with entropies; of benchmarks if a reranker is tested."""
+    """Greedy outputs of the SLM with entropies; of benchmarks if a run is tested."""
 
     name = "trajectories"
     command = "futurebridge collect"
-    slice = ("problems", "collect.max_new_tokens", "collect.top_k", "collect.deployed", "collect.tested", "verify")
+    slice = ("problems", "collect.max_new_tokens", "collect.top_k", "collect.tested", "verify")
 
     @classmethod
     def slice_in(cls, settings: RunSettings) -> Sequence[str]:
-        deployed = () if settings.collect.deployed is None else (*DEPLOYED, "train.seeds")
-        return (*cls.slice, *deployed, *(() if settings.collect.tested is None else TESTED))
+        return (*cls.slice, *(() if settings.collect.tested is None else TESTED))
 
     def data(self) -> dict[str, Any]:
-        deployed, tested = self.settings.collect.deployed, self.settings.collect.tested
         known: dict[str, Any] = {}
+        tested = self.settings.collect.tested
         if tested is not None:
             known["tested"] = deployed_digest(Path(tested))  # before any problem is read
-        known |= {split: problems_hash(problems) for split, problems in self.splits.items()}
-        if deployed is None:
-            return known
-        return known | {"deployed": deployed_digest(Path(deployed)), "llm": self.settings.models.llm}
+        return known | {split: problems_hash(problems) for split, problems in self.splits.items()}
 
     @property
     def splits(self) -> dict[str, list[Problem]]:
@@ -154,25 +150,13 @@ class TrajectoryStage(Stage):
         problems, slm, settings = self._problems[shard], self.models.local_slm, self.settings.collect
         tokenizer, asked = self.models.tokenizer, self.settings.problems
         prompts = self.models.prompts(problems, asked.prompt, asked.thinking)
-        write = self.models.slm_writer.complete_many if settings.deployed is None else self._collaborate
+        write = self.models.slm_writer.complete_many
         found = collect(slm, problems, prompts, settings.max_new_tokens, settings.top_k, self.on_progress, write)
         texts = texts_of([trajectory.output for trajectory in found], tokenizer)
         golds = [problem.answer for problem in problems]
         verdicts = verifier_of(self.settings.verify).verify_many(texts, golds, bad_golds="unparsable")
         counts = {"trajectories": len(found), "tokens": sum(len(trajectory.output) for trajectory in found)}
         return Output(example_files(shard, Trajectory, found), counts | tally(texts, verdicts))
-
-    def _collaborate(self, prompts: Sequence[Tensor], max_new_tokens: int) -> list[Tensor]:
-        """The outputs of another run's deployed reranker for these prompts."""
-        return [found.token_ids for found in self._generate(prompts, max_new_tokens)]
-
-    @cached_property
-    def _generate(self) -> Generate:
-        """The decoder with the first seed's reranker of the deployed run."""
-        run = Path(self.settings.collect.deployed or "")
-        together = together_of(self.settings, self.longest)
-        seed = self.settings.train.seeds[0]
-        return Context(self.settings, run, self.longest, together).named("futurebridge", seed).generate_many
 
     def cost(self) -> Cost:
         return Cost("generated and teacher-forced, prompts included", 2 * self.longest)

@@ -29,7 +29,7 @@ SMALL = {
     "collect": {"max_new_tokens": 45, "quantile": 0.9, "slm_k": 3},
     "futures": {"max_new_tokens": 45, "llm_k": 3},
     "score": {"horizon": 8},
-    "rollouts": {"train": 0.5, "minimum_mixed": 3},
+    "rollouts": {"train": 0.5},
     "train": {
         "horizons": [8],
         "seeds": [0, 1],

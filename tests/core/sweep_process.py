@@ -15,14 +15,14 @@ from fb_core.training import Run, Sweep
 
 
 def trajectories(n: int = 7, seed: int = 0) -> list[TrainingTrajectory]:
-    """Random states of uneven trajectories, with targets [K, 2] and features [K, 1]."""
+    """Random states of uneven trajectories, with targets [K, 2]."""
     g = torch.Generator().manual_seed(seed)
     result = []
     for index in range(n):
         groups = []
         for position, size in [(3, 4), (7, 3), (10, 5)][: 1 + index % 3]:
-            target, feature = torch.rand(size, 2, generator=g).softmax(0), torch.randn(size, 1, generator=g)
-            groups.append(TrainingGroup(position, torch.randperm(V, generator=g)[:size], target, feature))
+            target = torch.rand(size, 2, generator=g).softmax(0)
+            groups.append(TrainingGroup(position, torch.randperm(V, generator=g)[:size], target))
         result.append(TrainingTrajectory(torch.randint(V, (12,), generator=g), groups))
     return result
 

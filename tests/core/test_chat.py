@@ -25,7 +25,7 @@ from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy
 from fb_core.chat import EVENT_STYLE, Chat, Printer, read_prompt
 from fb_core.config import PairSettings, ServeSettings
 from fb_core.pool import Event
-from fb_core.recipe import Deployed, Recipe
+from fb_core.recipe import Deployed
 from fb_core.serve.protocol import ChatRequest
 from fb_core.serve.run import load_server
 from fb_core.terminal import escaped
@@ -91,22 +91,11 @@ def test_generate_with_an_adapter_from_a_file(pair, tmp_path):
     assert "tokens in" in done.stderr
 
 
-def test_a_certain_llm_overrides_the_adapter(pair):
-    """Certain whatever its probability, it always decides."""
-    given = {"slm": str(pair / "slm"), "llm": str(pair / "llm"), "threshold": 1.2, "max_new_tokens": 12}
-    chat = Chat(PairSettings(**given, adapter=str(pair / "adapter"), certainty=0.0))
-    generation = chat.answer([{"role": "user", "content": "w7 w8"}], Console(file=io.StringIO()))
-    want = expected(pair, "w7 w8 w4")
-    assert generation.token_ids.tolist() == want.token_ids.tolist()
-    assert [event.token for event in generation.events] == [event.token for event in want.events]
-    assert all(event.scores is None for event in generation.events)
-
-
 def trained(pair, folder, thinking=False):
     """The adapter in a folder as `train` writes it."""
     shutil.copytree(pair / "adapter", folder)
     pools = {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8}
-    Deployed(Recipe(), None, RequestPolicy(1.2), pools, None, thinking).save(folder)
+    Deployed("direct", None, RequestPolicy(1.2), pools, thinking=thinking).save(folder)
     return folder
 
 
@@ -115,7 +104,7 @@ def test_thinking_is_the_users_or_the_adapters(pair, tmp_path, given, stored, wa
     """In a terminal and on a server: the template adds a word where thinking is on."""
     adapter = None if stored is None else str(trained(pair, tmp_path / "adapter", stored))
     values = {"slm": str(pair / "slm"), "llm": str(pair / "llm"), "threshold": 1.2, "max_new_tokens": 12}
-    chosen = PairSettings(**values, adapter=adapter, thinking=given, certainty=None if adapter is None else 0.0)
+    chosen = PairSettings(**values, adapter=adapter, thinking=given)
     messages = [{"role": "user", "content": "w7 w8"}]
     generation = Chat(chosen).answer(messages, Console(file=io.StringIO()))
     prompt = "w7 w8 w4 w5" if wanted else "w7 w8 w4"
@@ -237,7 +226,6 @@ def test_on_token_sees_every_token_and_its_event(pair):
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"adapter": "no-adapter"}, "no-adapter"),
         ({"flavour": "tgi"}, "flavour"),
-        ({"certainty": 0.6}, "certainty: expected an adapter with it"),
         ({"api_key_variable": "KEY"}, "api_key_variable: expected a server with it"),
         (
             {"llm": None, "server": "http://127.0.0.1:9", "api_key_variable": "NO_KEY"},

@@ -19,10 +19,9 @@ from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.pool import Pool, candidate_pool
-from fb_core.reranker import TokenReranker, candidate_features
+from fb_core.reranker import TokenReranker
 from fb_core.scorer import CompatibilityScorer
 from fb_core.selectors import (
-    CertainLLM,
     FutureBridgeSelector,
     LLMPreference,
     RandomChoice,
@@ -33,6 +32,7 @@ from fb_core.selectors import (
     ValueSelector,
 )
 from fb_core.server import ServerLLM
+from fb_core.value import ValueHead
 
 MARGIN = 1e-4
 NEVER, ALWAYS = math.inf, -math.inf
@@ -308,82 +308,42 @@ def test_random_choice_depends_on_seed_and_tokens_alone():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: CertainLLM(None), "selector: expected type Selector, got NoneType"),
-        (lambda: CertainLLM(LLMPreference), "selector: expected type Selector, got ABCMeta"),
-        (lambda: CertainLLM(LLMPreference(), None), "certainty: expected a number from 0 to 1, got None"),
         (lambda: ValueSelector(None, None), "selector: expected type ScoringSelector, got NoneType"),
         (lambda: ValueSelector(LLMPreference(), None), "head: expected type ValueHead, got NoneType"),
         (lambda: FutureBridgeSelector(None), "reranker: expected type TokenReranker, got NoneType"),
-        (lambda: candidate_features(None, None, None), r"slm_logprob: expected a tensor \[K\], got NoneType"),
-        (lambda: candidate_features(torch.zeros(2), [0.0, 0.0], torch.ones(2).int()), "llm_logprob: expected a tensor"),
     ],
 )
-def test_selectors_and_features_are_made_of_their_parts_alone(make, sentence):
+def test_selectors_are_made_of_their_parts_alone(make, sentence):
     with pytest.raises(TypeError, match=sentence):
         make()
-
-
-def test_certain_llm_overrides_only_above_its_certainty():
-    sure = pool_of([7, 8], [-0.1, -3.0], [-4.0, math.log(0.95)])
-    unsure = pool_of([7, 8], [-0.1, -3.0], [-0.6, math.log(0.55)])
-    asked = []
-
-    class Counting(SLMPreference):
-        def scores_many(self, states, pools):
-            asked.append(len(pools))
-            return super().scores_many(states, pools)
-
-    selector = CertainLLM(Counting())
-    chosen = selector.choose_many([STATE] * 3, [unsure, sure, unsure])
-    assert [index for index, _ in chosen] == [0, 1, 0]
-    assert [scores is None for _, scores in chosen] == [False, True, False]
-    assert asked == [2]
-    assert selector.choose(STATE, sure) == 1
-    exactly = pool_of([7, 8], [-0.1, -3.0], [math.log(0.5), math.log(0.25)])
-    assert CertainLLM(LLMPreference(), 0.6).choose(STATE, exactly) == 0
-    assert CertainLLM(SLMPreference(), 1.0).choose_many([STATE], [sure])[0][1] is not None
-    for certainty in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match="certainty: expected a probability"):
-            CertainLLM(LLMPreference(), certainty)
 
 
 class FakeReranker:
     training = False
 
-    def __init__(self, scope, feature_names=()):
-        self.scope, self.feature_names, self.calls = scope, feature_names, []
+    def __init__(self, scope):
+        self.scope, self.calls = scope, []
 
-    def scores_many(self, prefixes, candidates, features=None):
-        self.calls.append(("many", [prefix.length for prefix in prefixes], features))
+    def scores_many(self, prefixes, candidates):
+        self.calls.append(("many", [prefix.length for prefix in prefixes]))
         return [-ids.float() for ids in candidates]
 
-    def scores(self, prefix, candidates, cache=None, features=None):
-        self.calls.append(("one", [len(prefix)], features))
+    def scores(self, prefix, candidates):
+        self.calls.append(("one", [len(prefix)]))
         return -candidates.float()
 
 
-def test_future_bridge_selector_calls_the_reranker_with_what_it_was_trained_on():
+def test_future_bridge_selector_calls_the_reranker_in_its_scope():
     pools = [pool_of([9, 7, 8], [-1.0, -2, -3], [-2.0, -1, -4], [1, 3, 2]), pool_of([5, 6], [-1.0, -2], [-2.0, -1])]
     kv = hf.PrefixKV([])
     states = [State(torch.arange(n), 1, 1.0, hf.Prefix(kv, 0, n, (row,))) for row, n in enumerate((4, 6))]
-    names = ("slm", "llm_certain", "in_llm")
-    for scope, given, kind in (("candidate", states, "many"), ("sequence", states, "one")):
-        for feature_names in ((), names):
-            reranker = FakeReranker(scope, feature_names)
-            chosen = FutureBridgeSelector(reranker).choose_many(given, pools)
-            assert [index for index, _ in chosen] == [1, 0]
-            assert [kinds for kinds, *_ in reranker.calls] == (["many"] if kind == "many" else ["one", "one"])
-            assert [n for _, lengths, _ in reranker.calls for n in lengths] == [4, 6]
-            got = [f for *_, f in reranker.calls] if kind == "one" else reranker.calls[0][2]
-            for pool, features in zip(pools, got or [None] * 2, strict=True):
-                if feature_names:
-                    wanted = candidate_features(pool.slm_logprob, pool.llm_logprob, pool.sources, names)
-                    assert torch.equal(features, wanted)
-                else:
-                    assert features is None
+    for scope, calls in (("candidate", [("many", [4, 6])]), ("sequence", [("one", [4]), ("one", [6])])):
+        reranker = FakeReranker(scope)
+        assert [index for index, _ in FutureBridgeSelector(reranker).choose_many(states, pools)] == [1, 0]
+        assert reranker.calls == calls
     bare = FakeReranker("candidate")
     assert FutureBridgeSelector(bare).choose(State(torch.arange(5), 1, 1.0), pools[1]) == 0
-    assert bare.calls == [("one", [5], None)]
+    assert bare.calls == [("one", [5])]
     assert FutureBridgeSelector(bare).choose_many([], []) == []
 
 
@@ -391,8 +351,7 @@ def test_future_bridge_selector_calls_the_reranker_with_what_it_was_trained_on()
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_future_bridge_end_to_end_scores_as_the_reranker_alone(family, scope):
     slm, llm = tiny(family, 12, **({"sliding_window": 5} if family == "mistral" else {})), tiny(family, 13)
-    names = ("slm", "llm", "in_llm")
-    reranker = TokenReranker.from_base(slm, rank=2, scope=scope, feature_names=names)
+    reranker = TokenReranker.from_base(slm, rank=2, scope=scope)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in reranker.parameters():
@@ -404,11 +363,8 @@ def test_future_bridge_end_to_end_scores_as_the_reranker_alone(family, scope):
         assert generation.events
         for event in generation.events:
             tokens = torch.cat([ids, generation.token_ids[: event.step]])
-            features = candidate_features(
-                torch.tensor(event.slm_logprob), torch.tensor(event.llm_logprob), torch.tensor(event.sources), names
-            )
             with torch.no_grad():
-                alone = reranker.scores(tokens, event.pool, features=features)
+                alone = reranker.scores(tokens, event.pool)
             assert event.scores == pytest.approx(alone.tolist(), abs=1e-3)
             assert event.choice == event.scores.index(max(event.scores))
 
@@ -660,7 +616,7 @@ def test_a_reranker_of_another_model_or_in_training_mode_is_refused():
     """It would read this SLM's cache as if it were its own base's."""
     slm = tiny("qwen3", 1)
     other = FutureBridgeSelector(TokenReranker.from_base(tiny("qwen3", 9)))
-    for selector in (other, CertainLLM(other)):
+    for selector in (other, ValueSelector(other, ValueHead((0.0,) * 14))):
         with pytest.raises(ValueError, match="selector: expected a reranker made on the decoder's own SLM"):
             decoder_of(slm=slm, selector=selector)
     reranker = TokenReranker.from_base(tiny("qwen3", 1))  # a copy of the same weights will do

@@ -9,23 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from runs import settings
 from transformers import AutoModelForCausalLM
 from warm import futurebridge
 
-from fb_core import RequestPolicy, TokenReranker, hf
+from fb_core import TokenReranker, hf
 from fb_core.demo.pairs import load_pair
 from fb_core.hub import deployed_files, push_to_hub
-from fb_core.policy import AskHead
-from fb_core.recipe import DIRECT, Deployed, Recipe
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.selection import RerankerStage
+from fb_core.stages.choose import RerankerStage
 
-PUBLISHED = ["README.md", "adapter_config.json", "adapter_model.safetensors", "futurebridge.json"]
-POOLS = {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8}
+FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "futurebridge.json"]
 
 
 @pytest.fixture
@@ -34,30 +30,18 @@ def folder(undisturbed, tmp_path) -> Path:
     return Path(shutil.copytree(undisturbed[0]["train"] / "reranker" / "seed-0", tmp_path / "seed-0"))
 
 
-def with_a_recipe(folder: Path) -> Path:
-    """A folder with another recipe deployed, gated before the LLM, and the published adapter inside."""
-    shutil.copytree(folder, folder.parent / "own")
-    shutil.move(folder.parent / "own", folder / "published")
-    policy = RequestPolicy(1.5, 64, AskHead(torch.zeros(32), 0.5, 0.1, 0.0))
-    Deployed(DIRECT.model_copy(update={"ask": True}), None, policy, POOLS, None).save(folder)
-    return folder
-
-
-def test_the_published_recipe_is_four_files(folder):
-    assert deployed_files(folder) == PUBLISHED
-    assert sorted(path.name for path in folder.iterdir()) == PUBLISHED
-
-
-def test_of_a_chosen_recipe_gate_and_published_adapter_go_too_and_nothing_else(folder):
-    with_a_recipe(folder)
-    for name in ("notes.txt", ".env", "optimizer.safetensors", "published/ask.safetensors", "a/README.md"):
+def test_an_adapter_is_four_files_and_nothing_else_goes(folder):
+    for name in ("notes.txt", ".env", "optimizer.safetensors", "a/README.md"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("mine")
-    files = deployed_files(folder)
-    assert files == sorted([*PUBLISHED, "ask.safetensors", *(f"published/{name}" for name in PUBLISHED)])
     there = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    assert len(there) == len(files) + 5
-    assert sorted(filter_repo_objects(there, allow_patterns=files)) == files  # what upload_folder takes of them
+    assert len(there) == len(FILES) + 4
+    assert sorted(filter_repo_objects(there, allow_patterns=deployed_files(folder))) == FILES  # as upload_folder does
+
+
+def test_an_adapter_of_a_run_is_four_files(folder):
+    assert deployed_files(folder) == FILES
+    assert sorted(path.name for path in folder.iterdir()) == FILES
 
 
 def test_no_file_says_where_the_base_model_lay(tmp_path):
@@ -69,13 +53,6 @@ def test_no_file_says_where_the_base_model_lay(tmp_path):
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
     for path in (tmp_path / "adapter").iterdir():
         assert str(tmp_path).encode() not in path.read_bytes()
-
-
-def test_a_gate_that_no_recipe_has_stays(folder):
-    with_a_recipe(folder)
-    Deployed(Recipe(), None, RequestPolicy(1.5), POOLS, None).save(folder)
-    assert (folder / "ask.safetensors").exists()
-    assert "ask.safetensors" not in deployed_files(folder)
 
 
 def test_the_card_names_a_base_model_only_where_the_hub_knows_one(folder, undisturbed):
@@ -99,14 +76,12 @@ CARD = "---\nlibrary_name: peft\nbase_model: {}\n---\n# A card\n"
 @pytest.mark.parametrize("base", ["Qwen/Qwen3-1.7B", "[Qwen/Qwen3-1.7B, gpt2]", ""])
 def test_a_card_may_be_edited(folder, base):
     (folder / "README.md").write_text(CARD.format(base))
-    assert deployed_files(folder) == PUBLISHED
+    assert deployed_files(folder) == FILES
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("inside", ["", "published"])
-def test_a_folder_that_lacks_a_file_is_refused(folder, name, inside):
-    with_a_recipe(folder)
-    (folder / inside / name).unlink()
+@pytest.mark.parametrize("name", FILES)
+def test_a_folder_that_lacks_a_file_is_refused(folder, name):
+    (folder / name).unlink()
     with pytest.raises(ValueError, match=name.replace(".", r"\.") + r"( in it)?, got none; name "):
         deployed_files(folder)
 
@@ -124,12 +99,14 @@ def test_a_folder_that_lacks_a_file_is_refused(folder, name, inside):
         ("README.md", "\udcff", "model card"),
         ("adapter_model.safetensors", "x" * 40, "expected a safetensors file, got"),
         ("futurebridge.json", "{", "expected a small JSON object of an adapter, got"),
-        ("futurebridge.json", '{"format": 2, "recipe": 3}', "expected a recipe as `train` writes it"),
-        ("published/README.md", "# no head", "library_name at its head, got none"),
+        (
+            "futurebridge.json",
+            '{"format": 2, "recipe": 3}',
+            "expected a recipe (greedy, direct, published, value) as",
+        ),
     ],
 )
 def test_a_damaged_folder_is_refused_in_one_sentence(folder, name, text, words):
-    with_a_recipe(folder)
     (folder / name).write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError) as raised:
         deployed_files(folder)
@@ -137,13 +114,9 @@ def test_a_damaged_folder_is_refused_in_one_sentence(folder, name, text, words):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "name", [*PUBLISHED, "ask.safetensors", "published", "published/README.md", "published/adapter_model.safetensors"]
-)
+@pytest.mark.parametrize("name", FILES)
 def test_a_link_is_not_followed(folder, tmp_path, name):
     """Its target may be a file that nobody meant to publish."""
-    with_a_recipe(folder)
-    assert "ask.safetensors" in deployed_files(folder)
     shutil.move(folder / name, tmp_path / "elsewhere")
     (folder / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=f"{name}: expected no link in an adapter's folder, got one; put a copy there"):

@@ -26,7 +26,7 @@ from lm_eval.tasks import TaskManager
 
 from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, TokenReranker, shared_prefix
 from fb_core.lm_eval import UNSUPPORTED, FutureBridgeLM
-from fb_core.recipe import Deployed, Recipe
+from fb_core.recipe import Deployed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TASKS = ROOT / "examples" / "lm_eval"
@@ -312,7 +312,7 @@ def test_an_adapter_brings_what_it_was_trained_for(
     with pytest.raises(ValueError, match=r"^threshold: expected the nats at which the adapter in .* got none there"):
         FutureBridgeLM(model, **given)
     pools = {"pool": "joint", "slm_k": 3, "llm_k": 2, "max_events": 5}
-    Deployed(Recipe(), None, RequestPolicy(1.7068), pools, None, True).save(tmp_path)
+    Deployed("published", None, RequestPolicy(1.7068), pools, thinking=True).save(tmp_path)
     lm = FutureBridgeLM(model, **given)
     decoder, pool = lm.engine.decoder, lm.engine.decoder.intervention
     assert (decoder.policy, pool.slm_k, pool.llm_k, decoder.max_events) == (RequestPolicy(1.7068), 3, 2, 5)

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, V, tiny
 from transformers import AutoModelForSequenceClassification
 
-from fb_core import TokenReranker, candidate_features, hf
-from fb_core.reranker import FEATURES
+from fb_core import TokenReranker, hf
 
 
 def randomise(reranker, seed=0):
@@ -110,7 +109,7 @@ def test_weights_are_shared_and_only_adapter_and_head_train():
     ours = {p.data_ptr() for p in reranker.adapted.parameters() if not p.requires_grad}
     assert ours == {p.data_ptr() for p in model.parameters()}
     trained = [name for name, p in reranker.named_parameters() if p.requires_grad]
-    assert all("lora_" in name or name in ("head", "feature_weight") for name in trained)
+    assert all("lora_" in name or name == "head" for name in trained)
     prefix, candidates = state()
     assert torch.equal(reranker.scores(prefix, candidates), torch.zeros(len(candidates)))  # the head starts at zero
 
@@ -155,15 +154,11 @@ def test_scopes_differ():
 @pytest.mark.parametrize("scope", ["candidate", "sequence"])
 def test_round_trip(scope, tmp_path):
     model = tiny("qwen3")
-    reranker = randomise(TokenReranker.from_base(model, rank=3, alpha=5, scope=scope, feature_names=("llm", "in_slm")))
+    reranker = randomise(TokenReranker.from_base(model, rank=3, alpha=5, scope=scope))
     reranker.save_pretrained(tmp_path)
     loaded = TokenReranker.from_pretrained(tmp_path, model, scope=scope)
     prefix, candidates = state()
-    features = torch.randn(len(candidates), 2)
-    assert torch.equal(
-        loaded.scores(prefix, candidates, features=features), reranker.scores(prefix, candidates, features=features)
-    )
-    assert loaded.feature_names == ("llm", "in_slm")
+    assert torch.equal(loaded.scores(prefix, candidates), reranker.scores(prefix, candidates))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3"])
@@ -191,37 +186,6 @@ def test_training_mode_reaches_only_the_adapters_dropout():
     assert not torch.equal(a, b)
     reranker.eval()
     assert torch.equal(reranker.scores(*state()), reranker.scores(*state()))
-
-
-def test_features_add_a_weighted_sum():
-    reranker = randomise(TokenReranker.from_base(tiny("qwen3"), feature_names=FEATURES))
-    prefix, candidates = state()
-    slm, llm = torch.randn(5).log_softmax(0), torch.randn(5).log_softmax(0)
-    features = candidate_features(slm, llm, torch.tensor([1, 2, 3, 1, 2]))
-    assert features.shape == (5, 6)
-    zero = torch.zeros_like(features)
-    difference = reranker.scores(prefix, candidates, features=features) - reranker.scores(
-        prefix, candidates, features=zero
-    )
-    torch.testing.assert_close(difference, features @ reranker.feature_weight, rtol=1e-5, atol=1e-5)
-    assert features[:, 2].tolist() == [1, 0, 1, 1, 0]
-    assert features[:, 3].tolist() == [0, 1, 1, 0, 1]
-    for column, logprob in enumerate((slm, llm)):
-        deviation = (logprob - logprob.mean()).square().mean().sqrt()  # of the population
-        torch.testing.assert_close(features[:, column], (logprob - logprob.mean()) / deviation, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(features[:, 4 + column], features[:, column] * llm.exp().max())
-    with pytest.raises(ValueError, match="features: expected"):
-        reranker.scores(prefix, candidates)
-    with pytest.raises(ValueError, match="features: expected"):
-        reranker.scores(prefix, candidates, features=features[:2])
-
-
-def test_features_of_unlike_lengths_or_unknown_names_are_refused():
-    two, three = torch.zeros(2), torch.zeros(3)
-    with pytest.raises(ValueError, match="candidate_features: expected three"):
-        candidate_features(two, three, torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="candidate_features: expected three"):
-        candidate_features(two, two, torch.tensor([1, 2]), ["x"])
 
 
 def test_loading_the_wrong_thing_is_an_error(tmp_path):
@@ -298,8 +262,6 @@ def test_bad_settings():
         ({"alpha": float("nan")}, "alpha"),
         ({"dropout": 1.0}, "dropout"),
         ({"scope": "prefix"}, "scope"),
-        ({"feature_names": ("llm", "nope")}, "feature_names"),
-        ({"feature_names": ("llm", "llm")}, "feature_names"),
     ):
         with pytest.raises(ValueError, match=words):
             TokenReranker.from_base(model, **options)
@@ -343,25 +305,12 @@ def test_hostile_adapter_config(entry, value, tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format": 1},
-        {"features": ["slm"]},
-        {"features": {"slm": "x"}},
-        {"features": {"slm": float("nan")}},
-        {"features": {"slm": 1e300}},
-        {"features": {"slm": 10**400}},
-        {"features": {"slm": True}},
-        {"features": {"nope": 1.0}},
-    ],
-)
-def test_hostile_features_and_format(change, tmp_path):
+def test_another_format_is_refused(tmp_path):
     model = tiny("qwen3")
     TokenReranker.from_base(model).save_pretrained(tmp_path)
     file = tmp_path / "futurebridge.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    with pytest.raises(ValueError, match=f"futurebridge.json: expected {next(iter(change))}"):
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 1}))
+    with pytest.raises(ValueError, match=r"futurebridge\.json: expected format 2, got 1"):
         TokenReranker.from_pretrained(tmp_path, model)
 
 

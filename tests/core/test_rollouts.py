@@ -1,8 +1,7 @@
-"""Rollouts against naive decoding, and calibration from a run's files."""
+"""Rollouts against naive decoding, and the share of the states that is drawn."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,20 +9,13 @@ import torch
 from runs import linked, settings
 
 from fb_core import Verifier
-from fb_core.calibrated import Weights, calibrate, calibrated_target, calibration_terms
 from fb_core.demo.pairs import load_pair
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.calibration import CalibrationStage, read_weights
 from fb_core.stages.examples import Examples
 from fb_core.stages.inputs import splits_of
 from fb_core.stages.pools import part_of
 from fb_core.stages.rollouts import RolloutStage, token_kind
 from fb_core.stages.run import run_stage
-from fb_core.stages.training import TrainStage
-from fb_core.stages.trajectories import TrajectoryStage
-
-LOGGED = ("trajectories", "policy", "states", "futures", "scores")
-TRAINED = (*LOGGED, "rollouts", "training", "selection", "reranker")
 
 
 @pytest.fixture(scope="module")
@@ -126,74 +118,3 @@ def test_the_share_of_states_is_drawn_by_the_seed(run, tmp_path):
 )
 def test_kinds_of_tokens(text, kind):
     assert token_kind(text) == kind
-
-
-@pytest.fixture(scope="module")
-def calibrated(run, tmp_path_factory) -> Path:
-    place = linked(run, tmp_path_factory.mktemp("calibrated") / "run", *LOGGED, "rollouts")
-    run_stage(CalibrationStage(settings(), place))
-    return place
-
-
-def test_theta_is_fitted_to_the_rolled_out_training_states(run, calibrated):
-    terms, outcomes, none = [], [], 0
-    for shard in RolloutStage(settings(), run).shards():
-        if shard.startswith("validation"):
-            continue
-        examples = Examples(run, shard)
-        for state, one in examples.rollouts.items():
-            group, pool = examples.groups[state], one.state.pool
-            none += group.logprob is None
-            future = None if group.logprob is None else group.logprob[:, :8].mean(1)
-            assert group.state.pool.ids.tolist() == pool.ids.tolist()
-            terms.append(calibration_terms(future, pool.llm_logprob, pool.slm_logprob))
-            outcomes.append(one.correct)
-    assert none  # states without a future count too
-    wanted = calibrate(terms, outcomes, minimum_mixed=3)
-    found = Artefact(calibrated, "calibration").finished()["summary"]["h8"]
-    assert (found["states"], found["mixed"]) == (71, 40) == (wanted.states, wanted.mixed)
-    assert found["theta"] == pytest.approx(wanted.theta._asdict(), abs=1e-3)
-    assert found["loss_after"] < found["loss_before"]
-    assert read_weights(calibrated, [8]) == [Weights(**found["theta"])]
-
-
-def test_theta_and_its_states_are_printed(calibrated):
-    stage = CalibrationStage(settings(), calibrated)
-    manifest = stage.folder.finished()
-    head, line, row = stage.report(manifest).splitlines()
-    assert "mixed states (at least 3)" in head
-    assert head.count("|") == line.count("|") == row.count("|") == 11
-    cells = dict(
-        zip((cell.strip() for cell in head.split("|")), (cell.strip() for cell in row.split("|")), strict=True)
-    )
-    for name, value in manifest["summary"]["h8"]["theta"].items():
-        assert cells[name] == f"{value:+.2f}"
-    assert row.startswith("| 8 | 40 | 71 | ")
-    assert json.loads((calibrated / "calibration" / "h8.jsonl").read_text()) == manifest["summary"]["h8"]
-
-
-def test_too_few_mixed_states_are_one_sentence(run, tmp_path):
-    place = linked(run, tmp_path / "run", *LOGGED, "rollouts")
-    chosen = settings(rollouts={"minimum_mixed": 41}, train={"target": "calibrated"})
-    with pytest.raises(ValueError, match=r"at least 41 states .* got 40 of 71 rolled out; roll out a larger share"):
-        run_stage(CalibrationStage(chosen, place))
-    with pytest.raises(ValueError, match=r"expected finished calibration .* run `futurebridge train` first"):
-        run_stage(TrainStage(chosen, place))
-
-
-def test_the_calibrated_target_is_of_all_states_with_a_pool(run, calibrated):
-    chosen = settings(train={"target": "calibrated"})
-    (theta,) = read_weights(calibrated, [8])
-    stage = TrainStage(chosen, calibrated)
-    found = [group for trajectory in stage.groups("train") for group in trajectory.groups]
-    assert len(found) == 142  # with and without a future
-    wanted = []
-    for shard in TrajectoryStage(chosen, calibrated).shards():
-        if shard.startswith("train"):
-            for group in Examples(run, shard).groups.values():
-                future, pool = None if group.logprob is None else group.logprob[:, :8].mean(1), group.state.pool
-                terms = calibration_terms(future, pool.llm_logprob, pool.slm_logprob)
-                wanted.append((pool.ids, calibrated_target(terms, theta)))
-    for group, (candidates, target) in zip(found, wanted, strict=True):
-        assert torch.equal(group.candidates, candidates)
-        torch.testing.assert_close(group.target[:, 0], target, rtol=1e-4, atol=1e-5)

@@ -225,7 +225,7 @@ def test_the_hinges_gradient_by_finite_differences():
 def test_a_margin_adds_each_groups_hinge_to_its_run(scope, microbatches):
     model = tiny("qwen3")
     data = sweep_process.trajectories(6)
-    data[0].groups.append(TrainingGroup(5, torch.tensor([3]), torch.ones(1, 2), torch.zeros(1, 1)))
+    data[0].groups.append(TrainingGroup(5, torch.tensor([3]), torch.ones(1, 2)))
     runs = [Run(shaken(model, scope=scope), column=column) for column in (1, 0)]
     sweep = Sweep(runs, data, Recipe(groups_per_step=100, microbatches=microbatches, margin=0.7))
     wanted, resting = [], 0
@@ -262,11 +262,11 @@ def test_no_margin_no_hinge(monkeypatch):
 
 
 def rerankers(model, seed=11, **options):
-    """Rerankers of a sweep, the last one with a feature; `seed` of their adapters."""
+    """Rerankers of a sweep; `seed` of their adapters."""
     options = {"rank": 2, "dropout": 0.3, **options}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return [TokenReranker.from_base(model, feature_names=names, **options) for names in ((), (), ("llm",))]
+        return [TokenReranker.from_base(model, **options) for _ in range(3)]
 
 
 def runs_of(model, **options):
@@ -374,7 +374,7 @@ def test_a_trained_reranker_is_saved_alone(tmp_path):
     for index, run in enumerate(sweep.runs):
         run.reranker.save_pretrained(tmp_path / str(index))
         again = TokenReranker.from_pretrained(tmp_path / str(index), model)
-        state = ([5, 6], [7, 8, 9], None, torch.ones(3, 1) if again.feature_names else None)
+        state = ([5, 6], [7, 8, 9])
         assert torch.equal(again.scores(*state), run.reranker.scores(*state))
     sizes = {(tmp_path / str(index) / "adapter_model.safetensors").stat().st_size for index in range(3)}
     assert max(sizes) < 4 * sum(p.numel() for p in trained(sweep.runs[0].reranker)) + 8000
@@ -508,21 +508,6 @@ def test_what_is_not_finite_stops_every_run(broken, monkeypatch):
     assert not any(layer.training for run in runs for layer in hf.adapter_dropouts(run.reranker.adapted))
 
 
-def test_feature_weights_learn():
-    reranker = TokenReranker.from_base(tiny("qwen3"), rank=4, feature_names=("llm",))
-    g = torch.Generator().manual_seed(3)
-    data = []
-    for trajectory in trajectories(20):
-        groups = []
-        for group in trajectory.groups:
-            feature = torch.randn(4, 1, generator=g)
-            target = torch.nn.functional.one_hot(feature[:, 0].argmax(), 4).float()
-            groups.append(TrainingGroup(group.position, group.candidates, target, feature))
-        data.append(TrainingTrajectory(trajectory.tokens, groups))
-    train_reranker(reranker, data, Recipe(learning_rate=2e-2, groups_per_step=8, epochs=4))
-    assert reranker.feature_weight.item() > 0.5
-
-
 @pytest.mark.parametrize(
     "setting",
     [
@@ -537,24 +522,6 @@ def test_feature_weights_learn():
 def test_recipe_out_of_range_is_refused(setting):
     with pytest.raises(ValueError, match=f"{next(iter(setting))}: expected"):
         Recipe(**setting)
-
-
-def test_features_without_use_are_left_out():
-    data = trajectories(4)
-    runs = []
-    for scope in ("candidate", "sequence"):
-        for extra in (None, torch.zeros(4, 3)):
-            torch.manual_seed(0)
-            reranker = TokenReranker.from_base(tiny("qwen3"), rank=2, scope=scope)
-            given = [
-                TrainingTrajectory(
-                    t.tokens, [TrainingGroup(s.position, s.candidates, s.target, extra) for s in t.groups]
-                )
-                for t in data
-            ]
-            runs.append(train_reranker(reranker, given, Recipe(epochs=1)))
-    assert runs[0] == runs[1]
-    assert runs[2] == runs[3]
 
 
 def test_bad_input():
@@ -575,15 +542,6 @@ def test_bad_input():
         train_reranker(reranker, [TrainingTrajectory(tokens, [bad])])
     with pytest.raises(TypeError, match="position: expected an int"):
         train_reranker(reranker, [TrainingTrajectory(tokens, [TrainingGroup(1.5, group.candidates, group.target)])])
-    reranker = TokenReranker.from_base(tiny("qwen3"), feature_names=("slm",))
-    for features, words in (
-        (None, "features: expected"),
-        (torch.zeros(2, 2), "features: expected"),
-        (torch.full((2, 1), float("nan")), "loss: expected a finite number"),
-    ):
-        late = TrainingGroup(2, group.candidates, group.target, features)
-        with pytest.raises(ValueError, match=words):
-            train_reranker(reranker, [TrainingTrajectory(tokens, [late])])
     assert not reranker.training
     assert all(torch.isfinite(p).all() for p in reranker.parameters())
 
@@ -622,24 +580,6 @@ def test_bad_runs():
     ):
         with pytest.raises(ValueError, match=words):
             Sweep(runs, data)
-
-
-def test_runs_with_other_features_do_not_share_a_sweep():
-    base = tiny()
-    runs = [
-        Run(TokenReranker.from_base(base, rank=2, feature_names=names))
-        for names in (("slm", "llm"), ("in_slm", "in_llm"))
-    ]
-    group = TrainingGroup(3, torch.tensor([4, 5]), torch.tensor([0.5, 0.5]), torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="feature_names: expected the same in all runs"):
-        Sweep(runs, [TrainingTrajectory(torch.arange(3, 9), [group])])
-
-
-def test_features_of_any_dtype_are_taken():
-    reranker = TokenReranker.from_base(tiny(), rank=2, feature_names=("slm",))
-    features = torch.randn(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    group = TrainingGroup(3, torch.tensor([4, 5]), torch.tensor([0.9, 0.1]), features)
-    assert len(train_reranker(reranker, [TrainingTrajectory(torch.arange(3, 9), [group])], Recipe(epochs=1))) == 1
 
 
 def test_validation_does_not_depend_on_how_much_runs_at_once():

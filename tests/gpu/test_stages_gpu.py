@@ -13,10 +13,10 @@ from gpu_checks import DEVICE
 from benchmarks.paper.gather import gather
 from benchmarks.paper.run import run_tables
 from benchmarks.paper.settings import PaperSettings
+from fb_core.config import changed
 from fb_core.demo.pairs import load_pair
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.commands import COMMANDS, run_command
-from fb_core.stages.nested_runs import changed
 
 pytestmark = pytest.mark.gpu
 AGAIN = {  # a shard of each stage whose bytes depend on its inputs alone
@@ -52,7 +52,7 @@ def pair_on_disk(folder: Path, device: str, dtype: str) -> PaperSettings:
             "futures": {"max_new_tokens": 45, "llm_k": 3},
             "score": {"horizon": 8},
             "train": {"horizons": [8], "seeds": [0, 1], "epochs": 1, "checkpoint_steps": 2, "microbatches": 2},
-            "rollouts": {"train": 1.0, "minimum_mixed": 1},
+            "rollouts": {"train": 1.0},
             "evaluate": {"benchmarks": [str(problems)], "limit": 8, "max_new_tokens": 45},
             "compare": {
                 "votes": 2,

@@ -297,7 +297,7 @@ def test_methods_of_the_slm_alone_do_not_load_the_llm(no_llm, prompts, chosen, r
         assert len(generator(method, chosen, run, seed)(prompts[:2], 5)) == 2
 
 
-def test_the_llm_is_asked_where_its_word_counts(no_llm, run):
+def test_the_llm_is_asked_for_a_joint_pool(no_llm, run):
     reranker = TokenReranker.from_pretrained(run / "reranker" / "seed-0", load_pair("plans").slm)
     with pytest.raises(AssertionError, match="not wanted here"):
         Context(settings(), run).reranking_decoder(reranker)

@@ -28,13 +28,12 @@ from benchmarks.paper.run import make, run_tables
 from benchmarks.paper.settings import PaperSettings, names
 from benchmarks.paper.tables import PROBLEM, TABLES, Plan, Table, Variant, settings_of_variant
 from fb_core import statistics
-from fb_core.config import AVERAGE, ModelSettings
+from fb_core.config import AVERAGE, ModelSettings, changed
 from fb_core.pool import Event
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.decode import Row
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.inputs import models_of
-from fb_core.stages.nested_runs import changed
 from fb_core.stages.rollouts import token_kind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -537,7 +536,7 @@ def test_shipped_settings_are_published_where_they_say_so():
         ({"train": {"target": "select", "alpha": 0.5}}, 'alpha: expected 1 with target "select", got 0.5'),
         ({"rollouts": {"validation": 0}}, "rollouts.validation"),
         ({"rollouts": {"train": 1.1}}, "rollouts.train"),
-        ({"rollouts": {"minimum_mixed": 0}}, "rollouts.minimum_mixed"),
+        ({"rollouts": {"train": 2}}, "rollouts.train"),
         ({"samples": {"llm": 0}}, "samples.llm"),
         ({"samples": {"slm_temperature": 0}}, "samples.slm_temperature"),
         ({"experiment": {"alphas": [2]}}, "experiment.alphas"),

@@ -12,6 +12,7 @@ from paper_runs import settings
 from runs import linked
 
 from benchmarks.paper.futures import OwnFutureStage, SampleStage, futures_of_quality, read_samples
+from benchmarks.paper.nested_runs import work_through
 from benchmarks.paper.run import instead, with_futures
 from fb_core import CompatibilityScorer, Verifier
 from fb_core.demo.pairs import load_pair
@@ -20,7 +21,6 @@ from fb_core.pool import Pool
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.examples import Examples, Future, State, Trajectory
 from fb_core.stages.futures import usable
-from fb_core.stages.nested_runs import work_through
 from fb_core.stages.pools import in_parts
 from fb_core.stages.problems import Problem
 from fb_core.stages.run import run_stage

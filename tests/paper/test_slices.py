@@ -15,8 +15,7 @@ from benchmarks.paper.futures import OtherScoreStage, OwnFutureStage, SampleStag
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
 from benchmarks.paper.settings import PaperSettings
 from fb_core.config import NOT_IN_IDENTITY, Slice, identity_of
-from fb_core.stages.calibration import CalibrationStage
-from fb_core.stages.choice import STAGES as CHOICE
+from fb_core.stages.choose import CHOICE
 from fb_core.stages.commands import COMMANDS, stages_of
 from fb_core.stages.stage import Stage
 
@@ -24,13 +23,12 @@ KINDS = list(
     dict.fromkeys(
         [
             *(kind for command in COMMANDS for kind in stages_of(command, settings())),
-            *(OwnFutureStage, SampleStage, CalibrationStage, AgreementStage, *CHOICE),
+            *(OwnFutureStage, SampleStage, AgreementStage, *CHOICE),
             *(RouterLabelStage, RouterStage, CompareStage, DeploymentStage),
         ]
     )
 )
 FREELY = {
-    "collect.deployed",
     "collect.tested",
     "score.token_budget",
     "train.checkpoint_steps",
@@ -84,7 +82,7 @@ def test_all_stages_are_here():
 
 
 @pytest.mark.parametrize("kind", [*KINDS, OtherScoreStage])
-@pytest.mark.parametrize("other", [{}, {"deployed": "another run"}, {"tested": "another run"}])
+@pytest.mark.parametrize("other", [{}, {"tested": "another run"}])
 def test_a_stage_reads_its_slice_alone_and_all_of_it_counts(kind, other, tmp_path):
     chosen = settings(collect=other)
     names, stage = kind.slice_in(chosen), kind(chosen, tmp_path)

@@ -7,40 +7,23 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
-from fb_core.config import RunSettings
-from fb_core.recipe import Trained
-from fb_core.reranker import FEATURES
+from fb_core.config import Changes, RunSettings
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.run import run_stage
 from fb_core.stages.stage import Stage
 
 FOLDER = "variants"  # inside a run's
-Changes = Mapping[str, Mapping[str, Any]]
-Settings = TypeVar("Settings", bound=RunSettings)
-TRAINED: Mapping[Trained, Mapping[str, Any]] = {  # changed settings of `train`
-    "features": {"features": FEATURES},
-    "calibrated": {"target": "calibrated"},
-    "calibrated-features": {"target": "calibrated", "features": FEATURES},
-}
 
 
 def training_changes(horizon: int, **train: Any) -> Changes:
     """The changes for a reranker of one horizon; options that do not fit its target are reset."""
     if "target" in train:
-        train = {"alpha": 1.0, "hindsight": 0, **train}
-    elif train.keys() & {"alpha", "hindsight", "temperature"}:
+        train = {"alpha": 1.0, **train}
+    elif train.keys() & {"alpha", "temperature"}:
         train = {"target": "future", **train}
     return {"train": {"horizons": (horizon,), **train}}
-
-
-def changed(settings: Settings, changes: Changes) -> Settings:
-    """The settings with some changed; raises ValueError if they do not fit together."""
-    values = settings.model_dump()
-    for section, parts in changes.items():
-        values[section] |= parts
-    return type(settings).model_validate(values)
 
 
 def work_through(

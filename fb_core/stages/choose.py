@@ -1,0 +1,608 @@
+"""Stage 4, second part: the sweep's best reranker, the value head over it, and the recipe that is deployed.
+
+Learn-then-Test (Angelopoulos et al., arXiv 2110.01052): greedy decoding, the direct LLM score, the published reranker
+and the value of its scores are tested on problems that nothing was chosen on. A recipe may be deployed if the lower
+bounds of its paired differences to greedy decoding *and* to the direct LLM score are above -delta. Both bounds must
+hold, so having two of them adds no error. The error is divided (Bonferroni) among all that are tested. So for one
+adapter, the probability that any recipe that is worse than either by more than delta passes its test is at most
+1 - level. Of the recipes that may be deployed the most accurate is taken, with fewer LLM calls in a tie; if there is
+none, greedy decoding. That has then passed no test: it may be worse than the direct score by more than delta.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fb_core import hf, statistics
+from fb_core.config import ProblemSettings
+from fb_core.demo import DEMO
+from fb_core.recipe import LABELS, Deployed, Difference, Evidence, RecipeName
+from fb_core.reranker import TokenReranker
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.decode import DecodeStage, Row, Trial, read_rows
+from fb_core.stages.deploy import (
+    DEPLOYED_STAGE,
+    Context,
+    Generate,
+    chosen_reranker,
+    frozen_policy,
+    needs_llm,
+    pool_options,
+)
+from fb_core.stages.examples import Examples, State
+from fb_core.stages.inputs import DEPLOYED, splits_of
+from fb_core.stages.problems import Problem, drawn
+from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.scores import ScoreStage, filter_table
+from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.stages.states import PolicyStage
+from fb_core.stages.training import TrainStage, run_name
+from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.statistics import outcomes_differ
+from fb_core.value import ValueHead, fit_value, value_terms
+
+SEEDED: tuple[RecipeName, ...] = ("published", "value")  # recipes of one seed's reranker
+UNSEEDED: tuple[RecipeName, ...] = ("greedy", "direct")  # decoded once, whatever the seed
+Key = TypeVar("Key", bound=Hashable)
+
+
+class SelectionStage(DecodeStage):
+    """Decodes the validation problems with every reranker of every epoch, and chooses the best horizon and epoch."""
+
+    name = "selection"
+    command = "futurebridge train"
+    slice = (*DEPLOYED, "selection", "collect.max_new_tokens", "train.epochs", "verify")
+    reads = (TrajectoryStage, PolicyStage, TrainStage)
+    unit = "decodes"
+
+    @cached_property
+    def _problems(self) -> list[Problem]:
+        held, few = self.input(TrajectoryStage), self.settings.selection.problems
+        validation = held.splits["validation"]
+        return validation if few is None else drawn(validation, few, held.settings.problems.seed)
+
+    @cached_property
+    def _rerankers(self) -> dict[str, tuple[int, int, int]]:
+        """(epoch, horizon, seed) by shard, which is the method's name in the rows."""
+        return {
+            f"epoch-{epoch}-{run_name(horizon, seed)}": (epoch, horizon, seed)
+            for epoch in range(1, self.settings.train.epochs + 1)
+            for horizon, seed in self.input(TrainStage).runs()
+        }
+
+    @cached_property
+    def trials(self) -> dict[str, Trial]:
+        return {
+            name: Trial("validation", name, seed, "batch", self._problems)
+            for name, (_, _, seed) in self._rerankers.items()
+        }
+
+    @property
+    def asked(self) -> ProblemSettings:
+        return self.input(TrajectoryStage).settings.problems
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.settings.collect.max_new_tokens
+
+    def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
+        reranker = self.input(TrainStage).trained(*self._rerankers[trial.method])
+        context = Context(self.settings, self.run, max_length=max_length, max_batch=max_batch)
+        return context.reranking_decoder(reranker).generate_many
+
+    def summary(self) -> dict[str, Any]:
+        """The table and the choice: highest accuracy averaged over seeds; ties go to the first epoch and horizon."""
+        logged = {(row["epoch"], row["horizon"], row["seed"]): row for row in self.input(TrainStage).metrics()}
+        tried: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        for shard, (epoch, horizon, seed) in self._rerankers.items():
+            correct = [row.correct for row in read_rows(self.folder, shard)]
+            tried.setdefault((epoch, horizon), []).append(
+                {
+                    "seed": seed,
+                    "accuracy": float(np.mean(correct)),
+                    **{
+                        name: logged[epoch, horizon, seed][f"validation_{name}"]
+                        for name in ("cross_entropy", "pairwise_accuracy")
+                    },
+                }
+            )
+        table: list[dict[str, Any]] = [
+            {
+                "epoch": epoch,
+                "horizon": horizon,
+                "seeds": seeds,
+                **{
+                    name: _mean([seed[name] for seed in seeds])
+                    for name in ("accuracy", "cross_entropy", "pairwise_accuracy")
+                },
+            }
+            for (epoch, horizon), seeds in tried.items()
+        ]
+        right = {
+            one: round(sum(seed["accuracy"] for seed in seeds) * len(self._problems)) for one, seeds in tried.items()
+        }  # whole numbers, so that ties are exact
+        best = max(table, key=lambda row: right[row["epoch"], row["horizon"]])
+        return {"epoch": best["epoch"], "horizon": best["horizon"], "problems": len(self._problems), "table": table}
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        return selection_table(manifest["summary"])
+
+    def cost(self) -> Cost:
+        """The LLM reads every token of a decode at most once, and none if it is not asked."""
+        words = f"decoded in batches, {len(self._problems)} problems with each of {len(self._rerankers)} rerankers"
+        longest = max(self._longest.values(), default=0)
+        return Cost(words, longest, llm_tokens=longest if needs_llm(self.settings) else 0)
+
+
+class RerankerStage(Stage):
+    """The chosen adapters, one folder per seed: each is a PEFT checkpoint with a model card."""
+
+    name = "reranker"
+    command = "futurebridge train"
+    slice = (*DEPLOYED, "train")
+    reads = (TrajectoryStage, PolicyStage, ScoreStage, TrainStage, SelectionStage)
+    unit = "adapters"
+    parallel = False
+
+    def data(self) -> dict[str, Any]:
+        return {"slm": self.settings.models.slm, "llm": self.settings.models.llm}  # named in the model cards
+
+    def shards(self) -> dict[str, int]:
+        return {f"seed-{seed}": 1 for seed in self.settings.train.seeds}
+
+    def work(self, shard: str) -> Output:
+        chosen = self.input(SelectionStage).folder.finished()["summary"]
+        seed = int(shard.removeprefix("seed-"))
+        reranker = self.input(TrainStage).trained(chosen["epoch"], chosen["horizon"], seed)
+        with tempfile.TemporaryDirectory() as folder:
+            reranker.save_pretrained(folder)
+            deployed_as(self, "published").save(folder)
+            files = {f"{shard}/{path.name}": path.read_bytes() for path in sorted(Path(folder).iterdir())}
+        files[f"{shard}/README.md"] = self._card(seed, chosen).encode()
+        return Output(files, {"adapters": 1})
+
+    def _card(self, seed: int, chosen: dict[str, Any]) -> str:
+        models, settings = self.settings.models, self.settings.train
+        filters = self.input(ScoreStage).folder.finished()["counts"]
+        policy = frozen_policy(self.run)
+        asked = self.input(TrajectoryStage)
+        lines = [f"    {name}={value!r}," for name, value in pool_options(self.settings).items()]
+        names = {"slm": _public(models.slm), "llm": _public(models.llm)}
+        loading = LOADING.format(**names)
+        if models.slm.startswith(DEMO):
+            loading = LOADING_DEMO.format(world=models.slm.removeprefix(DEMO))
+            names = {role: f"the {role.upper()} of the {name.removeprefix(DEMO)} demo" for role, name in names.items()}
+        return CARD.format(
+            loading=loading,
+            **names,
+            base=f"base_model: {models.slm}\n" if hf.is_hub_id(models.slm) else "",  # the hub refuses other names
+            horizon=chosen["horizon"],
+            epoch=chosen["epoch"],
+            seed=seed,
+            rank=settings.rank,
+            alpha=settings.lora_alpha,
+            dropout=settings.dropout,
+            rate=settings.learning_rate,
+            temperature=settings.temperature,
+            groups=settings.groups_per_step,
+            threshold=policy.threshold,
+            top_k=policy.top_k,
+            quantile=self.input(PolicyStage).settings.collect.quantile,
+            options="\n".join(lines),
+            load=", scope='sequence'" if settings.scope == "sequence" else "",
+            scope="the whole sequence" if settings.scope == "sequence" else "the candidate token alone",
+            target=settings.target,
+            filters=filter_table(filters),
+            selection=selection_table(chosen),
+            problems=_public(asked.settings.problems.train),
+            thinking="on" if asked.settings.problems.thinking else "off",
+        )
+
+    def cost(self) -> Cost:
+        return Cost("a copy of a trained adapter")
+
+
+class ValueStage(Stage):
+    """The value head over every seed's reranker, fitted to the rollouts of a share of the training states."""
+
+    name = "values"
+    command = "futurebridge train"
+    slice = ("train.scope", "train.seeds")
+    reads = (RolloutStage, RerankerStage)
+    unit = "rerankers"
+    parallel = False
+
+    def shards(self) -> dict[str, int]:
+        return {f"seed-{seed}": 1 for seed in self.settings.train.seeds}
+
+    def work(self, shard: str) -> Output:
+        seed = int(shard.removeprefix("seed-"))
+        rollouts = [
+            one
+            for part in Artefact(self.run, RolloutStage.name).shards("train")
+            for one in Examples(self.run, part, self.models.slm.device).rollouts.values()
+        ]
+        outcomes = {one.state.id: one.correct for one in rollouts}
+        mixed = sum(outcomes_differ(one.numpy()) for one in outcomes.values())
+        weights = None
+        if mixed:
+            reranker = {seed: chosen_reranker(self.settings, self.run, seed)}
+            scored = [
+                (value_terms(state.pool, scores, state.entropy), outcomes[state.id])
+                for state, _, scores in reranked(self.models.slm, reranker, [one.state for one in rollouts])
+            ]
+            weights = fit_value(*zip(*scored, strict=True)).weights
+        line = json.dumps({"weights": weights}) + "\n"
+        return Output({f"{shard}.jsonl": line.encode()}, {"rolled-out states": len(outcomes), "mixed states": mixed})
+
+    def head(self, seed: int) -> ValueHead | None:
+        """The head of a finished seed; None if the candidates of no state differed in outcome."""
+        weights = json.loads(self.folder.read(f"seed-{seed}", "jsonl"))["weights"]
+        return None if weights is None else ValueHead(tuple(weights))
+
+    def cost(self) -> Cost:
+        return Cost("scored at the rolled-out states, a head fitted")
+
+
+def reranked(
+    slm: hf.CausalLM, rerankers: Mapping[Key, TokenReranker], states: Sequence[State]
+) -> Iterator[tuple[State, Key, Tensor]]:
+    """(state, reranker's key, its scores float32 [K] on the CPU) for all; prefixes are computed once per trajectory."""
+    members: dict[str, list[State]] = {}
+    for state in states:
+        members.setdefault(state.trajectory.problem.id, []).append(state)
+    for of_trajectory in members.values():
+        longest = max(of_trajectory, key=lambda state: state.position).prefix
+        whole = hf.prefill_packed(slm, [longest])[0]
+        for key, reranker in rerankers.items():
+            for state, scores in zip(of_trajectory, _scores(reranker, whole, of_trajectory), strict=True):
+                yield state, key, scores
+
+
+@torch.no_grad()
+def _scores(reranker: TokenReranker, whole: hf.Prefix, states: Sequence[State]) -> list[Tensor]:
+    """Scores float32 [K] of every state of one trajectory; the prefix `whole` reaches to the last of them."""
+    pools = [state.pool.ids.to(reranker.base.device) for state in states]
+    if reranker.scope == "candidate":
+        found = reranker.scores_many([replace(whole, length=state.position) for state in states], pools)
+    else:
+        found = [reranker.scores(state.prefix, pool) for state, pool in zip(states, pools, strict=True)]
+    return [scores.cpu() for scores in found]
+
+
+class CertificationStage(DecodeStage):
+    """The recipes on problems that nothing was chosen on, one shard each."""
+
+    name = "certification"
+    command = "futurebridge train"
+    slice = (*DEPLOYED, "problems", "collect.max_new_tokens", "verify", "train.seeds")
+    reads = (TrajectoryStage, PolicyStage, RerankerStage, ValueStage)
+    unit = "decodes"
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """The problems that are decoded."""
+        return splits_of(self.settings.problems)["certification"]
+
+    def data(self) -> dict[str, Any]:
+        return {"problems": [problem.id for problem in self.problems]}
+
+    def recipes(self, seed: int) -> list[RecipeName]:
+        """What a seed's reranker competes with and as; no value where no head could be fitted."""
+        return [*UNSEEDED, *(name for name in SEEDED if name != "value" or self.input(ValueStage).head(seed))]
+
+    @cached_property
+    def trials(self) -> dict[str, Trial]:
+        return {
+            _shard(recipe, seed): Trial(self.name, recipe, None if recipe in UNSEEDED else seed, "batch", self.problems)
+            for seed in self.settings.train.seeds
+            for recipe in self.recipes(seed)
+        }
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.settings.collect.max_new_tokens
+
+    def most(self) -> int:
+        return len(self.problems) * (len(UNSEEDED) + len(SEEDED) * len(self.settings.train.seeds))
+
+    def cost(self) -> Cost:
+        """The LLM reads every token of a decode at most once."""
+        longest = self._longest_prompt(self.problems) + self.max_new_tokens
+        words = f"decoded in batches, {len(self.problems)} problems with each of at most {len(LABELS)} recipes"
+        return Cost(words, longest, llm_tokens=longest)
+
+    def deployed(self, recipe: RecipeName, seed: int) -> Deployed:
+        """A recipe with everything that it decodes with."""
+        return deployed_as(self, recipe, self.input(ValueStage).head(seed) if recipe == "value" else None)
+
+    def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
+        context = Context(self.settings, self.run, max_length=max_length, max_batch=max_batch)
+        recipe: Any = trial.method
+        if trial.seed is None:
+            return context.decoder_for(self.deployed(recipe, self.settings.train.seeds[0]), None).generate_many
+        return context.decoder_for(self.deployed(recipe, trial.seed), context.reranker(trial.seed)).generate_many
+
+    def tested(self, seed: int) -> list[Tried]:
+        """Greedy decoding, the direct score, then the recipes of a seed's reranker."""
+        return [Tried.of(name, list(read_rows(self.folder, _shard(name, seed)))) for name in self.recipes(seed)]
+
+
+def _shard(recipe: RecipeName, seed: int) -> str:
+    return recipe if recipe in UNSEEDED else f"{recipe}-{seed}"
+
+
+def deployed_as(stage: Stage, recipe: RecipeName, value: ValueHead | None = None) -> Deployed:
+    """A recipe as a run decodes with it, from the files and settings of a stage that reads trajectories and policy."""
+    thinking = stage.input(TrajectoryStage).settings.problems.thinking
+    return Deployed(recipe, value, frozen_policy(stage.run), pool_options(stage.settings), thinking=thinking)
+
+
+class Tried(NamedTuple):
+    """A recipe and its results on n problems."""
+
+    recipe: RecipeName
+    correct: np.ndarray  # [n] float64, 0 or 1
+    calls: float  # LLM calls per problem
+    llm_tokens: float  # LLM tokens per problem
+
+    @classmethod
+    def of(cls, recipe: RecipeName, rows: Sequence[Row]) -> Tried:
+        """From the recipe's rows."""
+        calls = float(np.mean([row.calls for row in rows]))
+        tokens = float(np.mean([row.llm_tokens for row in rows]))
+        return cls(recipe, np.array([row.correct for row in rows], dtype=np.float64), calls, tokens)
+
+    @property
+    def accuracy(self) -> float:
+        """The share of problems that are right."""
+        return float(self.correct.mean())
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Sort key, best first: by right answers, then by fewer calls."""
+        return -float(self.correct.sum()), self.calls
+
+
+def decide(tested: Sequence[Tried], delta: float, level: float) -> tuple[RecipeName, list[tuple[RecipeName, Evidence]]]:
+    """Choose the recipe to deploy from results on problems that nothing else was chosen on.
+
+    Args:
+        tested: greedy decoding, the direct LLM score, then other recipes, all on the same problems.
+        delta: how far below either of the first two a recipe may be, as a share of the problems.
+        level: 1 minus the probability that any recipe that is worse than that passes its test.
+
+    Returns:
+        the recipe to deploy, and every recipe with its evidence, in order.
+    """
+    greedy, direct, *_ = tested
+
+    def minus(one: Tried, other: Tried) -> Difference:
+        if one is other:
+            return Difference(mean=0.0, low=0.0)
+        found = statistics.paired_lower_bound(one.correct, other.correct, level=1 - (1 - level) / len(tested))
+        return Difference(mean=found.mean, low=found.low)
+
+    differences = [(minus(one, greedy), minus(one, direct)) for one in tested]
+    safe = [
+        one
+        for one, both in zip(tested, differences, strict=True)
+        if all(difference.low > -delta for difference in both)
+    ]
+    chosen = min(safe, key=lambda one: one.rank, default=greedy)
+    words = _words(chosen, len(safe), len(tested), delta, level)
+    return chosen.recipe, [
+        (
+            one.recipe,
+            Evidence(
+                problems=len(greedy.correct),
+                delta=delta,
+                level=level,
+                tests=len(tested),
+                accuracy=one.accuracy,
+                minus_greedy=to_greedy,
+                minus_direct=to_direct,
+                calls=one.calls,
+                llm_tokens=one.llm_tokens,
+                words=words,
+            ),
+        )
+        for one, (to_greedy, to_direct) in zip(tested, differences, strict=True)
+    ]
+
+
+def _words(chosen: Tried, safe: int, tests: int, delta: float, level: float) -> str:
+    margin, sure = f"{100 * delta:g} points", f"{100 * level:g}%"
+    if safe:
+        return (
+            f"{LABELS[chosen.recipe]}: the best of {safe} recipes (of {tests} tested) that are shown with {sure} "
+            f"confidence to be at most {margin} below greedy decoding and the direct LLM score."
+        )
+    return (
+        f"{LABELS[chosen.recipe]}: none of {tests} tested recipes is shown with {sure} confidence to be at most "
+        f"{margin} below greedy decoding and the direct LLM score, so the LLM is not asked. The direct LLM score may "
+        "be far better."
+    )
+
+
+def choice_table(chosen: RecipeName, evidence: Sequence[tuple[RecipeName, Evidence]], seed: int) -> str:
+    """The tested recipes of a seed in Markdown: why one was chosen, then a table with the chosen one in bold."""
+    first = evidence[0][1]
+    lines = [
+        f"Seed {seed}, {first.problems} problems. {first.words}",
+        "",
+        "| recipe | accuracy, % | minus greedy, pp [lower bound] | minus direct, pp [lower bound] | LLM calls per "
+        "problem | LLM tokens per problem |",
+        "|---|---|---|---|---|---|",
+    ]
+    for recipe, one in evidence:
+        bounds = [f"{100 * each.mean:+.1f} [{100 * each.low:+.1f}]" for each in (one.minus_greedy, one.minus_direct)]
+        cells = [LABELS[recipe], f"{100 * one.accuracy:.1f}", *bounds, f"{one.calls:.2f}", f"{one.llm_tokens:.2f}"]
+        if recipe == chosen:
+            cells = [f"**{cell}**" for cell in cells]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+class ChoiceStage(Stage):
+    """One folder per seed: the adapter with its deployed recipe and evidence."""
+
+    name = DEPLOYED_STAGE
+    command = "futurebridge train"
+    slice = ("choice", "train.seeds")
+    reads = (RerankerStage, CertificationStage)
+    unit = "adapters"
+    parallel = False
+
+    def shards(self) -> dict[str, int]:
+        return {f"seed-{seed}": 1 for seed in self.settings.train.seeds}
+
+    def verdict(self, seed: int) -> tuple[RecipeName, list[tuple[RecipeName, Evidence]]]:
+        """The recipe deployed with a seed's adapter, and the evidence of every tested recipe."""
+        choice = self.settings.choice
+        return decide(self.input(CertificationStage).tested(seed), choice.delta, choice.level)
+
+    def work(self, shard: str) -> Output:
+        seed = int(shard.removeprefix("seed-"))
+        recipe, evidence = self.verdict(seed)
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(made) / shard
+            shutil.copytree(self.input(RerankerStage).folder.path / shard, folder)
+            deployed = self.input(CertificationStage).deployed(recipe, seed)
+            replace(deployed, evidence=dict(evidence)[recipe]).save(folder)
+            card = (folder / "README.md").read_text(encoding="utf-8")
+            table = choice_table(recipe, evidence, seed)
+            (folder / "README.md").write_text(f"{card}\n## Deployed recipe\n\n{USE}\n{table}\n", encoding="utf-8")
+            files = {f"{shard}/{path.name}": path.read_bytes() for path in sorted(folder.iterdir())}
+        return Output(files, {"adapters": 1})
+
+    def summary(self) -> dict[str, Any]:
+        """The recipe and its evidence, by seed."""
+        found = {}
+        for seed in self.settings.train.seeds:
+            recipe, evidence = self.verdict(seed)
+            tested = [{"label": LABELS[name], **each.model_dump()} for name, each in evidence]
+            found[f"seed-{seed}"] = {"recipe": recipe, "label": LABELS[recipe], "tested": tested}
+        return found
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        tables = [choice_table(*self.verdict(seed), seed) for seed in self.settings.train.seeds]
+        return "\n\n".join([*tables, f"Deployed with `--adapter {self.folder.path / next(iter(self.shards()))}`."])
+
+    def cost(self) -> Cost:
+        return Cost("a copy of a trained adapter")
+
+
+CHOICE: tuple[type[Stage], ...] = (ValueStage, CertificationStage, ChoiceStage)
+
+USE = """\
+`futurebridge generate`, `chat` and `serve` decode with the recipe of this folder; `--set recipe=published` decodes as
+in the paper, even if that is worse. In Python:
+
+```python
+from fb_core import CollaborativeDecoder, deployment_of
+
+selector, policy, options = deployment_of("path/to/this/folder", slm)
+decoder = CollaborativeDecoder(slm, llm, selector, policy, tokenizer=tokenizer, **options)
+```
+"""
+
+
+def _public(name: str) -> str:
+    """A hub id or a known name as it is; only the last part of a path, since cards are published."""
+    return name if hf.is_hub_id(name) else Path(name).name
+
+
+def selection_table(chosen: dict[str, Any]) -> str:
+    """Validation results of every horizon and epoch in Markdown, the chosen one in bold."""
+    lines = []
+    for row in chosen["table"]:
+        seeds = ", ".join(f"{100 * seed['accuracy']:.1f}" for seed in row["seeds"])
+        cells = [
+            str(row["horizon"]),
+            str(row["epoch"]),
+            f"{100 * row['accuracy']:.1f}",
+            seeds,
+            f"{row['cross_entropy']:.4f}",
+            "" if row["pairwise_accuracy"] is None else f"{100 * row['pairwise_accuracy']:.1f}",
+        ]
+        if (row["epoch"], row["horizon"]) == (chosen["epoch"], chosen["horizon"]):
+            cells = [f"**{cell}**" for cell in cells]
+        lines.append(f"| {' | '.join(cells)} |")
+    accuracy = f"accuracy, % of {chosen['problems']} problems"
+    head = f"| H | epoch | {accuracy} | by seed | cross-entropy, nats | pairwise accuracy, % |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *lines])
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]  # None: there are no pairs to compare
+    return float(np.mean(known)) if known else None
+
+
+LOADING = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+slm = AutoModelForCausalLM.from_pretrained("{slm}").eval()
+llm = AutoModelForCausalLM.from_pretrained("{llm}").eval()
+tokenizer = AutoTokenizer.from_pretrained("{slm}")"""
+
+LOADING_DEMO = """\
+from fb_core.demo.pairs import load_pair
+
+pair = load_pair("{world}")
+slm, llm, tokenizer = pair.slm, pair.llm, pair.world.tokenizer"""
+
+CARD = """\
+---
+library_name: peft
+{base}tags: [futurebridge, reranker, lora]
+---
+
+# FutureBridge reranker for {slm} with {llm}
+
+A LoRA adapter with a scalar head that scores next-token candidates for {slm}. The score says how well {slm} can
+continue from a token that it or {llm} proposes at an uncertain step. It was distilled from the log-likelihood of one
+answer-verified continuation by {llm} after every candidate.
+
+```python
+from fb_core import CollaborativeDecoder, FutureBridgeSelector, RequestPolicy, TokenReranker
+{loading}
+reranker = TokenReranker.from_pretrained("path/to/this/folder", slm{load})
+decoder = CollaborativeDecoder(
+    slm,
+    llm,
+    FutureBridgeSelector(reranker),
+    RequestPolicy({threshold!r}, top_k={top_k}),
+{options}
+    tokenizer=tokenizer,
+)
+```
+
+| | |
+|---|---|
+| horizon of the future | {horizon} tokens |
+| epoch, seed | {epoch}, {seed} |
+| adapter | LoRA rank {rank}, alpha {alpha:g}, dropout {dropout:g}, on {scope} |
+| training | AdamW {rate:g}, {groups} groups per step, target "{target}", temperature {temperature:g} |
+| request threshold | {threshold:.6g} nats over the top {top_k}, the {quantile:g} quantile on validation problems |
+| problems | {problems}, asked with thinking {thinking} |
+
+## States
+
+{filters}
+
+## Selection on validation problems
+
+{selection}
+"""
