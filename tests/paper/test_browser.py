@@ -10,8 +10,8 @@ import browser
 import pytest
 from dialects import byte_tokenizer
 from matplotlib.image import imread
+from report_runs import everywhere, read, tiny
 from test_explain import HOSTILE, row
-from test_report import everywhere, read, tiny
 
 from benchmarks.paper.report import write_report
 from fb_core.explain import html_page

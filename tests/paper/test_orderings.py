@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_report import METHODS, read, render, table, tiny
+from report_runs import METHODS, read, render, table, tiny
 
 from benchmarks.paper.orderings import ordering_blocks, orderings
 from benchmarks.paper.page import Document, Paragraph
