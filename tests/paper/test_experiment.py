@@ -610,7 +610,6 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     chosen = settings(
         problems={"limit": 56, "certification": 8},
         train={"horizons": [4, 8], "seeds": [0], "epochs": 1},
-        choice={"tried": 2, "tested": 1},
         compare={
             "external": {"tuned": pair_checkpoint},
             "router": {"problems": 35, "width": 16, "blocks": 1, "epochs": 2, "learning_rate": 0.001},
