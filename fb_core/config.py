@@ -224,8 +224,6 @@ class CollectSettings(Section):
         quantile: quantile of the validation trajectories' entropies that becomes the request threshold.
         max_states: maximum states of a trajectory.
         slm_k: the SLM's candidates in a pool.
-        tested: folder of a finished run, set by `futurebridge rollouts`: the states then come from the benchmarks'
-            problems, at that run's threshold, and its rerankers are judged on them. None for the run's own problems.
     """
 
     max_new_tokens: int = Field(default=4096, ge=1)
@@ -233,7 +231,6 @@ class CollectSettings(Section):
     quantile: float = Field(default=0.99, ge=0, le=1)
     max_states: int = Field(default=8, ge=1)
     slm_k: int = Field(default=8, ge=1)
-    tested: Annotated[str | None, NOT_IN_IDENTITY] = None  # the identity has that run's digest instead
 
 
 class FutureSettings(Section):
@@ -269,14 +266,11 @@ class RolloutSettings(Section):
     Attributes:
         validation: share of the held-out states to roll out, for the diagnostics.
         train: share of the training states to roll out, for the value head.
-        benchmark_problems: number of problems of each benchmark, drawn by the seed of the problems, whose states are
-            also rolled out once a reranker is chosen; 0 for none.
         seed: of the choice of states.
     """
 
     validation: float = Field(default=1.0, gt=0, le=1)
     train: float = Field(default=0.2, ge=0, le=1)
-    benchmark_problems: int = Field(default=50, ge=0)
     seed: int = Field(default=0, ge=0)
 
 

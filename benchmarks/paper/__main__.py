@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.paper.agreement import judge, judge_benchmarks
+from benchmarks.paper.agreement import judge
+from benchmarks.paper.benchmark_states import judge_benchmarks
 from benchmarks.paper.gather import gather
 from benchmarks.paper.report import write_report
 from benchmarks.paper.run import COSTS, run_tables

@@ -1,12 +1,8 @@
-"""How well scores agree with rollouts: pairwise accuracy and top-1 success of scores, coverage of pools.
-
-At the held-out states of the run and, once it is trained, at states of benchmark problems: the run's stages over each
-benchmark, in a folder of its own inside the run's.
-"""
+"""How well scores agree with rollouts: pairwise accuracy and top-1 success of scores, coverage of pools."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,18 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.paper import intervals
-from benchmarks.paper.settings import PaperSettings
 from fb_core import statistics
 from fb_core.config import RunSettings
 from fb_core.page import markdown_table
 from fb_core.pool import LARGE, SLM
 from fb_core.reranker import TokenReranker
 from fb_core.stages.artefacts import Artefact, table_bytes
-from fb_core.stages.choose import ChoiceStage, RerankerStage, reranked
-from fb_core.stages.commands import Command, stages_of
+from fb_core.stages.choose import RerankerStage, reranked
 from fb_core.stages.deploy import chosen_reranker
 from fb_core.stages.examples import NATS, Examples, Group, Rollout
-from fb_core.stages.inputs import file_stem
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import run_stage
 from fb_core.stages.scores import ScoreStage
@@ -41,7 +34,6 @@ from fb_core.statistics import Interval
 
 Tally = NDArray[np.float64]
 KINDS = ("all", "word", "digit", "mark")
-BEFORE: tuple[Command, ...] = ("collect", "futures", "score", "rollouts")  # whose stages come before `AgreementStage`
 
 
 class AgreementStage(Stage):
@@ -49,12 +41,9 @@ class AgreementStage(Stage):
 
     name = "agreement"
     command = "python -m benchmarks.paper"
-    slice = ("train.seeds", "train.scope", "train.horizons", "collect.tested")
-    reads = (TrajectoryStage, StateStage, RolloutStage)
+    slice = ("train.seeds", "train.scope", "train.horizons")
+    reads: Sequence[type[Stage]] = (TrajectoryStage, StateStage, RolloutStage, RerankerStage)
     unit = "states"
-
-    def inputs(self) -> Sequence[type[Stage]]:
-        return self.reads if self.settings.collect.tested else (*self.reads, RerankerStage)
 
     def shards(self) -> dict[str, int]:
         folder, found = self.input(RolloutStage).folder, {}
@@ -78,8 +67,12 @@ class AgreementStage(Stage):
     @cached_property
     def _rerankers(self) -> dict[int, TokenReranker]:
         """The chosen rerankers by seed."""
-        run = Path(self.settings.collect.tested or self.run)
-        return {seed: chosen_reranker(self.settings, run, seed) for seed in self.settings.train.seeds}
+        return {seed: chosen_reranker(self.settings, self.trained, seed) for seed in self.settings.train.seeds}
+
+    @property
+    def trained(self) -> Path:
+        """The run of the rerankers."""
+        return self.run
 
     def report(self, manifest: dict[str, Any]) -> str:
         return agreement_table(self.settings, self.run)
@@ -245,50 +238,3 @@ def agreement_table(settings: RunSettings, run: Path) -> str:
     head = ["pool", "mean size", "coverage, % [95%]", "states", "coverage, mixed states, % [95%]", "mixed states"]
     rows = [[_cell(row[name]) for name in columns] for row in coverage_rows(states)]
     return "\n".join([*lines, "", *markdown_table(head, rows)])
-
-
-def benchmark_runs(settings: PaperSettings, run: Path) -> dict[str, tuple[PaperSettings, Path]]:
-    """Settings and folder of every benchmark's states, by the benchmark's name; empty until `train` is finished.
-
-    Raises:
-        ValueError: the run is damaged, or the names of two benchmarks differ only in punctuation.
-    """
-    last = ChoiceStage if settings.problems.certification else RerankerStage
-    manifest = Artefact(run, last.name).manifest()
-    if not settings.rollouts.benchmark_problems or manifest is None or not manifest["complete"]:
-        return {}
-    found: dict[str, tuple[PaperSettings, Path]] = {}
-    for name in settings.evaluate.benchmarks:
-        values = settings.model_dump()
-        values["collect"] |= {
-            "tested": str(run.resolve()),  # workers may have another working directory
-            "max_new_tokens": settings.evaluate.max_new_tokens,
-        }
-        values["evaluate"] |= {"benchmarks": (name,)}
-        folder = run / f"benchmark-{file_stem(name)}"
-        if folder in (other for _, other in found.values()):
-            raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
-        found[name] = PaperSettings.model_validate(values), folder
-    return found
-
-
-def judge_benchmarks(settings: PaperSettings, run: Path, show: Callable[[str], None] = print) -> None:
-    """Collect, score and roll out states of some problems of every benchmark, and judge the rerankers there.
-
-    Does nothing until `train` is finished: before that no test problem is read.
-
-    Args:
-        settings: of the run.
-        run: its folder.
-        show: takes the agreement and coverage of every benchmark, in Markdown.
-
-    Raises:
-        ValueError: as `run_stage`.
-        OSError: as `run_stage`, or a benchmark cannot be found.
-    """
-    for name, (chosen, folder) in benchmark_runs(settings, run).items():
-        kinds: list[type[Stage]] = [kind for command in BEFORE for kind in stages_of(command, chosen)]
-        kinds.append(AgreementStage)
-        for kind in kinds:
-            run_stage(kind(chosen, folder))
-        show(f"**agreement on {name}**\n\n{agreement_table(chosen, folder)}")

@@ -31,7 +31,8 @@ class CompareStage(DecodeStage):
     settings: PaperSettings
     slice = (*DEPLOYED, *ASKED, *METHODS, "compare.external")
 
-    def inputs(self) -> Sequence[type[Stage]]:
+    @property
+    def reads(self) -> Sequence[type[Stage]]:  # type: ignore[override]
         methods = self.settings.compare.methods
         routers = (RouterStage,) if any(method(name).routed for name in methods) else ()
         return (PolicyStage, *((RerankerStage,) if "futurebridge" in methods else ()), *routers)
@@ -83,7 +84,8 @@ class DeploymentStage(DecodeStage):
     slice = (*DEPLOYED, *ASKED, *METHODS, "compare.timed")
     parallel = False
 
-    def inputs(self) -> Sequence[type[Stage]]:
+    @property
+    def reads(self) -> Sequence[type[Stage]]:  # type: ignore[override]
         return (
             PolicyStage,
             RerankerStage,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,22 +12,59 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.settings import PaperSettings
-from fb_core.llm import seeded
+from fb_core import hf
+from fb_core.llm import LocalLLM, seeded
 from fb_core.stages.artefacts import Artefact, table_bytes
-from fb_core.stages.examples import IDS, Examples, Future, example_files
-from fb_core.stages.futures import FutureStage, own_futures, usable
+from fb_core.stages.examples import IDS, Examples, Future, State, example_files
+from fb_core.stages.futures import FutureStage, usable, verified
 from fb_core.stages.inputs import verifier_of
 from fb_core.stages.pools import in_parts
 from fb_core.stages.scores import ScoreStage
 from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.stages.states import OverStates, StateStage
 from fb_core.stages.trajectories import TrajectoryStage, judged
+from fb_core.verify import Verifier
 
 SAMPLED, UNVERIFIED, INCORRECT = "sampled", "unverified", "incorrect"  # columns: first right sample, first, first wrong
 SAMPLES = {"state": pa.string(), SAMPLED: IDS, UNVERIFIED: IDS, INCORRECT: IDS}
 
 Samples = Mapping[str, Mapping[str, Tensor]]
 """The kept samples, [n >= 1] ids each, by column and the state's id."""
+
+
+def own_futures(
+    slm: LocalLLM,
+    states: Sequence[State],
+    tokenizer: hf.Tokenizer,
+    verifier: Verifier,
+    max_new_tokens: int,
+    *,
+    samples: int = 4,
+    temperature: float = 0.7,
+    seed: int = 0,
+) -> list[Future]:
+    """The SLM's own futures: of a few samples from each bare state the first correct one, else the first.
+
+    If the LLM's futures are in a style that the SLM cannot carry out, they rank candidates in the wrong order; the
+    SLM's own correct solutions do not.
+
+    Args:
+        slm: the small model.
+        states: where the samples begin.
+        tokenizer: of both models.
+        verifier: checks the decoded solutions.
+        max_new_tokens: longest sample.
+        samples: number per state.
+        temperature: of the sampling.
+        seed: of the sampling.
+    """
+    prefixes = [state.prefix.to(slm.device) for state in states]
+    drawn = slm.sample_many(prefixes, samples, max_new_tokens, temperature=temperature, top_p=1.0, top_k=0, seed=seed)
+    tried = [verified(states, [written[n] for written in drawn], tokenizer, verifier)[1] for n in range(samples)]
+    return [
+        next((future for future in of_state if future.verdict == "correct"), of_state[0])
+        for of_state in zip(*tried, strict=True)
+    ]
 
 
 class OwnFutureStage(OverStates):
@@ -76,17 +112,7 @@ class SampleStage(OverStates):
     )
     reads = (TrajectoryStage, StateStage, FutureStage)
     uses = ("slm", "llm", "tokenizer")
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.settings.models.llm_server is None
-
-    @property
-    def device(self) -> str:
-        return self.models.device if self.on_gpu else "server"
-
-    def units(self, manifest: dict[str, Any]) -> int:
-        return int(manifest["counts"]["sampled"])
+    writer = "llm"
 
     def work(self, shard: str) -> Output:
         examples, llm, settings = Examples(self.run, shard), self.models.llm, self.settings.samples
@@ -132,8 +158,9 @@ class OtherScoreStage(ScoreStage):
     slice = (*ScoreStage.slice, "samples.future")
     settings: PaperSettings
 
-    def inputs(self) -> Sequence[type[Stage]]:
-        return (*self.reads, OwnFutureStage if self.settings.samples.future == "own" else SampleStage)
+    @property
+    def reads(self) -> Sequence[type[Stage]]:  # type: ignore[override]
+        return (*ScoreStage.reads, OwnFutureStage if self.settings.samples.future == "own" else SampleStage)
 
     def futures(self, examples: Examples) -> list[Future]:
         kind, horizon = self.settings.samples.future, self.settings.score.horizon

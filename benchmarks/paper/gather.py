@@ -14,14 +14,8 @@ import numpy as np
 import torch
 import yaml
 
-from benchmarks.paper.agreement import (
-    AgreementStage,
-    agreement_rows,
-    benchmark_runs,
-    coverage_rows,
-    judged_states,
-    matrix_of,
-)
+from benchmarks.paper.agreement import AgreementStage, agreement_rows, coverage_rows, judged_states, matrix_of
+from benchmarks.paper.benchmark_states import benchmark_runs
 from benchmarks.paper.futures import OwnFutureStage, SampleStage
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
 from benchmarks.paper.rows import DEPLOYED, Run, decoded, finished, long_table, results, timed
@@ -228,9 +222,17 @@ def offline(plan: Plan) -> Part:
     for kind in OFFLINE:
         if (manifest := finished(plan.run, kind.name)) is not None:
             stage = kind(plan.settings, plan.run)
-            about = {"stage": stage.name, "units": stage.units(manifest), "unit": stage.unit}
+            about = {"stage": stage.name, "units": _units(stage, manifest), "unit": stage.unit}
             rows.append(about | manifest["cost"] | {"published": beside.get(stage.name)})
     return rows
+
+
+def _units(stage: Stage, manifest: dict[str, Any]) -> int:
+    """The number of units that a finished stage worked on; rollouts and samples are of some states only."""
+    counts: dict[str, int] = manifest["counts"]
+    if isinstance(stage, RolloutStage):
+        return counts.get("train states", 0) + counts.get("validation states", 0)
+    return counts["sampled"] if isinstance(stage, SampleStage) else sum(stage.shards().values())
 
 
 def published(settings: PaperSettings) -> dict[str, dict[str, float]]:

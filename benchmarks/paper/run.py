@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from rich.progress import TimeElapsedColumn
 
-from benchmarks.paper.agreement import AgreementStage, judge_benchmarks
+from benchmarks.paper.agreement import AgreementStage
+from benchmarks.paper.benchmark_states import judge_benchmarks
 from benchmarks.paper.comparison import CompareStage, DeploymentStage
 from benchmarks.paper.futures import OtherScoreStage, OwnFutureStage, SampleStage
 from benchmarks.paper.methods import method

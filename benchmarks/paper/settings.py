@@ -119,11 +119,14 @@ class ExperimentSettings(Section):
         alphas: shares of the future's score in the hybrid target.
         temperatures: of the soft targets.
         quantiles: of the request policy; states, futures and rerankers are made again for each.
+        benchmark_problems: number of problems of each benchmark, drawn by the seed of the problems, whose states are
+            also rolled out once a reranker is chosen; 0 for none.
     """
 
     alphas: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.25, 0.5, 0.75)
     temperatures: tuple[Annotated[float, Field(gt=0)], ...] = (0.25, 1.0, 2.0)
     quantiles: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.98, 0.995)
+    benchmark_problems: int = Field(default=50, ge=0)
 
 
 class PaperSettings(RunSettings):

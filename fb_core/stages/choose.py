@@ -507,7 +507,7 @@ class ChoiceStage(Stage):
 CHOICE: tuple[type[Stage], ...] = (ValueStage, CertificationStage, ChoiceStage)
 
 USE = """\
-`futurebridge generate`, `chat` and `serve` decode with the recipe of this folder; `--set recipe=published` decodes as
+`futurebridge generate`, `chat` and `serve` decode with the recipe of this folder; `--recipe published` decodes as
 in the paper, even if that is worse. In Python:
 
 ```python

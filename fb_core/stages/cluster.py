@@ -72,7 +72,7 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Map
     import ray
 
     resources = ray.cluster_resources()
-    gpus = int(resources.get("GPU", 0)) if stage.on_gpu else 0
+    gpus = int(resources.get("GPU", 0)) if not stage.served else 0
     kind = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Worker)
     if any(has_gpu != bool(gpus) for has_gpu, _ in _resting):
         dismiss()

@@ -41,7 +41,8 @@ class EvaluateStage(DecodeStage):
     command = "futurebridge evaluate"
     slice = (*DEPLOYED, *ASKED, "evaluate", "train.seeds", "problems.certification")
 
-    def inputs(self) -> Sequence[type[Stage]]:
+    @property
+    def reads(self) -> Sequence[type[Stage]]:  # type: ignore[override]
         return (PolicyStage, RerankerStage, *((ChoiceStage,) if self.settings.problems.certification else ()))
 
     @property

@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.llm import LocalLLM
 from fb_core.stages.examples import Examples, Future, State, example_files
 from fb_core.stages.inputs import verifier_of
 from fb_core.stages.stage import Cost, Output
 from fb_core.stages.states import OverStates, StateStage
 from fb_core.stages.trajectories import TrajectoryStage, judged
 from fb_core.verify import Verifier, tally
-
-SERVED_AT_ONCE = 4  # shards at once, so that a server stays busy while one shard's last continuations are written
 
 
 def verified(
@@ -27,41 +24,6 @@ def verified(
     return texts, [
         Future(state, int(new[0]), new[1:].cpu(), verdict)
         for state, new, verdict in zip(states, written, verdicts, strict=True)
-    ]
-
-
-def own_futures(
-    slm: LocalLLM,
-    states: Sequence[State],
-    tokenizer: hf.Tokenizer,
-    verifier: Verifier,
-    max_new_tokens: int,
-    *,
-    samples: int = 4,
-    temperature: float = 0.7,
-    seed: int = 0,
-) -> list[Future]:
-    """The SLM's own futures: of a few samples from each bare state the first correct one, else the first.
-
-    If the LLM's futures are in a style that the SLM cannot carry out, they rank candidates in the wrong order; the
-    SLM's own correct solutions do not.
-
-    Args:
-        slm: the small model.
-        states: where the samples begin.
-        tokenizer: of both models.
-        verifier: checks the decoded solutions.
-        max_new_tokens: longest sample.
-        samples: number per state.
-        temperature: of the sampling.
-        seed: of the sampling.
-    """
-    prefixes = [state.prefix.to(slm.device) for state in states]
-    drawn = slm.sample_many(prefixes, samples, max_new_tokens, temperature=temperature, top_p=1.0, top_k=0, seed=seed)
-    tried = [verified(states, [written[n] for written in drawn], tokenizer, verifier)[1] for n in range(samples)]
-    return [
-        next((future for future in of_state if future.verdict == "correct"), of_state[0])
-        for of_state in zip(*tried, strict=True)
     ]
 
 
@@ -95,18 +57,7 @@ class FutureStage(OverStates):
     slice = ("futures.max_new_tokens", "verify")
     reads = (TrajectoryStage, StateStage)
     uses = ("slm", "llm", "tokenizer")
-
-    @property
-    def at_once(self) -> int:
-        return 1 if self.on_gpu else SERVED_AT_ONCE
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.settings.models.llm_server is None
-
-    @property
-    def device(self) -> str:
-        return self.models.device if self.on_gpu else "server"
+    writer = "llm"
 
     def work(self, shard: str) -> Output:
         states, llm = list(Examples(self.run, shard).states.values()), self.models.llm

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -87,9 +86,6 @@ class RolloutStage(OverStates):
         counts = {f"{side} states": len(found), f"{side} mixed": mixed}
         counts["rollouts"] = sum(len(one.texts) for one in found)
         return Output(example_files(shard, Rollout, found), counts)
-
-    def units(self, manifest: dict[str, Any]) -> int:
-        return sum(manifest["counts"].get(f"{split} states", 0) for split in ("train", "validation"))
 
     def cost(self) -> Cost:
         candidates = self.settings.collect.slm_k + self.input(StateStage).settings.futures.llm_k

@@ -18,6 +18,8 @@ from fb_core.stages.cluster import dismiss, work_on_ray
 from fb_core.stages.stage import Engine, Stage, clock, work_and_put
 from fb_core.verify import tally_words
 
+SERVED_AT_ONCE = 4  # shards at once, so that a server stays busy while one shard's last continuations are written
+
 
 def run_stage(stage: Stage, engine: Engine = "local", *, is_main: bool = True) -> dict[str, Any]:
     """Do what is left of a stage and write its final manifest.
@@ -50,11 +52,11 @@ def run_stage(stage: Stage, engine: Engine = "local", *, is_main: bool = True) -
         pending = [shard for shard in shards if shard not in done]
         with Board(_Rate(stage.unit), TimeRemainingColumn()) as board:
             told = _Told(board, stage, shards, done)
-            if engine == "ray" and stage.on_gpu and not stage.parallel:
+            if engine == "ray" and not stage.parallel:
                 dismiss()  # frees the GPU for this process
             if engine == "ray" and stage.parallel:
                 work_on_ray(stage, pending, told.shard_done)
-            elif stage.at_once > 1:
+            elif stage.served:
                 _work_in_threads(stage, pending, told.shard_done)
             else:
                 stage.on_progress = told.within
@@ -67,7 +69,7 @@ def _work_in_threads(stage: Stage, shards: Sequence[str], on_done: Callable[[str
     """Work on several shards at once in threads of this process, which wait for a server."""
     for shard in shards[:1]:  # alone, so that shared models are loaded once
         on_done(shard, work_and_put(stage, shard))
-    threads = ThreadPoolExecutor(stage.at_once)
+    threads = ThreadPoolExecutor(SERVED_AT_ONCE)
     try:
         under_way = {threads.submit(work_and_put, stage, shard): shard for shard in shards[1:]}
         for done in as_completed(under_way):

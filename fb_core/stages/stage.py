@@ -50,10 +50,11 @@ class Stage(ABC):
         command: the command that runs it.
         slice: the settings that it reads, by section or key; all stages also read those of the models, but identify
             the models by hashes.
-        reads: the stages whose files it reads.
+        reads: the stages whose files it reads; may depend on the settings.
         uses: roles whose identity its files depend on, among "slm", "llm", "tokenizer" and "valid_vocab".
         unit: what its shards count.
         parallel: whether shards can be worked on in any order and on any worker.
+        writer: the role of the model that does the work; "llm" may be on a server.
         settings: its slice.
         is_main: False in a process that only helps another one and writes nothing.
         on_progress: called with the number of finished units of the current shard.
@@ -62,36 +63,27 @@ class Stage(ABC):
     name: ClassVar[str]
     command: ClassVar[str]
     slice: ClassVar[Sequence[str]] = ()
-    reads: ClassVar[Sequence[type[Stage]]] = ()
+    reads: Sequence[type[Stage]] = ()
     uses: ClassVar[Sequence[str]] = ("slm", "tokenizer")
     unit: ClassVar[str] = "problems"
     parallel: ClassVar[bool] = True
+    writer: ClassVar[Literal["slm", "llm"]] = "slm"
 
     def __init__(
         self, settings: RunSettings, run: Path, instead: Mapping[type[Stage], type[Stage]] = MappingProxyType({})
     ) -> None:
         self.__whole = settings  # only to make its inputs, and itself in other processes
         self._instead = instead
-        self.settings = cast(RunSettings, Slice(settings, (*self.slice_in(settings), "models")))
+        self.settings = cast(RunSettings, Slice(settings, (*self.slice, "models")))
         self.run = run
         self.folder = Artefact(run, self.name)
         self.on_progress: Callable[[int], None] = lambda done: None
         self.is_main = True
 
-    @classmethod
-    def slice_in(cls, settings: RunSettings) -> Sequence[str]:
-        """The slice under these settings."""
-        return cls.slice
-
     @property
-    def at_once(self) -> int:
-        """How many shards one process works on at the same time."""
-        return 1
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether its work uses a GPU if there is one."""
-        return True
+    def served(self) -> bool:
+        """Whether a server does the work."""
+        return self.writer == "llm" and self.settings.models.llm_server is not None
 
     @property
     def models(self) -> Models:
@@ -101,15 +93,11 @@ class Stage(ABC):
     @property
     def device(self) -> str:
         """The hardware that does the work, by name."""
-        return self.models.device
-
-    def inputs(self) -> Sequence[type[Stage]]:
-        """The stages whose files it reads under these settings."""
-        return self.reads
+        return "server" if self.served else self.models.device
 
     def input(self, kind: type[Input]) -> Input:
         """One of the stages whose files it reads, made with that stage's own slice of the settings."""
-        assert kind in self.inputs(), f"{self.name} does not read {kind.name}"
+        assert kind in self.reads, f"{self.name} does not read {kind.name}"
         return cast(Input, self._instead.get(kind, kind)(self.__whole, self.run, self._instead))
 
     def factory(self, run: Path) -> Callable[[], Stage]:
@@ -144,10 +132,6 @@ class Stage(ABC):
         """What the manifest holds about the finished shards besides their counts."""
         return {}
 
-    def units(self, manifest: dict[str, Any]) -> int:
-        """The number of units that the finished stage worked on."""
-        return sum(self.shards().values())
-
     def report(self, manifest: dict[str, Any]) -> str:
         """A report on the finished stage in Markdown."""
         counts = ", ".join(f"{count:,} {name}" for name, count in manifest["counts"].items())
@@ -163,7 +147,7 @@ class Stage(ABC):
             ValueError: a stage that it reads is not finished, or was made with other settings or models.
         """
         inputs = {}
-        for kind in self.inputs():
+        for kind in self.reads:
             read = self.input(kind)
             manifest = read.folder.manifest()
             if manifest is None or not manifest["complete"]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,48 +66,34 @@ def _admitted_logits(
 
 
 class PolicyStage(Stage):
-    """The request policy, calibrated on the validation problems; if another run is tested, that run's."""
+    """The request policy, calibrated on the validation problems."""
 
     name = "policy"
     command = "futurebridge collect"
-    slice = ("collect.top_k", "collect.quantile", "collect.tested")
+    slice = ("collect.top_k", "collect.quantile")
     reads = (TrajectoryStage,)
     unit = "policies"
     parallel = False
-
-    @property
-    def on_gpu(self) -> bool:
-        return False
-
-    @property
-    def _of(self) -> str | None:
-        """The other run whose policy is used, if any."""
-        return self.settings.collect.tested
 
     def shards(self) -> dict[str, int]:
         return {"policy": 1}
 
     def work(self, shard: str) -> Output:
         settings = self.settings.collect
-        if self._of is not None:
-            policy, tokens = frozen_policy(Path(self._of)), 0
-        else:
-            entropies = torch.cat(
-                [
-                    trajectory.entropy
-                    for name in self.input(TrajectoryStage).folder.shards("validation")
-                    for trajectory in Examples(self.run, name).trajectories.values()
-                ]
-            )
-            policy, tokens = RequestPolicy.calibrate(entropies, settings.quantile, settings.top_k), len(entropies)
+        entropies = torch.cat(
+            [
+                trajectory.entropy
+                for name in self.input(TrajectoryStage).folder.shards("validation")
+                for trajectory in Examples(self.run, name).trajectories.values()
+            ]
+        )
+        policy = RequestPolicy.calibrate(entropies, settings.quantile, settings.top_k)
         line = json.dumps({"threshold": policy.threshold, "top_k": policy.top_k}) + "\n"
-        return Output({f"{shard}.jsonl": line.encode()}, {"validation tokens": tokens})
+        return Output({f"{shard}.jsonl": line.encode()}, {"validation tokens": len(entropies)})
 
     def report(self, manifest: dict[str, Any]) -> str:
         asked, settings = f"the LLM is asked above {frozen_policy(self.run).threshold:.4f} nats", self.settings.collect
         source = f"quantile {settings.quantile:g} of {manifest['counts']['validation tokens']:,} validation tokens"
-        if self._of is not None:
-            source = f"as in {self._of}"
         return f"**{self.name}**: {asked}, {source}"
 
     def cost(self) -> Cost:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.config import RunSettings
 from fb_core.llm import LocalLLM
 from fb_core.policy import RequestPolicy
-from fb_core.stages.deploy import deployed_digest
 from fb_core.stages.examples import State, Trajectory, example_files
-from fb_core.stages.inputs import benchmark_problems, problems_hash, splits_of, verifier_of
-from fb_core.stages.problems import Problem, drawn
+from fb_core.stages.inputs import problems_hash, splits_of, verifier_of
+from fb_core.stages.problems import Problem
 from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.verify import Verdict, Verifier, tally
 
 ROWS = 16_384  # of a teacher-forced forward
 LOGIT_ROWS = 1024  # of logits [rows, V] held at once
-TESTED = ("evaluate.benchmarks", "evaluate.limit", "rollouts.benchmark_problems")  # settings of the test problems
 
 
 def collect(
@@ -96,34 +92,21 @@ def judged(
 
 
 class TrajectoryStage(Stage):
-    """Greedy outputs of the SLM with entropies; of benchmarks if a run is tested."""
+    """Greedy outputs of the SLM with entropies."""
 
     name = "trajectories"
     command = "futurebridge collect"
-    slice = ("problems", "collect.max_new_tokens", "collect.top_k", "collect.tested", "verify")
-
-    @classmethod
-    def slice_in(cls, settings: RunSettings) -> Sequence[str]:
-        return (*cls.slice, *(() if settings.collect.tested is None else TESTED))
+    slice: ClassVar[Sequence[str]] = ("problems", "collect.max_new_tokens", "collect.top_k", "verify")
 
     def data(self) -> dict[str, Any]:
-        known: dict[str, Any] = {}
-        tested = self.settings.collect.tested
-        if tested is not None:
-            known["tested"] = deployed_digest(Path(tested))  # before any problem is read
-        return known | {split: problems_hash(problems) for split, problems in self.splits.items()}
+        return {split: problems_hash(problems) for split, problems in self.splits.items()}
 
     @property
     def splits(self) -> dict[str, list[Problem]]:
-        """The problems as "train" and "validation"; all benchmark problems are in the second."""
-        settings = self.settings
-        if settings.collect.tested is None:
-            return {
-                name: problems for name, problems in splits_of(settings.problems).items() if name != "certification"
-            }
-        few, seed = settings.rollouts.benchmark_problems, settings.problems.seed
-        benchmarks = benchmark_problems(settings).values()
-        return {"train": [], "validation": [one for problems in benchmarks for one in drawn(problems, few, seed)]}
+        """The problems as "train" and "validation"."""
+        return {
+            name: problems for name, problems in splits_of(self.settings.problems).items() if name != "certification"
+        }
 
     def shards(self) -> dict[str, int]:
         return {name: len(problems) for name, problems in self._problems.items()}

@@ -107,7 +107,7 @@ def test_a_server_that_went_away_is_gone_on_with(pair, tmp_path, monkeypatch):
             servers["llm"].kill()
         return work(shard)
 
-    monkeypatch.setattr(type(stage), "at_once", 1)
+    monkeypatch.setattr("fb_core.stages.run.SERVED_AT_ONCE", 1)
     stage.work = work_until_the_server_is_gone
     with pytest.raises(ServerError, match=servers["llm"].url):
         run_stage(stage)

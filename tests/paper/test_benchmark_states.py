@@ -13,14 +13,8 @@ from runs import contents, linked, receipts
 from typer.testing import CliRunner
 
 from benchmarks.paper.__main__ import app
-from benchmarks.paper.agreement import (
-    agreement_rows,
-    agreement_table,
-    benchmark_runs,
-    coverage_rows,
-    judge_benchmarks,
-    judged_states,
-)
+from benchmarks.paper.agreement import agreement_rows, agreement_table, coverage_rows, judged_states
+from benchmarks.paper.benchmark_states import benchmark_runs, judge_benchmarks
 from benchmarks.paper.gather import gather
 from benchmarks.paper.report import render
 from fb_core import RequestPolicy
@@ -32,7 +26,7 @@ from fb_core.stages.inputs import models_of, read_problems
 from fb_core.stages.problems import drawn
 
 TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
-CHOSEN = settings(rollouts={"benchmark_problems": 5})
+CHOSEN = settings(experiment={"benchmark_problems": 5})
 FOLDER = "benchmark-demo-plans"
 
 
@@ -93,11 +87,11 @@ def test_no_test_problem_is_read_before_the_choice(undisturbed, tmp_path, monkey
     before, made = contents(place), receipts(place)
     judge_benchmarks(CHOSEN, place, show=quiet)  # nothing is left to do
     assert (contents(place), receipts(place)) == (before, made)
-    few = settings(rollouts={"benchmark_problems": 4})
-    with pytest.raises(ValueError, match=r"rollouts\.benchmark_problems 5, got 4"):
+    few = settings(experiment={"benchmark_problems": 4})
+    with pytest.raises(ValueError, match=r"experiment\.benchmark_problems 5, got 4"):
         judge_benchmarks(few, place, show=quiet)
     shutil.rmtree(place / FOLDER)
-    judge_benchmarks(settings(rollouts={"benchmark_problems": 0}), place, show=quiet)
+    judge_benchmarks(settings(experiment={"benchmark_problems": 0}), place, show=quiet)
     assert not (place / FOLDER).exists()
 
 
@@ -131,6 +125,6 @@ def test_a_benchmark_without_an_admitted_state_has_no_rows(undisturbed, tmp_path
 
 
 def test_two_benchmarks_have_two_folders(run):
-    both = settings(evaluate={"benchmarks": ["data/a.jsonl", "data-a.jsonl"]}, rollouts={"benchmark_problems": 5})
+    both = settings(evaluate={"benchmarks": ["data/a.jsonl", "data-a.jsonl"]}, experiment={"benchmark_problems": 5})
     with pytest.raises(ValueError, match=r"benchmarks: expected names that differ, got 'data-a\.jsonl' again"):
         benchmark_runs(both, run)

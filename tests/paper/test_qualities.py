@@ -264,7 +264,7 @@ def test_other_samples_or_a_missing_stage_are_named(run, tmp_path):
 
 def test_a_servers_time_is_no_gpu_time(tmp_path):
     served = settings(models={"llm_server": {"url": "http://localhost:1"}})
-    assert (SampleStage(served, tmp_path).device, SampleStage(served, tmp_path).on_gpu) == ("server", False)
+    assert (SampleStage(served, tmp_path).device, SampleStage(served, tmp_path).served) == ("server", True)
     assert OwnFutureStage(served, tmp_path).device != "server"
 
 

@@ -29,7 +29,6 @@ KINDS = list(
     )
 )
 FREELY = {
-    "collect.tested",
     "score.token_budget",
     "train.checkpoint_steps",
     "train.tracker",
@@ -81,11 +80,17 @@ def test_all_stages_are_here():
     assert len({kind.name for kind in KINDS}) == len(KINDS)
 
 
+def test_a_stage_is_told_by_eight_methods():
+    """What stages define of what `Stage` has; the rest they have in common."""
+    methods = {name for name, value in vars(Stage).items() if callable(value) or isinstance(value, property)}
+    told = {name for kind in subclasses(Stage) - {Stage} for name in vars(kind)} & methods
+    assert told - {"__init__"} == {"shards", "work", "data", "cost", "most", "choose", "summary", "report"}
+
+
 @pytest.mark.parametrize("kind", [*KINDS, OtherScoreStage])
-@pytest.mark.parametrize("other", [{}, {"tested": "another run"}])
-def test_a_stage_reads_its_slice_alone_and_all_of_it_counts(kind, other, tmp_path):
-    chosen = settings(collect=other)
-    names, stage = kind.slice_in(chosen), kind(chosen, tmp_path)
+def test_a_stage_reads_its_slice_alone_and_all_of_it_counts(kind, tmp_path):
+    chosen = settings()
+    names, stage = kind.slice, kind(chosen, tmp_path)
     before, seen = identity_of(stage.settings), 0
     for leaf in leaves(chosen):
         if not covered(names, leaf):
@@ -93,8 +98,6 @@ def test_a_stage_reads_its_slice_alone_and_all_of_it_counts(kind, other, tmp_pat
                 read(stage, leaf)
             continue
         read(stage, leaf)
-        if leaf in ("collect.deployed", "collect.tested") and leaf.partition(".")[2] not in other:
-            continue  # whether there is one changes the slice itself
         after = identity_of(kind(changed(chosen, leaf), tmp_path).settings)
         assert (after == before) == (leaf in FREELY), leaf
         seen += leaf not in FREELY

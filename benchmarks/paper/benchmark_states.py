@@ -1,0 +1,113 @@
+"""The states of benchmark problems: the run's stages over each benchmark, in a folder of its own inside the run's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper.agreement import AgreementStage, agreement_table
+from benchmarks.paper.settings import PaperSettings
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.choose import ChoiceStage, RerankerStage
+from fb_core.stages.commands import Command, stages_of
+from fb_core.stages.deploy import deployed_digest, frozen_policy
+from fb_core.stages.inputs import benchmark_problems, file_stem
+from fb_core.stages.problems import Problem, drawn
+from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.run import run_stage
+from fb_core.stages.stage import Output, Stage
+from fb_core.stages.states import PolicyStage, StateStage
+from fb_core.stages.trajectories import TrajectoryStage
+
+BEFORE: tuple[Command, ...] = ("collect", "futures", "score", "rollouts")  # whose stages come before `AgreementStage`
+
+
+class BenchmarkTrajectoryStage(TrajectoryStage):
+    """Trajectories of some problems of a benchmark, all of them as "validation"."""
+
+    settings: PaperSettings
+    slice = (*TrajectoryStage.slice, "evaluate.benchmarks", "evaluate.limit", "experiment.benchmark_problems")
+
+    def data(self) -> dict[str, Any]:
+        return {"tested": deployed_digest(self.run.parent)} | super().data()  # before any problem is read
+
+    @property
+    def splits(self) -> dict[str, list[Problem]]:
+        few, seed = self.settings.experiment.benchmark_problems, self.settings.problems.seed
+        benchmarks = benchmark_problems(self.settings).values()
+        return {"validation": [one for problems in benchmarks for one in drawn(problems, few, seed)]}
+
+
+class BenchmarkPolicyStage(PolicyStage):
+    """The request policy of the run around this one."""
+
+    def work(self, shard: str) -> Output:
+        policy = frozen_policy(self.run.parent)
+        line = json.dumps({"threshold": policy.threshold, "top_k": policy.top_k}) + "\n"
+        return Output({f"{shard}.jsonl": line.encode()}, {"validation tokens": 0})
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        return f"**{self.name}**: asks above {frozen_policy(self.run).threshold:.4f} nats, as in {self.run.parent}"
+
+
+class BenchmarkAgreementStage(AgreementStage):
+    """The rerankers of the run around this one."""
+
+    reads = (TrajectoryStage, StateStage, RolloutStage)
+
+    @property
+    def trained(self) -> Path:
+        return self.run.parent
+
+
+INSTEAD: Mapping[type[Stage], type[Stage]] = {
+    TrajectoryStage: BenchmarkTrajectoryStage,
+    PolicyStage: BenchmarkPolicyStage,
+    AgreementStage: BenchmarkAgreementStage,
+}
+
+
+def benchmark_runs(settings: PaperSettings, run: Path) -> dict[str, tuple[PaperSettings, Path]]:
+    """Settings and folder of every benchmark's states, by the benchmark's name; empty until `train` is finished.
+
+    Raises:
+        ValueError: the run is damaged, or the names of two benchmarks differ only in punctuation.
+    """
+    last = ChoiceStage if settings.problems.certification else RerankerStage
+    manifest = Artefact(run, last.name).manifest()
+    if not settings.experiment.benchmark_problems or manifest is None or not manifest["complete"]:
+        return {}
+    found: dict[str, tuple[PaperSettings, Path]] = {}
+    for name in settings.evaluate.benchmarks:
+        values = settings.model_dump()
+        values["collect"] |= {"max_new_tokens": settings.evaluate.max_new_tokens}
+        values["evaluate"] |= {"benchmarks": (name,)}
+        folder = run / f"benchmark-{file_stem(name)}"
+        if folder in (other for _, other in found.values()):
+            raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
+        found[name] = PaperSettings.model_validate(values), folder
+    return found
+
+
+def judge_benchmarks(settings: PaperSettings, run: Path, show: Callable[[str], None] = print) -> None:
+    """Collect, score and roll out states of some problems of every benchmark, and judge the rerankers there.
+
+    Does nothing until `train` is finished: before that no test problem is read.
+
+    Args:
+        settings: of the run.
+        run: its folder.
+        show: takes the agreement and coverage of every benchmark, in Markdown.
+
+    Raises:
+        ValueError: as `run_stage`.
+        OSError: as `run_stage`, or a benchmark cannot be found.
+    """
+    for name, (chosen, folder) in benchmark_runs(settings, run).items():
+        kinds: list[type[Stage]] = [kind for command in BEFORE for kind in stages_of(command, chosen)]
+        kinds.append(AgreementStage)
+        for kind in kinds:
+            run_stage(INSTEAD.get(kind, kind)(chosen, folder, INSTEAD))
+        show(f"**agreement on {name}**\n\n{agreement_table(chosen, folder)}")
