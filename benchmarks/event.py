@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from benchmarks.theme import Theme, pictured
-from fb_core.files import write_file
+from fb_core.stages.files import write_file
 
 ROOT = Path(__file__).parent.parent
 EVENT = Path("docs", "event.json")
@@ -30,7 +30,7 @@ def made(run: Path, problem: str) -> dict[str, Any]:
 
     from fb_core import CollaborativeDecoder, RequestPolicy
     from fb_core.config import RunSettings
-    from fb_core.stages.inputs import benchmark_problems, models_of
+    from fb_core.stages.models import benchmark_problems, models_of
     from fb_core.verify import Verifier
 
     settings = RunSettings.model_validate_json((run / "settings.json").read_text())

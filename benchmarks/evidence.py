@@ -31,23 +31,20 @@ from benchmarks.paper.nested_runs import work_through
 from benchmarks.theme import Theme, pictured
 from fb_core import statistics
 from fb_core.config import RunSettings, changed
-from fb_core.files import write_file
 from fb_core.page import markdown_table
 from fb_core.pool import Pool
 from fb_core.processes import processes
 from fb_core.recipe import LABELS, RecipeName
 from fb_core.selectors import ScoringSelector, State, ValueSelector
-from fb_core.stages.artefacts import Artefact
 from fb_core.stages.choose import CertificationStage, ChoiceStage, RerankerStage, ValueStage
+from fb_core.stages.collect import PolicyStage, TrajectoryStage
 from fb_core.stages.commands import Command, run_command
 from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
-from fb_core.stages.deploy import Context, Generate, frozen_policy, pool_options
-from fb_core.stages.examples import Examples
-from fb_core.stages.inputs import DEPLOYED, benchmark_problems
+from fb_core.stages.files import Artefact, write_file
+from fb_core.stages.models import DEPLOYED, Context, Generate, benchmark_problems, frozen_policy, pool_options
+from fb_core.stages.records import Examples
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import run_stage
-from fb_core.stages.states import PolicyStage
-from fb_core.stages.trajectories import TrajectoryStage
 from fb_core.statistics import Interval
 from fb_core.value import ValueHead, fit_value, value_terms
 

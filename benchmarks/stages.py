@@ -15,9 +15,9 @@ from torch import Tensor
 from benchmarks import harness
 from fb_core import BranchGroup, hf
 from fb_core.config import RunSettings
+from fb_core.stages.collect import TrajectoryStage
 from fb_core.stages.commands import COMMANDS, run_command, stages_of
-from fb_core.stages.examples import Examples
-from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.stages.records import Examples
 
 RESULTS = Path(__file__).parent / "results" / "stages"
 GROUPS = 100  # scored one candidate at a time

@@ -16,7 +16,7 @@ import typer
 
 if TYPE_CHECKING:
     from fb_core.stages.commands import Command
-    from fb_core.stages.stage import Engine
+    from fb_core.stages.run import Engine
     from fb_kernels.bench import Found
 
 app = typer.Typer(no_args_is_help=True, help="Future-compatibility reranking.")

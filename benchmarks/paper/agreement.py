@@ -20,16 +20,14 @@ from fb_core.config import RunSettings
 from fb_core.page import markdown_table
 from fb_core.pool import LARGE, SLM
 from fb_core.reranker import TokenReranker
-from fb_core.stages.artefacts import Artefact, table_bytes
 from fb_core.stages.choose import RerankerStage, reranked
-from fb_core.stages.deploy import chosen_reranker
-from fb_core.stages.examples import NATS, Examples, Group, Rollout
+from fb_core.stages.collect import StateStage, TrajectoryStage
+from fb_core.stages.files import Artefact, table_bytes
+from fb_core.stages.models import chosen_reranker
+from fb_core.stages.records import NATS, Examples, Group, Rollout
 from fb_core.stages.rollouts import RolloutStage
-from fb_core.stages.run import run_stage
+from fb_core.stages.run import Cost, Output, Stage, run_stage
 from fb_core.stages.scores import ScoreStage
-from fb_core.stages.stage import Cost, Output, Stage
-from fb_core.stages.states import StateStage
-from fb_core.stages.trajectories import TrajectoryStage
 from fb_core.statistics import Interval
 
 Tally = NDArray[np.float64]

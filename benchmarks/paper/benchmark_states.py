@@ -9,17 +9,14 @@ from typing import Any
 
 from benchmarks.paper.agreement import AgreementStage, agreement_table
 from benchmarks.paper.settings import PaperSettings
-from fb_core.stages.artefacts import Artefact
 from fb_core.stages.choose import ChoiceStage, RerankerStage
+from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
 from fb_core.stages.commands import Command, stages_of
-from fb_core.stages.deploy import deployed_digest, frozen_policy
-from fb_core.stages.inputs import benchmark_problems, file_stem
+from fb_core.stages.files import Artefact
+from fb_core.stages.models import benchmark_problems, deployed_digest, file_stem, frozen_policy
 from fb_core.stages.problems import Problem, drawn
 from fb_core.stages.rollouts import RolloutStage
-from fb_core.stages.run import run_stage
-from fb_core.stages.stage import Output, Stage
-from fb_core.stages.states import PolicyStage, StateStage
-from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.stages.run import Output, Stage, run_stage
 
 BEFORE: tuple[Command, ...] = ("collect", "futures", "score", "rollouts")  # whose stages come before `AgreementStage`
 

@@ -10,14 +10,21 @@ from benchmarks.paper.methods import generator, method, seed_of
 from benchmarks.paper.r2r.stages import RouterStage
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
 from fb_core import hf
-from fb_core.stages.artefacts import Artefact
 from fb_core.stages.choose import RerankerStage
+from fb_core.stages.collect import PolicyStage
 from fb_core.stages.decode import ASKED, DecodeStage, Loop, Trial
-from fb_core.stages.deploy import DEPLOYED_STAGE, Generate, chosen_digest
-from fb_core.stages.inputs import DEPLOYED, benchmark_problems, file_stem, problems_hash
+from fb_core.stages.files import Artefact
+from fb_core.stages.models import (
+    DEPLOYED,
+    DEPLOYED_STAGE,
+    Generate,
+    benchmark_problems,
+    chosen_digest,
+    file_stem,
+    problems_hash,
+)
 from fb_core.stages.problems import Problem
-from fb_core.stages.stage import Stage
-from fb_core.stages.states import PolicyStage
+from fb_core.stages.run import Stage
 
 METHODS = ("compare.methods", "compare.votes", "compare.delimiter", "compare.judge", "train.seeds")
 AT_ONCE = 256  # problems per shard

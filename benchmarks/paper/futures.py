@@ -14,15 +14,13 @@ from torch import Tensor
 from benchmarks.paper.settings import PaperSettings
 from fb_core import hf
 from fb_core.llm import LocalLLM, seeded
-from fb_core.stages.artefacts import Artefact, table_bytes
-from fb_core.stages.examples import IDS, Examples, Future, State, example_files
+from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage, judged
+from fb_core.stages.files import Artefact, table_bytes
 from fb_core.stages.futures import FutureStage, usable, verified
-from fb_core.stages.inputs import verifier_of
-from fb_core.stages.pools import in_parts
-from fb_core.stages.scores import ScoreStage
-from fb_core.stages.stage import Cost, Output, Stage
-from fb_core.stages.states import OverStates, StateStage
-from fb_core.stages.trajectories import TrajectoryStage, judged
+from fb_core.stages.models import verifier_of
+from fb_core.stages.records import IDS, Examples, Future, State, example_files
+from fb_core.stages.run import Cost, Output, Stage
+from fb_core.stages.scores import ScoreStage, in_parts
 from fb_core.verify import Verifier
 
 SAMPLED, UNVERIFIED, INCORRECT = "sampled", "unverified", "incorrect"  # columns: first right sample, first, first wrong

@@ -23,19 +23,17 @@ from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import OURS, TABLES, Plan, Table, plan_of, settings_of_variant
 from fb_core import explain, statistics
 from fb_core.config import ModelSettings
-from fb_core.stages.artefacts import Artefact, digest
 from fb_core.stages.choose import CHOICE, ChoiceStage, RerankerStage, SelectionStage
+from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
 from fb_core.stages.decode import Row
-from fb_core.stages.deploy import frozen_policy
-from fb_core.stages.examples import Examples
+from fb_core.stages.files import Artefact, digest
 from fb_core.stages.futures import FutureStage
-from fb_core.stages.inputs import models_of
+from fb_core.stages.models import frozen_policy, models_of
+from fb_core.stages.records import Examples
 from fb_core.stages.rollouts import RolloutStage, token_kind
+from fb_core.stages.run import Stage
 from fb_core.stages.scores import ScoreStage
-from fb_core.stages.stage import Stage
-from fb_core.stages.states import PolicyStage, StateStage
-from fb_core.stages.training import TrainStage
-from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.stages.train import TrainStage
 
 OFFLINE: tuple[type[Stage], ...] = (
     TrajectoryStage,

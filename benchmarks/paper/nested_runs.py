@@ -10,9 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from fb_core.config import Changes, RunSettings
-from fb_core.stages.artefacts import Artefact
-from fb_core.stages.run import run_stage
-from fb_core.stages.stage import Stage
+from fb_core.stages.files import Artefact
+from fb_core.stages.run import Stage, run_stage
 
 FOLDER = "variants"  # inside a run's
 

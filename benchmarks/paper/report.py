@@ -33,8 +33,8 @@ from benchmarks.paper.tables import OURS, TABLES
 from benchmarks.paper.tables import Table as Experiment
 from benchmarks.theme import Picture
 from fb_core.config import AVERAGE
-from fb_core.files import write_file
 from fb_core.page import Table
+from fb_core.stages.files import write_file
 from fb_core.statistics import Interval
 
 FIGURES = "figures"  # folder beside report.md

@@ -19,10 +19,10 @@ from benchmarks.paper.methods import label_of
 from benchmarks.paper.tables import OURS, PROBLEM, TABLES, Plan, Table, Variant, settings_of_variant
 from fb_core import statistics
 from fb_core.config import AVERAGE
-from fb_core.stages.artefacts import Artefact, table_bytes
+from fb_core.stages.collect import PolicyStage
 from fb_core.stages.decode import Row
-from fb_core.stages.deploy import frozen_policy
-from fb_core.stages.states import PolicyStage
+from fb_core.stages.files import Artefact, table_bytes
+from fb_core.stages.models import frozen_policy
 from fb_core.statistics import Interval
 
 DEPLOYED = "deployed"  # key of the recipe that the run chose

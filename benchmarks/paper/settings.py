@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
 from fb_core.config import RunSettings, Section, checked
-from fb_core.files import write_file
+from fb_core.stages.files import write_file
 
 FILE = "paper.json"  # in a run's folder: the settings of its last tables
 CONFIGS = Path(__file__).parent / "configs"

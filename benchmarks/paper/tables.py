@@ -11,7 +11,7 @@ from benchmarks.paper.methods import label_of
 from benchmarks.paper.nested_runs import FOLDER, training_changes
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
 from fb_core.config import Changes, changed
-from fb_core.stages.artefacts import Artefact
+from fb_core.stages.files import Artefact
 
 OURS = "futurebridge"  # key of the run's own reranker
 PROBLEM = "problem.json"  # why a variant could not be made, in its folder

@@ -20,14 +20,12 @@ from rich.text import Text
 from fb_core.config import Changes, RunSettings, changed
 from fb_core.demo import DEMO, pairs
 from fb_core.explain import find_rows, html_page, print_rows
-from fb_core.files import write_file
 from fb_core.processes import processes
 from fb_core.progress import Board
-from fb_core.stages.artefacts import Artefact, json_bytes
 from fb_core.stages.commands import Command, run_command
-from fb_core.stages.deploy import LABELS
-from fb_core.stages.evaluation import EvaluateStage
-from fb_core.stages.inputs import models_of
+from fb_core.stages.evaluate import EvaluateStage
+from fb_core.stages.files import Artefact, json_bytes, write_file
+from fb_core.stages.models import LABELS, models_of
 
 WORLDS = ("tiny", "tiny-helpful", "tiny-control")  # the slowest first
 COMMANDS: tuple[Command, ...] = ("collect", "futures", "score", "train", "evaluate")

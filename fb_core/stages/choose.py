@@ -29,9 +29,11 @@ from fb_core.config import ProblemSettings
 from fb_core.demo import DEMO
 from fb_core.recipe import LABELS, Deployed, Difference, Evidence, RecipeName
 from fb_core.reranker import TokenReranker
-from fb_core.stages.artefacts import Artefact
+from fb_core.stages.collect import PolicyStage, TrajectoryStage
 from fb_core.stages.decode import DecodeStage, Row, Trial, read_rows
-from fb_core.stages.deploy import (
+from fb_core.stages.files import Artefact
+from fb_core.stages.models import (
+    DEPLOYED,
     DEPLOYED_STAGE,
     Context,
     Generate,
@@ -39,16 +41,14 @@ from fb_core.stages.deploy import (
     frozen_policy,
     needs_llm,
     pool_options,
+    splits_of,
 )
-from fb_core.stages.examples import Examples, State
-from fb_core.stages.inputs import DEPLOYED, splits_of
 from fb_core.stages.problems import Problem, drawn
+from fb_core.stages.records import Examples, State
 from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.run import Cost, Output, Stage
 from fb_core.stages.scores import ScoreStage, filter_table
-from fb_core.stages.stage import Cost, Output, Stage
-from fb_core.stages.states import PolicyStage
-from fb_core.stages.training import TrainStage, run_name
-from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.stages.train import TrainStage, run_name
 from fb_core.statistics import outcomes_differ
 from fb_core.value import ValueHead, fit_value, value_terms
 

@@ -5,27 +5,28 @@ from __future__ import annotations
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from fb_core.stages.stage import Stage, work_and_put
+from typing import Any, TypeAlias
 
 LOOPBACK = "127.0.0.1"
 RETRIES = 3  # of a shard whose worker died
 PATIENCE = 600  # seconds that a worker may take to start while no other is at work
 
+Work: TypeAlias = Callable[[str], Mapping[str, int]]
+"""Computes and writes a shard of a stage; returns its counts."""
+
 
 class Worker:
     """A process with its own core and, on GPU machines, its own GPU; it keeps models between shards and stages."""
 
-    stage: Stage
+    do: Work
 
-    def begin(self, make: Callable[[], Stage]) -> None:
+    def begin(self, make: Callable[[], Work]) -> None:
         """Start on a stage."""
-        self.stage = make()
+        self.do = make()
 
     def work(self, shard: str) -> Mapping[str, int]:
         """Compute and write a shard; returns its counts."""
-        return work_and_put(self.stage, shard)
+        return self.do(shard)
 
 
 _resting: list[tuple[bool, Any]] = []  # (has a GPU, worker) of this process's idle workers between two stages
@@ -54,8 +55,16 @@ def connect() -> bool:
     return True
 
 
-def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Mapping[str, int]], None]) -> None:
+def work_on_ray(
+    make: Callable[[], Work], shards: Sequence[str], on_gpu: bool, on_done: Callable[[str, Mapping[str, int]], None]
+) -> None:
     """Compute and write shards on one worker per GPU of the cluster, or per core if there is no GPU to use.
+
+    Args:
+        make: makes what works on a shard, in each worker.
+        shards: their names.
+        on_gpu: whether the work uses a GPU if there is one.
+        on_done: called with a finished shard and its counts.
 
     If a worker dies, with its process or its node, its shard goes to another one. Afterwards the workers stay idle
     until the next stage or `dismiss`. Without RAY_ADDRESS in the environment, Ray is started on this machine, on
@@ -72,7 +81,7 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Map
     import ray
 
     resources = ray.cluster_resources()
-    gpus = int(resources.get("GPU", 0)) if not stage.served else 0
+    gpus = int(resources.get("GPU", 0)) if on_gpu else 0
     kind = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Worker)
     if any(has_gpu != bool(gpus) for has_gpu, _ in _resting):
         dismiss()
@@ -81,7 +90,7 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Map
 
     def hire() -> None:
         worker = _resting.pop()[1] if _resting else kind.remote()
-        begun = worker.begin.remote(stage.factory(stage.run.resolve()))
+        begun = worker.begin.remote(make)
         under_way[begun] = (worker, None)  # it gets a shard once it has started
 
     try:

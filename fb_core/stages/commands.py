@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from fb_core.config import SETTINGS, RunSettings
-from fb_core.files import write_file
 from fb_core.stages.choose import CHOICE, RerankerStage, SelectionStage
-from fb_core.stages.evaluation import EvaluateStage, write_page
+from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
+from fb_core.stages.evaluate import EvaluateStage, write_page
+from fb_core.stages.files import write_file
 from fb_core.stages.futures import FutureStage
 from fb_core.stages.rollouts import RolloutStage
-from fb_core.stages.run import plan, run_stage
+from fb_core.stages.run import Engine, Stage, plan, run_stage
 from fb_core.stages.scores import ScoreStage
-from fb_core.stages.stage import Engine, Stage
-from fb_core.stages.states import PolicyStage, StateStage
-from fb_core.stages.training import TrainStage
-from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.stages.train import TrainStage
 
 Command = Literal["collect", "futures", "score", "rollouts", "train", "evaluate"]
 COMMANDS: tuple[Command, ...] = get_args(Command)

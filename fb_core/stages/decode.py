@@ -17,11 +17,10 @@ from torch import Tensor
 from fb_core.config import ProblemSettings
 from fb_core.decoding import Generation
 from fb_core.pool import Event
-from fb_core.stages.artefacts import Artefact
-from fb_core.stages.deploy import Context, Generate, together_of
-from fb_core.stages.inputs import verifier_of
+from fb_core.stages.files import Artefact
+from fb_core.stages.models import Context, Generate, together_of, verifier_of
 from fb_core.stages.problems import Problem
-from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.stages.run import Cost, Output, Stage
 from fb_core.terminal import escaped
 from fb_core.verify import tally
 

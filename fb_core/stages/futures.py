@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.stages.examples import Examples, Future, State, example_files
-from fb_core.stages.inputs import verifier_of
-from fb_core.stages.stage import Cost, Output
-from fb_core.stages.states import OverStates, StateStage
-from fb_core.stages.trajectories import TrajectoryStage, judged
+from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage, judged
+from fb_core.stages.models import verifier_of
+from fb_core.stages.records import Examples, Future, State, example_files
+from fb_core.stages.run import Cost, Output
 from fb_core.verify import Verifier, tally
 
 

@@ -9,12 +9,11 @@ import torch
 
 from fb_core import hf
 from fb_core.llm import LocalLLM, seeded
-from fb_core.stages.examples import Examples, Rollout, State, example_files
-from fb_core.stages.inputs import verifier_of
-from fb_core.stages.pools import part_of
-from fb_core.stages.stage import Cost, Output
-from fb_core.stages.states import OverStates, StateStage
-from fb_core.stages.trajectories import TrajectoryStage, judged
+from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage, judged
+from fb_core.stages.models import verifier_of
+from fb_core.stages.records import Examples, Rollout, State, example_files
+from fb_core.stages.run import Cost, Output
+from fb_core.stages.scores import part_of
 from fb_core.verify import Verifier
 
 

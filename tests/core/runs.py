@@ -68,7 +68,7 @@ def work(command: str, values: str, run: str, dies: int | None, seed: int, start
 
 def _die_in_write(number: int, random: random.Random) -> None:
     """SIGKILL to this very process inside a write: half the bytes there, or all but the name, or just the name."""
-    from fb_core import files
+    from fb_core.stages import files
 
     sync, replace, left = os.fsync, os.replace, [number]
     moment = random.choice(["half", "unnamed", "named"])

@@ -20,14 +20,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fb_core.files import write_file
-from fb_core.stages.artefacts import (
+from fb_core.stages.files import (
     FORMAT,
     Artefact,
     json_bytes,
     sealed_bytes,
     table_bytes,
     tensor_bytes,
+    write_file,
 )
 
 IDENTITY = {"settings": {"quantile": 0.99, "max_states": 8}, "models": {"tokenizer": "abc"}, "inputs": {}}
@@ -314,7 +314,7 @@ def test_an_unfinished_stage_is_not_finished(tmp_path):
 def test_two_processes_do_not_work_on_one_folder(tmp_path):
     artefact, _ = filled(tmp_path)
     code = (
-        "import sys, pathlib\nfrom fb_core.stages.artefacts import Artefact\n"
+        "import sys, pathlib\nfrom fb_core.stages.files import Artefact\n"
         "with Artefact(pathlib.Path(sys.argv[1]), 'states').locked():\n    pass\n"
     )
     with artefact.locked():
@@ -345,7 +345,7 @@ def test_a_file_is_replaced_whole(before, after):
 def test_a_limit_on_file_sizes_leaves_what_was_there(tmp_path):
     code = (
         "import pathlib, resource, signal, sys\n"
-        "from fb_core.files import write_file\n"
+        "from fb_core.stages.files import write_file\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "path = pathlib.Path(sys.argv[1])\n"
         "write_file(path, b'before')\n"

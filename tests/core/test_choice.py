@@ -30,12 +30,11 @@ from fb_core.loading import load
 from fb_core.recipe import Deployed, RecipeName
 from fb_core.reranker import DESCRIPTION
 from fb_core.selectors import ValueSelector
-from fb_core.stages.artefacts import Artefact
 from fb_core.stages.choose import CertificationStage, ChoiceStage, Tried, ValueStage, decide, reranked
 from fb_core.stages.commands import run_command
-from fb_core.stages.deploy import LABELS, Context, frozen_policy
-from fb_core.stages.examples import Examples
-from fb_core.stages.inputs import splits_of
+from fb_core.stages.files import Artefact
+from fb_core.stages.models import LABELS, Context, frozen_policy, splits_of
+from fb_core.stages.records import Examples
 from fb_core.value import fit_value, value_terms
 
 LABELLED = ("greedy", "direct", "published", "value")

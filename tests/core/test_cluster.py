@@ -18,9 +18,8 @@ from limits import HANG
 from runs import SMALL, contents, settings
 from warm import launched, start_futurebridge
 
-from fb_core.stages.run import run_stage
-from fb_core.stages.stage import Output
-from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.stages.collect import TrajectoryStage
+from fb_core.stages.run import Output, run_stage
 
 HERE = Path(__file__).parent
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}

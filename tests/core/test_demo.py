@@ -18,9 +18,9 @@ from fb_core import CollaborativeDecoder, FutureBridgeSelector, RandomChoice, Re
 from fb_core.config import RunSettings
 from fb_core.demo import pairs, run
 from fb_core.demo.run import demo_settings, run_demo
-from fb_core.stages.artefacts import Artefact
-from fb_core.stages.deploy import LABELS
-from fb_core.stages.evaluation import PAGE
+from fb_core.stages.evaluate import PAGE
+from fb_core.stages.files import Artefact
+from fb_core.stages.models import LABELS
 from fb_core.verify import Verifier
 
 METHODS = [label for name, label in LABELS.items() if name != "deployed"]  # the small runs choose no recipe

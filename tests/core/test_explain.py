@@ -17,9 +17,9 @@ from rich.console import Console
 from runs import settings
 
 from fb_core.explain import COLUMNS, LEGEND, explain, find_rows, html_page, print_rows, token_text
-from fb_core.stages.artefacts import SEAL, sealed_bytes
 from fb_core.stages.decode import Row
-from fb_core.stages.inputs import models_of
+from fb_core.stages.files import SEAL, sealed_bytes
+from fb_core.stages.models import models_of
 from fb_core.terminal import escaped
 
 HOSTILE = [

@@ -18,8 +18,8 @@ from warm import futurebridge
 from fb_core import TokenReranker, hf
 from fb_core.demo.pairs import load_pair
 from fb_core.hub import deployed_files, push_to_hub
-from fb_core.stages.artefacts import Artefact
 from fb_core.stages.choose import RerankerStage
+from fb_core.stages.files import Artefact
 
 FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "futurebridge.json"]
 

@@ -10,13 +10,12 @@ from transformers import PreTrainedTokenizerFast
 
 from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, hf
 from fb_core.pool import Pool
-from fb_core.stages.examples import Future, State, Trajectory
+from fb_core.stages.collect import admitted, collect, log_states
 from fb_core.stages.futures import usable, verified
 from fb_core.stages.problems import Problem
+from fb_core.stages.records import Future, State, Trajectory
 from fb_core.stages.rollouts import roll_out
 from fb_core.stages.scores import score_states
-from fb_core.stages.states import admitted, log_states
-from fb_core.stages.trajectories import collect
 from fb_core.verify import Verifier
 
 LENGTH = 12

@@ -11,15 +11,14 @@ from runs import linked, settings
 
 from fb_core import CollaborativeDecoder, FutureBridgeSelector, TokenReranker, deployment_of
 from fb_core.demo.pairs import load_pair
-from fb_core.stages.artefacts import Artefact
 from fb_core.stages.commands import run_command
 from fb_core.stages.decode import read_rows
-from fb_core.stages.deploy import chosen_reranker, frozen_policy
-from fb_core.stages.examples import Examples
-from fb_core.stages.inputs import splits_of
-from fb_core.stages.pools import part_of
+from fb_core.stages.files import Artefact
+from fb_core.stages.models import chosen_reranker, frozen_policy, splits_of
 from fb_core.stages.problems import prompt_ids
-from fb_core.stages.training import TrainStage
+from fb_core.stages.records import Examples
+from fb_core.stages.scores import part_of
+from fb_core.stages.train import TrainStage
 from fb_core.targets import KL_WEIGHT, MARGIN
 
 LOGGED = ("trajectories", "policy", "states", "futures", "scores")

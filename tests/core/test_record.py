@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fb_core.pool import Pool
-from fb_core.stages.artefacts import Artefact
-from fb_core.stages.examples import (
+from fb_core.stages.files import Artefact
+from fb_core.stages.problems import Problem
+from fb_core.stages.records import (
     Examples,
     Future,
     Group,
@@ -20,7 +21,6 @@ from fb_core.stages.examples import (
     example_files,
     group_files,
 )
-from fb_core.stages.problems import Problem
 
 SHARD = "train-00000"
 

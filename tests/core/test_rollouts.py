@@ -10,12 +10,12 @@ from runs import linked, settings
 
 from fb_core import Verifier
 from fb_core.demo.pairs import load_pair
-from fb_core.stages.artefacts import Artefact
-from fb_core.stages.examples import Examples
-from fb_core.stages.inputs import splits_of
-from fb_core.stages.pools import part_of
+from fb_core.stages.files import Artefact
+from fb_core.stages.models import splits_of
+from fb_core.stages.records import Examples
 from fb_core.stages.rollouts import RolloutStage, token_kind
 from fb_core.stages.run import run_stage
+from fb_core.stages.scores import part_of
 
 
 @pytest.fixture(scope="module")

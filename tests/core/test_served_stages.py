@@ -12,12 +12,11 @@ from tiny import tiny
 
 from fb_core import ServerError, server
 from fb_core.config import RunSettings
-from fb_core.stages.artefacts import Artefact
+from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
+from fb_core.stages.files import Artefact
 from fb_core.stages.futures import FutureStage
 from fb_core.stages.run import run_stage
 from fb_core.stages.scores import ScoreStage
-from fb_core.stages.states import PolicyStage, StateStage
-from fb_core.stages.trajectories import TrajectoryStage
 
 MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he")]
 

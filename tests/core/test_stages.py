@@ -28,23 +28,20 @@ from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker,
 from fb_core.config import RunSettings, TrainSettings, settings_of
 from fb_core.demo.pairs import load_pair
 from fb_core.scorer import token_budget
-from fb_core.stages.artefacts import Artefact
 from fb_core.stages.choose import SelectionStage
+from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage, log_states
 from fb_core.stages.commands import COMMANDS, run_command, stages_of
 from fb_core.stages.decode import Row, read_rows
-from fb_core.stages.deploy import frozen_policy
-from fb_core.stages.evaluation import EvaluateStage
-from fb_core.stages.examples import Examples
+from fb_core.stages.evaluate import EvaluateStage
+from fb_core.stages.files import Artefact
 from fb_core.stages.futures import FutureStage
-from fb_core.stages.inputs import models_of, splits_of
-from fb_core.stages.pools import part_of
+from fb_core.stages.models import frozen_policy, models_of, splits_of
 from fb_core.stages.problems import Problem, prompt_ids
+from fb_core.stages.records import Examples
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import plan, run_stage
-from fb_core.stages.scores import ScoreStage
-from fb_core.stages.states import PolicyStage, StateStage, log_states
-from fb_core.stages.training import TrainStage
-from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.stages.scores import ScoreStage, part_of
+from fb_core.stages.train import TrainStage
 from fb_core.verify import Verdict, tally_words
 
 
@@ -468,7 +465,7 @@ def test_verdicts_are_told_while_futures_and_trajectories_are_made(tmp_path, cap
 
 
 def test_a_pair_that_never_boxes_shows_at_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("fb_core.stages.trajectories.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
+    monkeypatch.setattr("fb_core.stages.collect.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
     chosen = settings(problems={"limit": 12, "validation": 6})
     for command in ("collect", "futures", "score"):
         run_command(command, chosen, tmp_path, show=lambda text: None)
@@ -672,7 +669,7 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
         for method in (("greedy", "s2t", "direct") if seed is None else ("futurebridge",))
         for problem, verdict in enumerate(verdicts)
     ]
-    monkeypatch.setattr("fb_core.stages.evaluation.benchmark_problems", lambda _: {"a": [], "b": []})
+    monkeypatch.setattr("fb_core.stages.evaluate.benchmark_problems", lambda _: {"a": [], "b": []})
     monkeypatch.setattr(stage, "rows", lambda: rows)
     summary = stage.summary()
     once = ("Greedy", "S2T", "Direct LLM score")
@@ -693,7 +690,7 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
 def test_a_set_that_is_repeated_has_as_many_runs_of_greedy_decoding(monkeypatch, tmp_path, caplog):
     chosen = settings(evaluate={"benchmarks": ["aime-2024=a.jsonl", "gsm8k"]}, train={"seeds": [4, 5, 6]})
     problems = {"aime-2024=a.jsonl": [Problem("1", "1+1", "2")], "gsm8k": [Problem("2", "2+2", "4")]}
-    monkeypatch.setattr("fb_core.stages.evaluation.benchmark_problems", lambda _: problems)
+    monkeypatch.setattr("fb_core.stages.evaluate.benchmark_problems", lambda _: problems)
     runs: dict[tuple[str, str], list[int | None]] = {}
     for trial in EvaluateStage(chosen, tmp_path).trials.values():
         runs.setdefault((trial.benchmark, trial.method), []).append(trial.seed)

@@ -14,8 +14,8 @@ from runs import contents, finish, settings, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from warm import futurebridge
 
-from fb_core.stages.artefacts import Artefact
-from fb_core.stages.training import TRACKED, TrainStage
+from fb_core.stages.files import Artefact
+from fb_core.stages.train import TRACKED, TrainStage
 
 NAMES = ("h8-s0", "h8-s1")
 

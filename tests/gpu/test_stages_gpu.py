@@ -15,8 +15,8 @@ from benchmarks.paper.run import run_tables
 from benchmarks.paper.settings import PaperSettings
 from fb_core.config import changed
 from fb_core.demo.pairs import load_pair
-from fb_core.stages.artefacts import Artefact
 from fb_core.stages.commands import COMMANDS, run_command
+from fb_core.stages.files import Artefact
 
 pytestmark = pytest.mark.gpu
 AGAIN = {  # a shard of each stage whose bytes depend on its inputs alone

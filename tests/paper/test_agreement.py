@@ -28,8 +28,8 @@ from benchmarks.paper.agreement import (
 from fb_core import TokenReranker
 from fb_core.demo.pairs import load_pair
 from fb_core.pool import Pool
-from fb_core.stages.examples import Examples, Rollout, State, Trajectory
 from fb_core.stages.problems import Problem
+from fb_core.stages.records import Examples, Rollout, State, Trajectory
 
 LOGGED = ("trajectories", "policy", "states", "futures", "scores")
 TRAINED = (*LOGGED, "rollouts", "training", "selection", "reranker")

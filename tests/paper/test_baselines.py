@@ -26,7 +26,7 @@ from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.policy import RequestPolicy
 from fb_core.pool import LARGE, SLM
 from fb_core.selectors import FutureBridgeSelector, LLMPreference, SLMPreference
-from fb_core.stages import deploy
+from fb_core.stages import models
 from fb_core.targets import KL_WEIGHT, MARGIN, group_targets, selection_target
 from fb_core.training import _hinge
 from fb_kernels import group_cross_entropy
@@ -64,7 +64,7 @@ def words_tokenizer(size, **more):
     )
 
 
-class Pools(deploy.Context):
+class Pools(models.Context):
     """A context of no run: two models, a policy and options of the decoder."""
 
     def __init__(self, slm, llm, policy, **options):
@@ -80,7 +80,7 @@ def by(name, slm, llm, policy, seed=None, **options):
 
 
 def greedy(slm, asked, length, **options):
-    return deploy.alone(slm, **options).generate_many(asked, length)
+    return models.alone(slm, **options).generate_many(asked, length)
 
 
 def s2t_local(slm, reranker, policy, **options):

@@ -18,12 +18,11 @@ from benchmarks.paper.benchmark_states import benchmark_runs, judge_benchmarks
 from benchmarks.paper.gather import gather
 from benchmarks.paper.report import render
 from fb_core import RequestPolicy
-from fb_core.stages import inputs
+from fb_core.stages import models
 from fb_core.stages.commands import run_command
-from fb_core.stages.deploy import chosen_reranker, frozen_policy
-from fb_core.stages.examples import Examples
-from fb_core.stages.inputs import models_of, read_problems
+from fb_core.stages.models import chosen_reranker, frozen_policy, models_of, read_problems
 from fb_core.stages.problems import drawn
+from fb_core.stages.records import Examples
 
 TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
 CHOSEN = settings(experiment={"benchmark_problems": 5})
@@ -71,10 +70,10 @@ def test_the_chosen_rerankers_are_held_against_them(run):
 
 def test_no_test_problem_is_read_before_the_choice(undisturbed, tmp_path, monkeypatch):
     roles: list[str] = []
-    plain = inputs.read_problems
-    monkeypatch.setattr(inputs, "read_problems", lambda *given: roles.append(given[2]) or plain(*given))
-    inputs._benchmark_problems.cache_clear()
-    inputs.splits_of.cache_clear()
+    plain = models.read_problems
+    monkeypatch.setattr(models, "read_problems", lambda *given: roles.append(given[2]) or plain(*given))
+    models._benchmark_problems.cache_clear()
+    models.splits_of.cache_clear()
     place = tmp_path / "run"
     for command in ("collect", "futures", "score", "rollouts", "train"):
         run_command(command, CHOSEN, place, show=quiet)
@@ -117,7 +116,7 @@ def test_they_stand_beside_the_validation_problems(run, tmp_path):
 
 def test_a_benchmark_without_an_admitted_state_has_no_rows(undisturbed, tmp_path, monkeypatch):
     place = linked(undisturbed[0]["train"], tmp_path / "run", *TRAINED)
-    monkeypatch.setattr("fb_core.stages.states.frozen_policy", lambda run: RequestPolicy(99.0))
+    monkeypatch.setattr("fb_core.stages.collect.frozen_policy", lambda run: RequestPolicy(99.0))
     judge_benchmarks(CHOSEN, place, show=quiet)
     ((chosen, folder),) = benchmark_runs(CHOSEN, place).values()
     assert judged_states(chosen, folder) == []

@@ -32,9 +32,8 @@ from fb_core.demo.pairs import load_pair
 from fb_core.llm import LocalLLM
 from fb_core.pool import Event
 from fb_core.selectors import LLMPreference, RandomChoice, SLMPreference
-from fb_core.stages.artefacts import Artefact
-from fb_core.stages.deploy import Context, frozen_policy
-from fb_core.stages.inputs import Models, benchmark_problems, models_of
+from fb_core.stages.files import Artefact
+from fb_core.stages.models import Context, Models, benchmark_problems, frozen_policy, models_of
 from fb_core.stages.problems import prompt_ids
 from fb_core.stages.run import run_stage
 

@@ -30,10 +30,9 @@ from benchmarks.paper.tables import PROBLEM, TABLES, Plan, Table, Variant, setti
 from fb_core import statistics
 from fb_core.config import AVERAGE, ModelSettings, changed
 from fb_core.pool import Event
-from fb_core.stages.artefacts import Artefact
 from fb_core.stages.decode import Row
-from fb_core.stages.deploy import frozen_policy
-from fb_core.stages.inputs import models_of
+from fb_core.stages.files import Artefact
+from fb_core.stages.models import frozen_policy, models_of
 from fb_core.stages.rollouts import token_kind
 
 ROOT = Path(__file__).resolve().parents[2]

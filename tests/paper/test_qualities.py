@@ -18,14 +18,13 @@ from fb_core import CompatibilityScorer, Verifier
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LocalLLM
 from fb_core.pool import Pool
-from fb_core.stages.artefacts import Artefact
-from fb_core.stages.examples import Examples, Future, State, Trajectory
+from fb_core.stages.files import Artefact
 from fb_core.stages.futures import usable
-from fb_core.stages.pools import in_parts
 from fb_core.stages.problems import Problem
+from fb_core.stages.records import Examples, Future, State, Trajectory
 from fb_core.stages.run import run_stage
-from fb_core.stages.scores import ScoreStage
-from fb_core.stages.training import TrainStage
+from fb_core.stages.scores import ScoreStage, in_parts
+from fb_core.stages.train import TrainStage
 
 QUALITIES = ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled")
 LOGGED = ("trajectories", "policy", "states", "futures")

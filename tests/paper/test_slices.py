@@ -17,7 +17,7 @@ from benchmarks.paper.settings import PaperSettings
 from fb_core.config import NOT_IN_IDENTITY, Slice, identity_of
 from fb_core.stages.choose import CHOICE
 from fb_core.stages.commands import COMMANDS, stages_of
-from fb_core.stages.stage import Stage
+from fb_core.stages.run import Stage
 
 KINDS = list(
     dict.fromkeys(

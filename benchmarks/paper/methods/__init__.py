@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from benchmarks.paper.settings import PaperSettings
-from fb_core.stages import deploy
-from fb_core.stages.deploy import Generate
+from fb_core.stages import models
+from fb_core.stages.models import Generate
 
 
-class Context(deploy.Context):
-    """What a run offers a method: as `fb_core.stages.deploy.Context`, with the settings of the comparison.
+class Context(models.Context):
+    """What a run offers a method: as `fb_core.stages.models.Context`, with the settings of the comparison.
 
     Args:
         method: the method's name, as in the settings.

@@ -7,7 +7,7 @@ direct LLM score, the published reranker and the value of its scores.
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.stages.deploy import LABELS
+from fb_core.stages.models import LABELS
 
 METHOD = Method(
     name="deployed",

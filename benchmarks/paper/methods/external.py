@@ -14,7 +14,7 @@ from __future__ import annotations
 from benchmarks.paper.methods import Context, Method
 from benchmarks.paper.settings import EXTERNAL
 from fb_core import hf
-from fb_core.stages.deploy import Generate, alone
+from fb_core.stages.models import Generate, alone
 
 
 def load_external(path: str, tokenizer: hf.Tokenizer, device: str = "auto", dtype: str = "auto") -> hf.CausalLM:

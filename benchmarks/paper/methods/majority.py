@@ -11,8 +11,7 @@ from benchmarks.paper.methods import Context, Method
 from fb_core import hf
 from fb_core.decoding import Generation
 from fb_core.llm import Ids, LocalLLM
-from fb_core.stages.deploy import Generate
-from fb_core.stages.inputs import verifier_of
+from fb_core.stages.models import Generate, verifier_of
 from fb_core.verify import Verifier, boxed
 
 

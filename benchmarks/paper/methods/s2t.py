@@ -14,7 +14,7 @@ target: `fb_core.targets.selection_target`.
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.stages.deploy import LABELS
+from fb_core.stages.models import LABELS
 
 METHOD = Method(
     name="s2t",

@@ -25,7 +25,7 @@ from fb_core.llm import LLM, LocalLLM, check_max_new_tokens, checked_prompts
 from fb_core.policy import RequestPolicy
 from fb_core.pool import Event
 from fb_core.selectors import LLMPreference
-from fb_core.stages.deploy import Generate
+from fb_core.stages.models import Generate
 
 
 @dataclass

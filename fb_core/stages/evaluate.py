@@ -12,15 +12,14 @@ import numpy as np
 
 from fb_core import statistics
 from fb_core.config import AVERAGE
-from fb_core.files import write_file
 from fb_core.page import Table, markdown_table, page
 from fb_core.stages.choose import ChoiceStage, RerankerStage
+from fb_core.stages.collect import PolicyStage
 from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
-from fb_core.stages.deploy import LABELS
-from fb_core.stages.inputs import DEPLOYED, benchmark_problems, file_stem, problems_hash
+from fb_core.stages.files import write_file
+from fb_core.stages.models import DEPLOYED, LABELS, benchmark_problems, file_stem, problems_hash
 from fb_core.stages.problems import BENCHMARKS
-from fb_core.stages.stage import Stage
-from fb_core.stages.states import PolicyStage
+from fb_core.stages.run import Stage
 
 SEEDED = ("futurebridge", "deployed")  # run once per reranker seed
 REFERENCES = ("greedy", "direct")  # which every method is compared with

@@ -19,15 +19,13 @@ import torch
 from torch import Tensor
 
 from fb_core.extras import require
-from fb_core.files import write_file
 from fb_core.reranker import TokenReranker
-from fb_core.stages.artefacts import Artefact, tensor_bytes
-from fb_core.stages.examples import Examples, Group
+from fb_core.stages.collect import StateStage, TrajectoryStage
+from fb_core.stages.files import Artefact, tensor_bytes, write_file
 from fb_core.stages.futures import FutureStage
+from fb_core.stages.records import Examples, Group
+from fb_core.stages.run import Cost, Output, Stage
 from fb_core.stages.scores import ScoreStage
-from fb_core.stages.stage import Cost, Output, Stage
-from fb_core.stages.states import StateStage
-from fb_core.stages.trajectories import TrajectoryStage
 from fb_core.targets import MARGIN, group_targets, selection_target
 from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
 from fb_core.verify import tally_words

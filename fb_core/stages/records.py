@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fb_core.pool import Pool
-from fb_core.stages.artefacts import Artefact, table_bytes, tensor_bytes
+from fb_core.stages.files import Artefact, table_bytes, tensor_bytes
 from fb_core.stages.problems import Problem
 from fb_core.targets import future_compatibility
 from fb_core.verify import Verdict
