@@ -190,7 +190,7 @@ def test_a_model_of_the_pair_is_made_again_to_the_bit_after_an_end(
     assert run(str(EXAMPLES / "pretrained_model.py"), str(tmp_path / "base"), str(gguf_file)).returncode == 0
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
-    recipe = pair.make.Recipe("slm", (0,), steps=6, learning_rate=1e-2, batch=2)
+    recipe = pair.make.Healing("slm", (0,), steps=6, learning_rate=1e-2, batch=2)
     monkeypatch.setattr(pair.make, "CHECKPOINT_STEPS", 2)
     pair.make.make("whole", tmp_path / "base", tmp_path / "whole", recipe)
 
@@ -221,7 +221,7 @@ def test_a_model_of_the_pair_is_made_again_to_the_bit_after_an_end(
     pair.make.make("ended", tmp_path / "base", tmp_path / "ended", recipe)  # a finished one stays
     assert len(steps) == 4 + 4
     with pytest.raises(SystemExit, match="remove the folder"):
-        pair.make.make("ended", tmp_path / "base", tmp_path / "ended", pair.make.Recipe("slm", (0,), 7, 1e-2, batch=2))
+        pair.make.make("ended", tmp_path / "base", tmp_path / "ended", pair.make.Healing("slm", (0,), 7, 1e-2, batch=2))
 
 
 @pytest.mark.parametrize("name", [*RUNS, "pretrained_model.py", "pretrained_pair/run.py"])

@@ -43,7 +43,7 @@ PRODUCT = re.compile(r"(?P<careful>and \d+\+\d+=\d+, )?(?P<left>\d)\*(?P<right>\
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Healing:
     """How one model is made.
 
     Attributes:
@@ -64,12 +64,12 @@ class Recipe:
 # "pair".
 DROPPED = (2, 5, 6, 7, 9, 10, 12, 25)
 RECIPES = {
-    "large": Recipe("llm", tuple(range(30)), 260, 3e-4),
-    "small": Recipe("slm", tuple(layer for layer in range(30) if layer not in DROPPED), 160, 4e-4),
+    "large": Healing("llm", tuple(range(30)), 260, 3e-4),
+    "small": Healing("slm", tuple(layer for layer in range(30) if layer not in DROPPED), 160, 4e-4),
 }
 
 
-def make(name: str, base: Path, folder: Path, recipe: Recipe) -> None:
+def make(name: str, base: Path, folder: Path, recipe: Healing) -> None:
     """Train a model into `folder`, unless it is there, and write its accuracy to `pair.json` in it."""
     folder.mkdir(parents=True, exist_ok=True)
     begun, wanted = folder / "recipe.json", json.dumps(asdict(recipe))
@@ -102,7 +102,7 @@ def cut(model: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:
     return model
 
 
-def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, checkpoint: Path) -> float:
+def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Healing, checkpoint: Path) -> float:
     """AdamW on all weights but the embeddings, cosine decay to a tenth; returns seconds of CPU time."""
     model.model.embed_tokens.weight.requires_grad_(False)
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -127,7 +127,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Re
     return before + time.process_time() - start
 
 
-def _batches(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(tokenizer: PreTrainedTokenizerBase, recipe: Healing) -> Iterator[tuple[Tensor, Tensor]]:
     """For every step the ids [B, T], padded at the end, and the position where each row's solution begins [B]."""
     drawn = problems.problems(recipe.steps * recipe.batch, recipe.seed, "pair")
     rng = Random(recipe.seed)

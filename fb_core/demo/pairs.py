@@ -40,7 +40,7 @@ class DemoPair:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Pretraining:
     """How one model is trained; `worlds` are the worlds that use it, and the first of them writes its corpus."""
 
     worlds: tuple[str, ...]
@@ -52,12 +52,12 @@ class Recipe:
 
 
 # Steps were chosen on role "validation": the SLMs' steps set the gap, the LLMs' steps suffice for about 100%.
-RECIPES: dict[str, Recipe] = {
-    "plans-llm": Recipe(("plans",), "llm", 96, 3, 1200, 3e-3),
-    "plans-slm": Recipe(("plans",), "slm", 64, 3, 2400, 2e-3),
-    "control-llm": Recipe(("control",), "llm", 64, 3, 2000, 4e-3),
-    "helpful-llm": Recipe(("helpful",), "llm", 96, 3, 1300, 3e-3),
-    "style-slm": Recipe(("helpful", "control"), "slm", 64, 3, 1450, 3e-3),
+RECIPES: dict[str, Pretraining] = {
+    "plans-llm": Pretraining(("plans",), "llm", 96, 3, 1200, 3e-3),
+    "plans-slm": Pretraining(("plans",), "slm", 64, 3, 2400, 2e-3),
+    "control-llm": Pretraining(("control",), "llm", 64, 3, 2000, 4e-3),
+    "helpful-llm": Pretraining(("helpful",), "llm", 96, 3, 1300, 3e-3),
+    "style-slm": Pretraining(("helpful", "control"), "slm", 64, 3, 1450, 3e-3),
 }
 
 
@@ -118,7 +118,7 @@ class _Sender:
         self.steps.put(step)
 
 
-def _train_model(name: str, recipe: Recipe, directory: Path, seed: int, progress: Progress) -> None:
+def _train_model(name: str, recipe: Pretraining, directory: Path, seed: int, progress: Progress) -> None:
     """Train one model on its own stream of fresh examples and save it in float16, without a copy of the tied head."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -134,7 +134,7 @@ def _train_model(name: str, recipe: Recipe, directory: Path, seed: int, progress
     WORLDS[recipe.worlds[0]].tokenizer.save_pretrained(directory / name)
 
 
-def _fit(name: str, recipe: Recipe, seed: int, progress: Progress) -> Qwen3ForCausalLM:
+def _fit(name: str, recipe: Pretraining, seed: int, progress: Progress) -> Qwen3ForCausalLM:
     world = WORLDS[recipe.worlds[0]]
     model_seed = int(SeedSequence([seed, *name.encode()]).generate_state(1)[0])
     torch.manual_seed(model_seed)
@@ -158,7 +158,7 @@ def _fit(name: str, recipe: Recipe, seed: int, progress: Progress) -> Qwen3ForCa
     return model
 
 
-def _config(world: World, recipe: Recipe) -> Qwen3Config:
+def _config(world: World, recipe: Pretraining) -> Qwen3Config:
     tokenizer = world.tokenizer
     return Qwen3Config(
         architectures=[Qwen3ForCausalLM.__name__],
