@@ -13,7 +13,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
 from fb_core.config import RunSettings, Section, checked
-from fb_core.stages.files import write_file
 
 FILE = "paper.json"  # in a run's folder: the settings of its last tables
 CONFIGS = Path(__file__).parent / "configs"
@@ -154,4 +153,6 @@ class PaperSettings(RunSettings):
 
     def keep(self, run: Path) -> None:
         """Write them for `of_run`."""
+        from fb_core.stages.files import write_file  # imports torch, which the names of the methods do not need
+
         write_file(run / FILE, self.model_dump_json(indent=1).encode())
