@@ -158,8 +158,6 @@ def test_the_demo_is_the_shipped_settings_with_one_reranker():
         shipped, values = RunSettings.load(name), json.loads(chosen.model_dump_json())
         assert (values["problems"].pop("seed"), values["train"].pop("seeds")) == (5, [5])
         assert values["train"].pop("horizons") == [shipped.score.horizon]
-        assert set(values["choice"].pop("trained")) <= set(shipped.choice.trained)
-        assert values["choice"].pop("tried") < shipped.choice.tried
         for section, value in values.items():
             assert value.items() <= json.loads(shipped.model_dump_json())[section].items(), section
 
