@@ -111,7 +111,7 @@ def test_promises(module: Any, promise: Callable[..., None]) -> None:
 @ONCE
 def test_runtime() -> None:
     runtime.tokens_are_the_plain_decoders("cpu")
-    runtime.gated_tokens_are_the_plain_decoders("cpu")
+    runtime.valued_tokens_are_the_plain_decoders("cpu")
 
 
 def test_scorer(implementation: str) -> None:
