@@ -15,6 +15,7 @@ BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the piece of one byte, where a voca
 PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # byte-level pieces hold these as Latin-1
 OTHERS = [byte for byte in range(0x100) if byte not in PRINTED]
 BYTE_OF = {chr(byte): byte for byte in PRINTED} | {chr(0x100 + place): byte for place, byte in enumerate(OTHERS)}
+CLEANED = re.compile(".*(?:[^ ]{8}|(?<! n)(?<=\\w)(?= ))", re.DOTALL)  # of this, a clean-up does not depend on the rest
 
 
 class Name(NamedTuple):
@@ -33,8 +34,6 @@ class Part(NamedTuple):
 
 class Text:
     """The text of an answer, piece by piece: together the tokenizer's own text of all its ids, up to a stop.
-
-    It is not cleaned up: a tokenizer's `clean_up_tokenization_spaces` is not followed.
 
     Args:
         tokenizer: of the ids.
@@ -64,6 +63,7 @@ class Text:
         self._before = [WORD] if after_text else []  # known pieces that the text of the open ones depends on
         self._open: list[Part] = []  # pieces whose text may still change
         self._guess = ""  # the end of the text so far, open pieces included
+        self._unclean = ""  # certain text before its clean-up
         self._held: list[Part] = []  # certain text that may be the beginning of a stop string
 
     def add(self, token: int) -> str:
@@ -121,6 +121,8 @@ class Text:
         if shown:
             self._before = [WORD, shown[-1]]
         self._open = []
+        if self._pieces.cleaned:
+            parts = self._clean(parts, last)
         self.decoded += len(_shown(parts))
         return parts
 
@@ -136,6 +138,14 @@ class Text:
             parts += [Part(whole[start:place]), Part(piece, False)]
             start = place
         return [*parts, Part(whole[start:])]
+
+    def _clean(self, parts: Sequence[Part], last: bool) -> list[Part]:
+        """The parts after the clean-up that some tokenizers make of a whole text, as far as it is certain."""
+        self._unclean += _shown(parts)
+        found = CLEANED.match(self._unclean)
+        end = len(self._unclean) if last else found.end() if found else 0
+        text, self._unclean = self._pieces.clean(self._unclean[:end]), self._unclean[end:]
+        return [Part(text), *(part for part in parts if not part.shown)]
 
     def _released(self, new: Sequence[Part]) -> str:
         """The text that is neither a stop string nor the beginning of one."""
@@ -158,6 +168,9 @@ class _Pieces:
     def __init__(self, tokenizer: hf.Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.byte_level, self.falls_back = self._joined(["Ã©"]) == "é", self._joined(["<0x41>"]) == "A"
+        bpe = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE"
+        forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+        self.cleaned = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and (forced or not bpe)
         self.whole = True  # whether no later piece changes the text of those that were taken
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -190,6 +203,10 @@ class _Pieces:
     def text(self, pieces: Sequence[str], before: Sequence[str]) -> str:
         """The text of pieces that follow others."""
         return self._joined([*before, *pieces])[len(self._joined(before)) :]
+
+    def clean(self, text: str) -> str:
+        """The text after the tokenizer's clean-up."""
+        return str(self.tokenizer.clean_up_tokenization(text))
 
     def _joined(self, pieces: Sequence[str]) -> str:
         return str(self.tokenizer.convert_tokens_to_string(list(pieces))) if pieces else ""

@@ -83,9 +83,15 @@ TOKENIZERS = {
     "metaspace": of_unigrams(WORDS, decoders.Metaspace()),
     "metaspace, first": of_unigrams(WORDS, decoders.Metaspace(prepend_scheme="first", split=False)),
     "metaspace, never": of_unigrams(WORDS, decoders.Metaspace(prepend_scheme="never")),
+    "metaspace, cleaned": of_unigrams(WORDS, decoders.Metaspace(), clean_up_tokenization_spaces=True),
     "word pieces": made(
         models.WordPiece({word: place for place, word in enumerate(["<unk>", *SUBWORDS])}, unk_token="<unk>"),
         decoders.WordPiece(cleanup=True),
+    ),
+    "word pieces, cleaned": made(
+        models.WordPiece({word: place for place, word in enumerate(["<unk>", *SUBWORDS])}, unk_token="<unk>"),
+        decoders.WordPiece(cleanup=False),
+        clean_up_tokenization_spaces=True,
     ),
     "ends of words": of_words(["x", "x</w>", "y</w>", "é</w>", "</w>"], decoders.BPEDecoder("</w>")),
     "no decoder": made(models.WordLevel({"<unk>": 0, "x": 1, "y": 2, "é": 3}, unk_token="<unk>"), None),
@@ -110,7 +116,7 @@ def test_the_pieces_are_the_tokenizers_own_text(name, data, skip):
     assert not text.stopped
 
 
-@pytest.mark.parametrize("name", [name for name in TOKENIZERS if not name.endswith("alone")])
+@pytest.mark.parametrize("name", [name for name in TOKENIZERS if not name.endswith(("cleaned", "alone"))])
 @settings(max_examples=60)
 @given(data=st.data())
 def test_an_answer_goes_on_a_text(name, data):
@@ -121,7 +127,7 @@ def test_an_answer_goes_on_a_text(name, data):
     assert "x" + got == tokenizer.decode([*before, *ids], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", [name for name in TOKENIZERS if "cleaned" not in name])
 @settings(max_examples=100)
 @given(data=st.data())
 def test_a_stop_string_ends_the_text_with_the_token_that_completes_it(name, data):
@@ -207,7 +213,7 @@ def test_each_token_has_a_name_and_its_bytes():
     assert level.name(half) == Name("bytes:\\x20\\xe4\\xbd", " 你".encode()[:3])
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", [name for name in TOKENIZERS if "cleaned" not in name])
 @settings(max_examples=100)
 @given(data=st.data(), after=st.booleans())
 def test_names_join_to_the_text(name, data, after):
