@@ -18,7 +18,7 @@ from fb_core import hf
 Scope = Literal["candidate", "sequence"]
 HEAD_KEY = "base_model.model.score.weight"  # where PEFT keeps the head of a sequence classifier
 DESCRIPTION = "futurebridge.json"
-FORMAT = 2  # of the description
+FORMAT = 3  # of the description
 LONGEST_JSON = 1 << 20  # bytes
 APART = "the directory's config and weights do not belong together"
 

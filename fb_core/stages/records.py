@@ -28,7 +28,7 @@ PART = pa.struct({"id": pa.string(), "candidates": IDS, "sources": BITS})  # of 
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """What the SLM, or a deployed pair, wrote for one problem.
+    """What the SLM wrote for one problem.
 
     Attributes:
         problem: what was asked.

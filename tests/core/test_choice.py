@@ -328,7 +328,7 @@ def test_an_adapter_of_the_first_format_is_refused_in_a_sentence(run, chosen_set
     (folder / DESCRIPTION).write_text(json.dumps(description))
     slm = load_pair("plans").slm
     for load_it in (lambda: deployment_of(str(folder), slm), lambda: TokenReranker.from_pretrained(folder, slm)):
-        with pytest.raises(ValueError, match=r"futurebridge\.json: expected format 2, got 1; train the adapter again"):
+        with pytest.raises(ValueError, match=r"futurebridge\.json: expected format 3, got 1; train the adapter again"):
             load_it()
 
 

@@ -101,7 +101,7 @@ def test_a_folder_that_lacks_a_file_is_refused(folder, name):
         ("futurebridge.json", "{", "expected a small JSON object of an adapter, got"),
         (
             "futurebridge.json",
-            '{"format": 2, "recipe": 3}',
+            '{"format": 3, "recipe": 3}',
             "expected a recipe (greedy, direct, published, value) as",
         ),
     ],

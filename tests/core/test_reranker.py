@@ -309,8 +309,8 @@ def test_another_format_is_refused(tmp_path):
     model = tiny("qwen3")
     TokenReranker.from_base(model).save_pretrained(tmp_path)
     file = tmp_path / "futurebridge.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 1}))
-    with pytest.raises(ValueError, match=r"futurebridge\.json: expected format 2, got 1"):
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
+    with pytest.raises(ValueError, match=r"futurebridge\.json: expected format 3, got 2"):
         TokenReranker.from_pretrained(tmp_path, model)
 
 

@@ -110,7 +110,7 @@ def test_a_sequence_longer_than_a_bucket(family):
 def test_a_merged_reranker_scores_as_the_adapter(family, k):
     """Pools of up to 2 k candidates: fewer than a forward's rows, as many, and more."""
     slm, llm = pair(family, 7)
-    selector = FutureBridgeSelector(random_reranker(slm))
+    selector = FutureBridgeSelector(random_reranker(slm, 1))
     options = {"slm_k": k, "llm_k": k, "max_events": 4}
     fast = LowLatencyDecoder(slm, llm, selector, RequestPolicy(1.0), **options)
     slow = CollaborativeDecoder(slm, llm, selector, RequestPolicy(1.0), **options)
@@ -119,7 +119,7 @@ def test_a_merged_reranker_scores_as_the_adapter(family, k):
         assert got.events
         for mine, theirs in zip(got.events, want.events, strict=True):
             assert (mine.step, mine.pool, mine.choice) == (theirs.step, theirs.pool, theirs.choice)
-            assert mine.scores == pytest.approx(theirs.scores, rel=1e-3, abs=1e-3)
+            assert mine.scores == pytest.approx(theirs.scores, abs=1e-3)
         assert got.token_ids.tolist() == want.token_ids.tolist()
 
 
