@@ -374,7 +374,7 @@ class LocalLLM(LLM):
         model = [*hf.structure(self.model), *versions]
         known = seen is not None and seen.model == model and len(seen.ids) <= len(ids)
         if seen is None or not known or not torch.equal(seen.ids, ids[: len(seen.ids)]):
-            seen = _Seen(ids[:0], hf.new_cache(), ids, model)
+            seen = _Seen(ids[:0], hf.Cache(), ids, model)
         new = ids[len(seen.ids) :]
         logits = hf.last_logits(self.model, new[None], cache=seen.cache) if len(new) else seen.logits
         if not bool(logits.isnan().any()):

@@ -8,9 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from fb_core.counts import check_count
 from fb_core.hf.checkpoints import is_hub_id
@@ -18,10 +16,8 @@ from fb_core.hf.models import share_weights
 
 LARGEST = torch.finfo(torch.float32).max
 
-
 AdapterConfig: TypeAlias = LoraConfig
 Trainable: TypeAlias = PreTrainedModel | PeftModel
-
 
 # Entries of an adapter_config.json that change nothing, or that follow from the names of the weights.
 HARMLESS_ENTRIES = (
@@ -35,8 +31,6 @@ HARMLESS_ENTRIES = (
     "target_modules",
     "task_type",
 )
-
-
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")  # qkv_proj: Phi3
 
 

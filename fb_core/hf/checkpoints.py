@@ -7,26 +7,20 @@ import json
 import math
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from fb_core.hf.models import Tokenizer, ending
 
 WHOLE_FILE, SAMPLES = 64 << 20, 4096  # bytes of files hashed whole; blocks hashed of larger ones
-
-
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -36,15 +30,21 @@ def is_hub_id(path: str) -> bool:
     return bool(HUB_ID.fullmatch(path)) and not os.path.isdir(path) and not os.path.isdir(owner)
 
 
-def check_place(path: str, wanted: str) -> None:
-    """Refuse at once a path that is no folder and cannot be a hub id, or that is inside a local folder.
+@contextmanager
+def _reading(path: str, wanted: str) -> Iterator[None]:
+    """Name the path in what fails inside; one that is no folder and cannot be a hub id is refused at once.
 
     Raises:
-        OSError: no such folder.
+        OSError: nothing usable there.
     """
     if not os.path.isdir(path) and not is_hub_id(path):
         hint = "check the path" if "/" in path else "a hub id has an owner in front, as in Qwen/Qwen3-1.7B"
         raise OSError(f"{path}: expected a folder or hub id of {wanted}, got no such folder; {hint}")
+    try:
+        yield
+    except (OSError, HFValidationError) as problem:
+        reason = str(problem).strip().partition("\n")[0]
+        raise OSError(f"{path}: expected a folder or hub id of {wanted}, got: {reason}") from problem
 
 
 def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[PreTrainedModel, Tokenizer]:
@@ -60,16 +60,12 @@ def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[Pr
         ValueError: a kind of model that transformers knows only with remote code, or weights with an adapter beside
             them, which may be merged into them or not.
     """
-    check_place(path, "a model in safetensors")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
-    try:
+    with _reading(path, "a model in safetensors"):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, use_safetensors=True, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except OSError as problem:
-        reason = str(problem).strip().partition("\n")[0]
-        raise OSError(f"{path}: expected a folder or hub id of a model in safetensors, got: {reason}") from problem
     if getattr(model, "_hf_peft_config_loaded", False) and _has_file(path, "config.json"):
         raise ValueError(
             f"{path}: expected weights alone, got an adapter beside them, which would be applied to them (again, if "
@@ -84,12 +80,8 @@ def load_tokenizer(path: str) -> Tokenizer:
     Raises:
         OSError: nothing usable there.
     """
-    check_place(path, "a tokenizer")
-    try:
+    with _reading(path, "a tokenizer"):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except OSError as problem:
-        reason = str(problem).strip().partition("\n")[0]
-        raise OSError(f"{path}: expected a folder or hub id with a tokenizer, got: {reason}") from problem
 
 
 def has_tokenizer(path: str) -> bool:
@@ -121,15 +113,10 @@ def _checkpoint_files(path: str, download: bool = True) -> list[Path]:
     Raises:
         OSError: no checkpoint in safetensors there.
     """
-    folder = Path(path)
-    check_place(path, "a model in safetensors")
-    if not folder.is_dir():
-        try:
-            wanted = ["*.json", "*.safetensors"]
+    folder, wanted = Path(path), ["*.json", "*.safetensors"]
+    with _reading(path, "a model in safetensors"):
+        if not folder.is_dir():
             folder = Path(snapshot_download(path, allow_patterns=wanted, local_files_only=not download))
-        except (OSError, ValueError) as problem:
-            reason = str(problem).strip().partition("\n")[0]
-            raise OSError(f"{path}: expected a folder or hub id of a model in safetensors, got: {reason}") from None
     weights = sorted(folder.glob("*.safetensors"))
     if not weights or not (folder / "config.json").is_file():
         raise OSError(f"{path}: expected config.json and weights in safetensors, got none; convert the checkpoint")
@@ -155,21 +142,21 @@ def checkpoint_hash(path: str) -> str:
         OSError: no checkpoint in safetensors there.
     """
     config, *weights = _checkpoint_files(path)
-    found = hashlib.sha256(config.read_bytes())
+    digest = hashlib.sha256(config.read_bytes())
     if (generation := config.with_name("generation_config.json")).is_file():
-        found.update(generation.read_bytes())  # it has the end-of-sequence ids
+        digest.update(generation.read_bytes())  # it has the end-of-sequence ids
     for file in weights:
         size = file.stat().st_size
-        found.update(repr([file.name, size]).encode())
+        digest.update(repr([file.name, size]).encode())
         if size <= WHOLE_FILE:
-            found.update(file.read_bytes())
+            digest.update(file.read_bytes())
             continue
         with file.open("rb") as data:
-            found.update(data.read(min(int.from_bytes(data.read(8), "little"), WHOLE_FILE)))
-            for place in range(SAMPLES):
-                data.seek(size * place // SAMPLES)
-                found.update(data.read(256))
-    return found.hexdigest()
+            digest.update(data.read(min(int.from_bytes(data.read(8), "little"), WHOLE_FILE)))
+            for sample in range(SAMPLES):
+                data.seek(size * sample // SAMPLES)
+                digest.update(data.read(256))
+    return digest.hexdigest()
 
 
 def checkpoint_vocabulary(path: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,10 +13,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, PreTrainedModel
 
 from fb_core.hf.models import CausalLM, checking, misfit, unfit, vocabulary
 from fb_core.native import NativeDecoder
@@ -24,7 +21,7 @@ from fb_core.native import NativeDecoder
 if TYPE_CHECKING:
     from fb_core.pool import Event
 
-Cache: TypeAlias = DynamicCache
+Cache: TypeAlias = DynamicCache  # made without a config: with one, sliding layers would keep only their window
 MAX_ROWS = 256  # of one batch: keeps its logits [rows, V] small compared with the model
 
 
@@ -75,11 +72,6 @@ class Step:
     slots: int
 
 
-def new_cache() -> DynamicCache:
-    """An empty cache whose layers keep every token: made with a config, sliding layers would keep only their window."""
-    return DynamicCache()
-
-
 _DECODES: WeakSet[nn.Module] = WeakSet()  # models whose decoding was compared with plain forwards
 
 
@@ -114,7 +106,7 @@ def _decodes(model: CausalLM) -> bool:
     plain = torch.cat([last_logits(model, ids[None]) for ids in (long, short)])
     ids, mask = left_padded([long[:-1], short[:-1]])
     assert mask is not None
-    together, alone = new_cache(), new_cache()
+    together, alone = Cache(), Cache()
     last_logits(model, ids, mask, together)
     last = torch.stack([long[-1:], short[-1:]])
     grown = last_logits(model, last, torch.cat([mask, torch.ones_like(last)], 1), together)
@@ -152,21 +144,13 @@ def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache:
         options["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1
-    with _contiguous_input(model.get_output_embeddings() if min(ids.shape) > 1 else None):
+    head = model.get_output_embeddings()
+    with head.register_forward_pre_hook(_contiguous) if min(ids.shape) > 1 else nullcontext():
         return model(input_ids=ids, **options).logits[:, -1].float()
 
 
-def _contiguous_input(head: nn.Module | None) -> AbstractContextManager[object]:
-    """Make the LM head's input contiguous while the context is open; None changes nothing.
-
-    The last positions of a prefill are a slice [B, 1, D], for which F.linear copies the weight B times on a CPU.
-    """
-    if head is None:
-        return nullcontext()
-    return head.register_forward_pre_hook(_contiguous)
-
-
 def _contiguous(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """For an LM head: a prefill's last positions are a slice, for which F.linear copies the weight B times on a CPU."""
     return inputs[0].contiguous(), *inputs[1:]
 
 
@@ -199,11 +183,11 @@ def lockstep(
         live = [rows[index] for index in batch]
         first, source = _distinct(live) if shared else (live, [])
         ids, mask = left_padded([prompts[row.index] for row in first])
-        width, cache = ids.shape[1], new_cache()
+        width, cache = ids.shape[1], Cache()
         for step in count():
             logits = last_logits(model, ids, mask, cache)
             if len(logits) < len(live):  # equal prompts shared a row: from here on each has its own
-                keep_rows(cache, source, device)
+                cache.batch_select_indices(torch.tensor(source, device=device))
                 logits, mask = logits[source], None if mask is None else mask[source]
             for row, token in zip(live, choose(Step(step, live, logits, cache, width + step)), strict=True):
                 row.tokens.append(token)
@@ -211,7 +195,7 @@ def lockstep(
             if not going:
                 break
             if len(going) < len(live):
-                keep_rows(cache, going, device)
+                cache.batch_select_indices(torch.tensor(going, device=device))
                 mask = None if mask is None else mask[going]
                 live = [live[place] for place in going]
             ids = torch.tensor([row.tokens[-1:] for row in live], device=device)
@@ -242,11 +226,6 @@ def batches(lengths: Sequence[int], room: int, batch_tokens: int) -> Iterator[li
         batch.append(index)
     if batch:
         yield batch
-
-
-def keep_rows(cache: Cache, rows: Sequence[int], device: torch.device) -> None:
-    """Reduce a batched cache to these rows, in place; a row may be repeated."""
-    cache.batch_select_indices(torch.tensor(rows, device=device))
 
 
 def streamer_of_caller(depth: int = 2) -> Any:

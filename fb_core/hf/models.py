@@ -12,17 +12,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fb_core.native import NativeDecoder, hooked, unchanged
 
 CausalLM: TypeAlias = PreTrainedModel
-
-
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
+SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -56,9 +52,6 @@ def lm_head(model: PreTrainedModel) -> Head:
     return Head(layer.weight, layer.bias, float(scale) / float(divisor), softcap)
 
 
-SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
-
-
 def misfit(model: PreTrainedModel) -> str | None:
     """Why a token's logits depend on more than the tokens before it, their keys, values and positions; None if not so.
 
@@ -72,7 +65,7 @@ def misfit(model: PreTrainedModel) -> str | None:
         return f"layers of type {', '.join(other)}"
     if getattr(model, "_is_stateful", False):
         return "a recurrent state"
-    for kind in sorted(_rope_types(config)):
+    for kind in sorted(_rope_types([getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")])):
         if kind == "longrope" or "dynamic" in kind:  # as transformers decides it
             return f"rotary scaling {kind}, which depends on the length"
     if getattr(config, "attn_temperature_tuning", False):
@@ -80,20 +73,14 @@ def misfit(model: PreTrainedModel) -> str | None:
     return "no LM head" if model.get_output_embeddings() is None else None
 
 
-def _rope_types(config: Any) -> set[str]:
-    found: set[str] = set()
-
-    def visit(value: Any) -> None:
-        if isinstance(value, dict):
-            kind = value.get("rope_type", value.get("type"))
-            if isinstance(kind, str):
-                found.add(kind)
-            for inner in value.values():
-                visit(inner)
-
-    for attribute in ("rope_parameters", "rope_scaling"):
-        visit(getattr(config, attribute, None))
-    return found
+def _rope_types(value: Any) -> set[str]:
+    """The kinds of rotary scaling in settings, whose layers may each have their own."""
+    if isinstance(value, list):
+        return set().union(*map(_rope_types, value))
+    if not isinstance(value, dict):
+        return set()
+    kind = value.get("rope_type", value.get("type"))
+    return _rope_types([*value.values()]) | ({kind} if isinstance(kind, str) else set())
 
 
 def unfit(name: str, model: PreTrainedModel, reason: str) -> ValueError:

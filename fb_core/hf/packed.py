@@ -18,10 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, PreTrainedModel
 from transformers import Cache as HFCache
 
 from fb_core.hf.models import checking, lm_head, misfit, text_config, unfit, vocabulary

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from fb_core.hf.models import Tokenizer, max_positions, vocabulary
 

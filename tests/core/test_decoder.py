@@ -112,7 +112,7 @@ def test_captured_keys_and_values_are_the_modules_own():
         for kept in (keys, values):  # nothing else is kept alive with them
             assert kept.untyped_storage().nbytes() == kept.nbytes == 14 * 2 * 8 * 4
     for prefix, sequence in zip(prefixes, sequences, strict=True):
-        cache = hf.new_cache()
+        cache = hf.Cache()
         with torch.no_grad():
             model(sequence[None], past_key_values=cache)
         part = slice(prefix.start, prefix.start + prefix.length)

@@ -122,7 +122,7 @@ def test_cached_and_batched_prefixes_give_the_same_scores(family):
     with torch.no_grad():
         expected = [reranker.scores(*pair) for pair in states]
         for (prefix, candidates), want in zip(states, expected, strict=True):
-            cache = hf.new_cache()
+            cache = hf.Cache()
             model(input_ids=prefix[None], past_key_values=cache, use_cache=True)
             torch.testing.assert_close(reranker.scores(prefix, candidates, cache=cache), want, rtol=1e-5, atol=1e-5)
             assert cache.get_seq_length() == len(prefix)
@@ -132,7 +132,7 @@ def test_cached_and_batched_prefixes_give_the_same_scores(family):
             [torch.cat([torch.zeros(n).long(), prefix]) for n, (prefix, _) in zip(pads, states, strict=True)]
         )
         mask = torch.stack([torch.arange(width) >= n for n in pads]).long()
-        cache = hf.new_cache()
+        cache = hf.Cache()
         positions = (mask.cumsum(1) - 1).clamp_min(0)
         model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
         kv = hf.PrefixKV.from_cache(cache, width)

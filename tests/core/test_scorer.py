@@ -184,7 +184,7 @@ def test_a_budget_is_of_half_the_free_memory(monkeypatch, family, free, rows):
 def test_given_cache_is_read_and_left(family):
     model = tiny(family, sliding_window=3) if family == "mistral" else tiny(family)
     prefix, candidates, future = random_group(3)
-    cache = hf.new_cache()
+    cache = hf.Cache()
     model(input_ids=prefix[None], past_key_values=cache, use_cache=True)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
     scorer = CompatibilityScorer(model)
@@ -297,7 +297,7 @@ def test_bad_input_is_one_clear_sentence(change, kind, words):
 
 def test_cache_of_another_length_is_refused():
     model = tiny("qwen3")
-    cache = hf.new_cache()
+    cache = hf.Cache()
     model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache, use_cache=True)
     with pytest.raises(ValueError, match="cache: expected 4 tokens"):
         CompatibilityScorer(model).score(torch.tensor([1, 2, 3, 4]), [5], [6], cache=cache)

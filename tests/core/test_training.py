@@ -85,7 +85,7 @@ def test_prefix_runs_once_a_trajectory(monkeypatch):
 
 def one_by_one(model, reranker, trajectory, group, column=0):
     """A group's loss by ordinary forwards over a copied cache, the adapter on the candidate rows alone."""
-    cache = hf.new_cache()
+    cache = hf.Cache()
     with torch.no_grad():
         model(input_ids=trajectory.tokens[None, : group.position], past_key_values=cache, use_cache=True)
     for layer in cache.layers:
