@@ -40,10 +40,8 @@ from fb_core.stages.choose import CertificationStage, ChoiceStage, RerankerStage
 from fb_core.stages.collect import PolicyStage, TrajectoryStage
 from fb_core.stages.commands import Command, run_command
 from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
-from fb_core.stages.files import Artefact, write_file
+from fb_core.stages.files import write_file
 from fb_core.stages.models import DEPLOYED, Context, Generate, benchmark_problems, frozen_policy, pool_options
-from fb_core.stages.records import Examples
-from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import run_stage
 from fb_core.statistics import Interval
 from fb_core.value import ValueHead, fit_value, value_terms
@@ -98,7 +96,7 @@ class TestStage(DecodeStage):
     name = "tests"
     command = "evidence"
     slice = (*DEPLOYED, *ASKED, "train.seeds")
-    reads = (PolicyStage, RerankerStage, RolloutStage, ValueStage, CertificationStage, ChoiceStage)
+    reads = (PolicyStage, RerankerStage, ValueStage, CertificationStage, ChoiceStage)
 
     @property
     def seed(self) -> int:
@@ -127,16 +125,12 @@ class TestStage(DecodeStage):
     @cached_property
     def _without_scores(self) -> ValueHead:
         """The head fitted to the rollouts of the training states without scores."""
-        rolled = [
-            one
-            for shard in Artefact(self.run, RolloutStage.name).shards("train")
-            for one in Examples(self.run, shard, self.models.slm.device).rollouts.values()
-        ]
+        rollouts = self.input(ValueStage).rollouts()
         terms = [
-            value_terms(one.state.pool, torch.zeros_like(one.state.pool.slm_logprob), one.state.entropy)
-            for one in rolled
+            value_terms(state.pool, torch.zeros_like(state.pool.slm_logprob), state.entropy)
+            for state in (rollout.state for rollout in rollouts)
         ]
-        return fit_value(terms, [one.correct for one in rolled])
+        return fit_value(terms, [rollout.correct for rollout in rollouts])
 
 
 def name_of(world: str, seed: int, quantile: float) -> str:

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from fb_core import hf, statistics
 from fb_core.config import ProblemSettings
-from fb_core.demo import DEMO
 from fb_core.recipe import LABELS, Deployed, Difference, Evidence, RecipeName
 from fb_core.reranker import TokenReranker
 from fb_core.stages.collect import PolicyStage, TrajectoryStage
@@ -44,7 +43,7 @@ from fb_core.stages.models import (
     splits_of,
 )
 from fb_core.stages.problems import Problem, drawn
-from fb_core.stages.records import Examples, State
+from fb_core.stages.records import Examples, Rollout, State
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import Cost, Output, Stage
 from fb_core.stages.scores import ScoreStage, filter_table
@@ -103,37 +102,26 @@ class SelectionStage(DecodeStage):
 
     def summary(self) -> dict[str, Any]:
         """The table and the choice: highest accuracy averaged over seeds; ties go to the first epoch and horizon."""
+        names = ("accuracy", "cross_entropy", "pairwise_accuracy")
         logged = {(row["epoch"], row["horizon"], row["seed"]): row for row in self.input(TrainStage).metrics()}
-        tried: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        right: dict[tuple[int, int], int] = {}  # whole numbers, so that ties are exact
+        table: dict[tuple[int, int], dict[str, Any]] = {}
         for shard, (epoch, horizon, seed) in self._rerankers.items():
             correct = [row.correct for row in read_rows(self.folder, shard)]
-            tried.setdefault((epoch, horizon), []).append(
-                {
-                    "seed": seed,
-                    "accuracy": float(np.mean(correct)),
-                    **{
-                        name: logged[epoch, horizon, seed][f"validation_{name}"]
-                        for name in ("cross_entropy", "pairwise_accuracy")
-                    },
-                }
-            )
-        table: list[dict[str, Any]] = [
-            {
-                "epoch": epoch,
-                "horizon": horizon,
-                "seeds": seeds,
-                **{
-                    name: _mean([seed[name] for seed in seeds])
-                    for name in ("accuracy", "cross_entropy", "pairwise_accuracy")
-                },
-            }
-            for (epoch, horizon), seeds in tried.items()
-        ]
-        right = {
-            one: round(sum(seed["accuracy"] for seed in seeds) * len(self._problems)) for one, seeds in tried.items()
-        }  # whole numbers, so that ties are exact
-        best = max(table, key=lambda row: right[row["epoch"], row["horizon"]])
-        return {"epoch": best["epoch"], "horizon": best["horizon"], "problems": len(self._problems), "table": table}
+            metrics = {name: logged[epoch, horizon, seed][f"validation_{name}"] for name in names[1:]}
+            key = epoch, horizon
+            row = table.setdefault(key, {"epoch": epoch, "horizon": horizon, "seeds": []})
+            row["seeds"].append({"seed": seed, "accuracy": float(np.mean(correct)), **metrics})
+            right[key] = right.get(key, 0) + sum(correct)
+        for row in table.values():
+            row |= {name: _mean([seed[name] for seed in row["seeds"]]) for name in names}
+        chosen = max(table, key=right.__getitem__)
+        return {
+            "epoch": chosen[0],
+            "horizon": chosen[1],
+            "problems": len(self._problems),
+            "table": list(table.values()),
+        }
 
     def report(self, manifest: dict[str, Any]) -> str:
         return selection_table(manifest["summary"])
@@ -145,25 +133,32 @@ class SelectionStage(DecodeStage):
         return Cost(words, longest, llm_tokens=longest if needs_llm(self.settings) else 0)
 
 
-class RerankerStage(Stage):
-    """The chosen adapters, one folder per seed: each is a PEFT checkpoint with a model card."""
+class SeedStage(Stage):
+    """A stage with one shard per seed of the reranker, worked on in this process."""
 
-    name = "reranker"
     command = "futurebridge train"
-    slice = (*DEPLOYED, "train")
-    reads = (TrajectoryStage, PolicyStage, ScoreStage, TrainStage, SelectionStage)
     unit = "adapters"
     parallel = False
-
-    def data(self) -> dict[str, Any]:
-        return {"slm": self.settings.models.slm, "llm": self.settings.models.llm}  # named in the model cards
 
     def shards(self) -> dict[str, int]:
         return {f"seed-{seed}": 1 for seed in self.settings.train.seeds}
 
+    def cost(self) -> Cost:
+        return Cost("a copy of a trained adapter")
+
+
+class RerankerStage(SeedStage):
+    """The chosen adapters, one folder per seed: each is a PEFT checkpoint with a model card."""
+
+    name = "reranker"
+    slice = (*DEPLOYED, "train")
+    reads = (TrajectoryStage, PolicyStage, ScoreStage, TrainStage, SelectionStage)
+
+    def data(self) -> dict[str, Any]:
+        return {"slm": self.settings.models.slm, "llm": self.settings.models.llm}  # named in the model cards
+
     def work(self, shard: str) -> Output:
-        chosen = self.input(SelectionStage).folder.finished()["summary"]
-        seed = int(shard.removeprefix("seed-"))
+        chosen, seed = self.input(SelectionStage).folder.finished()["summary"], _seed(shard)
         reranker = self.input(TrainStage).trained(chosen["epoch"], chosen["horizon"], seed)
         with tempfile.TemporaryDirectory() as folder:
             reranker.save_pretrained(folder)
@@ -174,18 +169,10 @@ class RerankerStage(Stage):
 
     def _card(self, seed: int, chosen: dict[str, Any]) -> str:
         models, settings = self.settings.models, self.settings.train
-        filters = self.input(ScoreStage).folder.finished()["counts"]
-        policy = frozen_policy(self.run)
-        asked = self.input(TrajectoryStage)
-        lines = [f"    {name}={value!r}," for name, value in pool_options(self.settings).items()]
-        names = {"slm": _public(models.slm), "llm": _public(models.llm)}
-        loading = LOADING.format(**names)
-        if models.slm.startswith(DEMO):
-            loading = LOADING_DEMO.format(world=models.slm.removeprefix(DEMO))
-            names = {role: f"the {role.upper()} of the {name.removeprefix(DEMO)} demo" for role, name in names.items()}
+        policy, asked = frozen_policy(self.run), self.input(TrajectoryStage).settings.problems
         return CARD.format(
-            loading=loading,
-            **names,
+            slm=_public(models.slm),
+            llm=_public(models.llm),
             base=f"base_model: {models.slm}\n" if hf.is_hub_id(models.slm) else "",  # the hub refuses other names
             horizon=chosen["horizon"],
             epoch=chosen["epoch"],
@@ -199,52 +186,45 @@ class RerankerStage(Stage):
             threshold=policy.threshold,
             top_k=policy.top_k,
             quantile=self.input(PolicyStage).settings.collect.quantile,
-            options="\n".join(lines),
-            load=", scope='sequence'" if settings.scope == "sequence" else "",
             scope="the whole sequence" if settings.scope == "sequence" else "the candidate token alone",
             target=settings.target,
-            filters=filter_table(filters),
+            filters=filter_table(self.input(ScoreStage).folder.finished()["counts"]),
             selection=selection_table(chosen),
-            problems=_public(asked.settings.problems.train),
-            thinking="on" if asked.settings.problems.thinking else "off",
+            problems=_public(asked.train),
+            thinking="on" if asked.thinking else "off",
         )
 
-    def cost(self) -> Cost:
-        return Cost("a copy of a trained adapter")
 
-
-class ValueStage(Stage):
+class ValueStage(SeedStage):
     """The value head over every seed's reranker, fitted to the rollouts of a share of the training states."""
 
     name = "values"
-    command = "futurebridge train"
     slice = ("train.scope", "train.seeds")
     reads = (RolloutStage, RerankerStage)
     unit = "rerankers"
-    parallel = False
-
-    def shards(self) -> dict[str, int]:
-        return {f"seed-{seed}": 1 for seed in self.settings.train.seeds}
 
     def work(self, shard: str) -> Output:
-        seed = int(shard.removeprefix("seed-"))
-        rollouts = [
-            one
-            for part in Artefact(self.run, RolloutStage.name).shards("train")
-            for one in Examples(self.run, part, self.models.slm.device).rollouts.values()
-        ]
-        outcomes = {one.state.id: one.correct for one in rollouts}
+        seed, rollouts = _seed(shard), self.rollouts()
+        outcomes = {rollout.state.id: rollout.correct for rollout in rollouts}
         mixed = sum(outcomes_differ(one.numpy()) for one in outcomes.values())
         weights = None
         if mixed:
             reranker = {seed: chosen_reranker(self.settings, self.run, seed)}
             scored = [
                 (value_terms(state.pool, scores, state.entropy), outcomes[state.id])
-                for state, _, scores in reranked(self.models.slm, reranker, [one.state for one in rollouts])
+                for state, _, scores in reranked(self.models.slm, reranker, [rollout.state for rollout in rollouts])
             ]
             weights = fit_value(*zip(*scored, strict=True)).weights
         line = json.dumps({"weights": weights}) + "\n"
         return Output({f"{shard}.jsonl": line.encode()}, {"rolled-out states": len(outcomes), "mixed states": mixed})
+
+    def rollouts(self) -> list[Rollout]:
+        """Those of the training states."""
+        return [
+            rollout
+            for part in Artefact(self.run, RolloutStage.name).shards("train")
+            for rollout in Examples(self.run, part, self.models.slm.device).rollouts.values()
+        ]
 
     def head(self, seed: int) -> ValueHead | None:
         """The head of a finished seed; None if the candidates of no state differed in outcome."""
@@ -275,10 +255,10 @@ def _scores(reranker: TokenReranker, whole: hf.Prefix, states: Sequence[State]) 
     """Scores float32 [K] of every state of one trajectory; the prefix `whole` reaches to the last of them."""
     pools = [state.pool.ids.to(reranker.base.device) for state in states]
     if reranker.scope == "candidate":
-        found = reranker.scores_many([replace(whole, length=state.position) for state in states], pools)
+        scored = reranker.scores_many([replace(whole, length=state.position) for state in states], pools)
     else:
-        found = [reranker.scores(state.prefix, pool) for state, pool in zip(states, pools, strict=True)]
-    return [scores.cpu() for scores in found]
+        scored = [reranker.scores(state.prefix, pool) for state, pool in zip(states, pools, strict=True)]
+    return [scores.cpu() for scores in scored]
 
 
 class CertificationStage(DecodeStage):
@@ -388,37 +368,37 @@ def decide(tested: Sequence[Tried], delta: float, level: float) -> tuple[RecipeN
     """
     greedy, direct, *_ = tested
 
-    def minus(one: Tried, other: Tried) -> Difference:
-        if one is other:
+    def minus(recipe: Tried, other: Tried) -> Difference:
+        if recipe is other:
             return Difference(mean=0.0, low=0.0)
-        found = statistics.paired_lower_bound(one.correct, other.correct, level=1 - (1 - level) / len(tested))
-        return Difference(mean=found.mean, low=found.low)
+        bound = statistics.paired_lower_bound(recipe.correct, other.correct, level=1 - (1 - level) / len(tested))
+        return Difference(mean=bound.mean, low=bound.low)
 
-    differences = [(minus(one, greedy), minus(one, direct)) for one in tested]
+    differences = [(minus(recipe, greedy), minus(recipe, direct)) for recipe in tested]
     safe = [
-        one
-        for one, both in zip(tested, differences, strict=True)
+        recipe
+        for recipe, both in zip(tested, differences, strict=True)
         if all(difference.low > -delta for difference in both)
     ]
-    chosen = min(safe, key=lambda one: one.rank, default=greedy)
+    chosen = min(safe, key=lambda recipe: recipe.rank, default=greedy)
     words = _words(chosen, len(safe), len(tested), delta, level)
     return chosen.recipe, [
         (
-            one.recipe,
+            tried.recipe,
             Evidence(
                 problems=len(greedy.correct),
                 delta=delta,
                 level=level,
                 tests=len(tested),
-                accuracy=one.accuracy,
+                accuracy=tried.accuracy,
                 minus_greedy=to_greedy,
                 minus_direct=to_direct,
-                calls=one.calls,
-                llm_tokens=one.llm_tokens,
+                calls=tried.calls,
+                llm_tokens=tried.llm_tokens,
                 words=words,
             ),
         )
-        for one, (to_greedy, to_direct) in zip(tested, differences, strict=True)
+        for tried, (to_greedy, to_direct) in zip(tested, differences, strict=True)
     ]
 
 
@@ -446,27 +426,21 @@ def choice_table(chosen: RecipeName, evidence: Sequence[tuple[RecipeName, Eviden
         "problem | LLM tokens per problem |",
         "|---|---|---|---|---|---|",
     ]
-    for recipe, one in evidence:
-        bounds = [f"{100 * each.mean:+.1f} [{100 * each.low:+.1f}]" for each in (one.minus_greedy, one.minus_direct)]
-        cells = [LABELS[recipe], f"{100 * one.accuracy:.1f}", *bounds, f"{one.calls:.2f}", f"{one.llm_tokens:.2f}"]
+    for recipe, row in evidence:
+        bounds = [f"{100 * each.mean:+.1f} [{100 * each.low:+.1f}]" for each in (row.minus_greedy, row.minus_direct)]
+        cells = [LABELS[recipe], f"{100 * row.accuracy:.1f}", *bounds, f"{row.calls:.2f}", f"{row.llm_tokens:.2f}"]
         if recipe == chosen:
             cells = [f"**{cell}**" for cell in cells]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-class ChoiceStage(Stage):
+class ChoiceStage(SeedStage):
     """One folder per seed: the adapter with its deployed recipe and evidence."""
 
     name = DEPLOYED_STAGE
-    command = "futurebridge train"
     slice = ("choice", "train.seeds")
     reads = (RerankerStage, CertificationStage)
-    unit = "adapters"
-    parallel = False
-
-    def shards(self) -> dict[str, int]:
-        return {f"seed-{seed}": 1 for seed in self.settings.train.seeds}
 
     def verdict(self, seed: int) -> tuple[RecipeName, list[tuple[RecipeName, Evidence]]]:
         """The recipe deployed with a seed's adapter, and the evidence of every tested recipe."""
@@ -474,7 +448,7 @@ class ChoiceStage(Stage):
         return decide(self.input(CertificationStage).tested(seed), choice.delta, choice.level)
 
     def work(self, shard: str) -> Output:
-        seed = int(shard.removeprefix("seed-"))
+        seed = _seed(shard)
         recipe, evidence = self.verdict(seed)
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made) / shard
@@ -483,40 +457,29 @@ class ChoiceStage(Stage):
             replace(deployed, evidence=dict(evidence)[recipe]).save(folder)
             card = (folder / "README.md").read_text(encoding="utf-8")
             table = choice_table(recipe, evidence, seed)
-            (folder / "README.md").write_text(f"{card}\n## Deployed recipe\n\n{USE}\n{table}\n", encoding="utf-8")
+            (folder / "README.md").write_text(f"{card}\n## Deployed recipe\n\n{table}\n", encoding="utf-8")
             files = {f"{shard}/{path.name}": path.read_bytes() for path in sorted(folder.iterdir())}
         return Output(files, {"adapters": 1})
 
     def summary(self) -> dict[str, Any]:
         """The recipe and its evidence, by seed."""
-        found = {}
+        chosen = {}
         for seed in self.settings.train.seeds:
             recipe, evidence = self.verdict(seed)
             tested = [{"label": LABELS[name], **each.model_dump()} for name, each in evidence]
-            found[f"seed-{seed}"] = {"recipe": recipe, "label": LABELS[recipe], "tested": tested}
-        return found
+            chosen[f"seed-{seed}"] = {"recipe": recipe, "label": LABELS[recipe], "tested": tested}
+        return chosen
 
     def report(self, manifest: dict[str, Any]) -> str:
         tables = [choice_table(*self.verdict(seed), seed) for seed in self.settings.train.seeds]
         return "\n\n".join([*tables, f"Deployed with `--adapter {self.folder.path / next(iter(self.shards()))}`."])
 
-    def cost(self) -> Cost:
-        return Cost("a copy of a trained adapter")
-
 
 CHOICE: tuple[type[Stage], ...] = (ValueStage, CertificationStage, ChoiceStage)
 
-USE = """\
-`futurebridge generate`, `chat` and `serve` decode with the recipe of this folder; `--recipe published` decodes as
-in the paper, even if that is worse. In Python:
 
-```python
-from fb_core import CollaborativeDecoder, deployment_of
-
-selector, policy, options = deployment_of("path/to/this/folder", slm)
-decoder = CollaborativeDecoder(slm, llm, selector, policy, tokenizer=tokenizer, **options)
-```
-"""
+def _seed(shard: str) -> int:
+    return int(shard.removeprefix("seed-"))
 
 
 def _public(name: str) -> str:
@@ -550,19 +513,6 @@ def _mean(values: list[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-LOADING = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-slm = AutoModelForCausalLM.from_pretrained("{slm}").eval()
-llm = AutoModelForCausalLM.from_pretrained("{llm}").eval()
-tokenizer = AutoTokenizer.from_pretrained("{slm}")"""
-
-LOADING_DEMO = """\
-from fb_core.demo.pairs import load_pair
-
-pair = load_pair("{world}")
-slm, llm, tokenizer = pair.slm, pair.llm, pair.world.tokenizer"""
-
 CARD = """\
 ---
 library_name: peft
@@ -575,19 +525,23 @@ A LoRA adapter with a scalar head that scores next-token candidates for {slm}. T
 continue from a token that it or {llm} proposes at an uncertain step. It was distilled from the log-likelihood of one
 answer-verified continuation by {llm} after every candidate.
 
-```python
-from fb_core import CollaborativeDecoder, FutureBridgeSelector, RequestPolicy, TokenReranker
-{loading}
-reranker = TokenReranker.from_pretrained("path/to/this/folder", slm{load})
-decoder = CollaborativeDecoder(
-    slm,
-    llm,
-    FutureBridgeSelector(reranker),
-    RequestPolicy({threshold!r}, top_k={top_k}),
-{options}
-    tokenizer=tokenizer,
-)
+```bash
+futurebridge generate "What is 2 + 3?" --slm {slm} --llm {llm} --adapter path/to/this/folder
 ```
+
+In Python:
+
+```python
+from fb_core import CollaborativeDecoder
+from fb_core.config import PairSettings
+from fb_core.loading import load
+
+loaded = load(PairSettings(slm="{slm}", llm="{llm}", adapter="path/to/this/folder"))
+pair, selector, policy = loaded.pair, loaded.selector, loaded.policy
+decoder = CollaborativeDecoder(pair.slm, pair.llm, selector, policy, tokenizer=loaded.tokenizer, **loaded.options)
+```
+
+Both decode with the recipe that this folder names; with `--recipe published`, or `recipe="published"`, as in the paper.
 
 | | |
 |---|---|

@@ -126,7 +126,7 @@ def test_scope_sequence_is_trained_saved_and_deployed(run, pair, tmp_path):
     chosen, place = trained(run, tmp_path / "run", train={"scope": "sequence"})
     directory = place / "reranker" / "seed-0"
     assert json.loads((directory / "futurebridge.json").read_text())["scope"] == "sequence"
-    assert "scope='sequence'" in (directory / "README.md").read_text()
+    assert "on the whole sequence" in (directory / "README.md").read_text()
     with pytest.raises(ValueError, match="expected an adapter trained under scope 'candidate', got 'sequence'"):
         chosen_reranker(settings(train=SHORT), place, 0)
     reranker = chosen_reranker(chosen, place, 0)
