@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -260,13 +259,6 @@ def layout_picture() -> str:
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def meanings(kind: type[BaseModel]) -> dict[str, str]:
-    """{field: its text in the docstring's Attributes}."""
-    said = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:")[2]  # Python 3.13 takes the indentation away
-    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", said, re.MULTILINE)
-    return {name: re.sub(r"\bNone\b", "null", " ".join(text.split())) for name, text in found}
-
-
 def nested(field: FieldInfo) -> type[BaseModel] | None:
     """The settings class of a field that has nested keys."""
     for part in (field.annotation, *get_args(field.annotation)):
@@ -326,7 +318,6 @@ def default_of(field: FieldInfo) -> str:
 
 def sections(kind: type[BaseModel], name: str) -> Iterator[str]:
     """A heading and a table per section, then its nested sections."""
-    said = meanings(kind)
     yield from ("", f"{'#' * (2 + name.count('.'))} `{name}`", "")
     yield from ((kind.__doc__ or "").strip().partition("\n\n")[0], "")
     rows, below = [], []
@@ -339,7 +330,8 @@ def sections(kind: type[BaseModel], name: str) -> Iterator[str]:
         what = f"see `{name}.{key}`" + (" or null" if not field.is_required() and field.default is None else "")
         shown = what if inner else kind_of(field.annotation)
         default = "" if inner and field.default is not None else default_of(field)
-        rows.append([f"`{key}`", shown, default, bounds(field), said.get(key, "")])
+        meaning = re.sub(r"\bNone\b", "null", " ".join((field.description or "").split()))
+        rows.append([f"`{key}`", shown, default, bounds(field), meaning])
     yield from markdown_table(["key", "type", "default", "bounds", "meaning"], rows)
     for inner, place in dict.fromkeys(below):
         if inner not in {each for each, _ in below[: below.index((inner, place))]}:

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from fb_core.config import PairSettings, RunSettings, ServeSettings, as_yaml, first_words, settings_of
+from fb_core.extras import require
+
 if TYPE_CHECKING:
     from fb_core.stages.commands import Command
     from fb_core.stages.run import Engine
@@ -72,8 +75,6 @@ def _stage(command: Command, text: str) -> None:
         engine: EngineOption = "local",
         dry_run: DryOption = False,
     ) -> None:
-        from fb_core.config import RunSettings
-
         if engine not in ("local", "ray"):
             raise ValueError(f"engine: expected local or ray, got {engine!r}; leave it out for this process")
         settings, folder = RunSettings.load(config, changes or ()), _folder(config, run)
@@ -122,8 +123,6 @@ def config(
     show: Annotated[bool, typer.Option("--show", help="Print all settings as YAML for --config.")] = False,
 ) -> None:
     """List the shipped settings, or show all values of one: with its defaults and what --set changes."""
-    from fb_core.config import RunSettings, as_yaml, first_words
-
     if show and config is not None:
         typer.echo(as_yaml(RunSettings.load(config, changes or ())), nl=False)
     elif show or config is not None or changes:
@@ -154,11 +153,9 @@ def explain(
     html: Annotated[Path | None, typer.Option(help="Also write the page to this HTML file.")] = None,
 ) -> None:
     """Show how a problem was solved: the text with its events, their candidates and scores."""
+    settings = settings_of(run)
     from rich.console import Console
 
-    from fb_core.config import settings_of
-
-    settings = settings_of(run)
     from fb_core import explain as viewer
 
     viewer.explain(settings, run, problem, Console(), html)
@@ -261,31 +258,10 @@ def _show_bench(found: Found) -> None:
 PairOption = Annotated[
     Path | None, typer.Option("--pair", exists=True, dir_okay=False, help="A YAML file with the settings below.")
 ]
-PAIR = {
-    "slm": "Small model: a folder, a hub id, or demo:plans.",
-    "llm": "Large model: the same, or its name at the server.",
-    "server": "URL of an inference server that holds the large model.",
-    "flavour": "The server's kind: vllm, sglang or llama.cpp.",
-    "api_key_variable": "Environment variable that holds the server's key.",
-    "adapter": "Folder of a reranker; without it the LLM's choice is taken.",
-    "recipe": "chosen: what train chose for the adapter; published: the paper's.",
-    "threshold": "Entropy in nats above which the LLM is asked; default the adapter's, or 1 without one.",
-    "thinking": "true or false: whether an answer begins with thinking; default the adapter's, else false.",
-    "max_new_tokens": "Most tokens per answer.",
-    "max_events": "Most events per answer; default the adapter's, else 8.",
-    "max_length": "Most tokens of prompt and answer; memory is reserved for them.",
-    "device": "cpu, cuda, cuda:1; auto takes a GPU if there is one.",
-    "dtype": "float32, bfloat16, float16; auto takes the checkpoint's.",
-}
-SERVER = {
-    "key_variable": "Environment variable with the key that clients must send.",
-    "max_batch": "Sequences that run together.",
-    "kv_memory": "Bytes for the KV cache; default at most half of the free memory.",
-    "queue": "Most requests waiting or in progress.",
-    "body_limit": "Most bytes per request.",
-    "on_llm_error": "If the large model does not answer: raise ends the answer, slm goes on without.",
-    "prefill_tokens": "Most prompt tokens prefilled between two steps while others run.",
-}
+PAIR, SERVE = (
+    {name: " ".join((field.description or "").split()) for name, field in kind.model_fields.items()}
+    for kind in (PairSettings, ServeSettings)
+)
 
 
 @app.command()
@@ -297,8 +273,6 @@ def generate(
     **given: str | None,
 ) -> None:
     """Answer one prompt with a pair and an adapter; tokens chosen at events are highlighted."""
-    from fb_core.config import PairSettings
-
     settings = PairSettings.load(pair, **given)
     from rich.console import Console
 
@@ -317,8 +291,6 @@ def chat(pair: PairOption = None, **given: str | None) -> None:
 
     If the conversation outgrows max_length, its oldest turns are dropped; an error ends only the turn.
     """
-    from fb_core.config import PairSettings
-
     settings = PairSettings.load(pair, **given)
     from rich.console import Console
 
@@ -349,7 +321,7 @@ def chat(pair: PairOption = None, **given: str | None) -> None:
 
 
 @app.command()
-@_options(PAIR | SERVER, metavar="VALUE", show_default=False)
+@_options(SERVE, metavar="VALUE", show_default=False)
 def serve(
     pair: PairOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on; loopback by default.")] = "127.0.0.1",
@@ -358,9 +330,6 @@ def serve(
     **given: str | None,
 ) -> None:
     """Serve a pair over OpenAI's API: completions and chat completions, streamed or whole."""
-    from fb_core.config import ServeSettings
-    from fb_core.extras import require
-
     settings = ServeSettings.load(pair, **given)
     require("serve", "starlette", "uvicorn", "prometheus_client", extra="serve")
     from fb_core.serve.run import serve as run

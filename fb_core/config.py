@@ -25,6 +25,8 @@ def _server_url(url: str) -> str:
 
 
 ServerUrl = Annotated[str, AfterValidator(_server_url)]
+Flavour = Literal["vllm", "sglang", "llama.cpp"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 AVERAGE = "average"  # in place of a benchmark's name: the average of a run's benchmarks, equally weighted
 SETTINGS = "settings.json"  # file in a run's folder: the settings of its last finished command
@@ -41,53 +43,50 @@ Changes = Mapping[str, Mapping[str, Any]]  # new values, by section and key
 class Section(BaseModel):
     """Settings that belong together: unknown keys and integers of more than 64 bits are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True)
 
     @field_validator("*")
     @classmethod
     def _in_64_bits(cls, value: Any) -> Any:
-        for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, int) and abs(one) >= 1 << 63:
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int) and abs(number) >= 1 << 63:
                 raise ValueError("expected a number below 2**63")
         return value
 
 
 class PairSettings(Section):
-    """A pair of models that decodes from the command line.
-
-    Attributes:
-        slm: folder or hub id of the small model; "demo:plans" is a pair of the demo.
-        llm: folder or hub id of the large model; with a server, the model's name there, if the server needs one.
-        server: URL of an inference server to use instead of a large model in this process.
-        flavour: the kind of server.
-        api_key_variable: environment variable that holds the server's key, if the server needs one.
-        adapter: folder of a reranker; without one, the LLM's own preference decides.
-        recipe: for an adapter that `train` wrote, the recipe that it chose or the published one.
-        threshold: entropy in nats above which the LLM is asked. If left out, the adapter's, or 1 without an adapter; an
-            adapter that names none needs it.
-        thinking: whether a chat's answer begins with thinking, where the chat template can switch it. If left out, as
-            the adapter was trained, or not.
-        max_new_tokens: maximum tokens of an answer.
-        max_events: maximum events of an answer. If left out, the adapter's, or 8.
-        max_length: maximum tokens of prompt and answer; memory is allocated for this many.
-        device: cpu, cuda or cuda:1; "auto" takes a GPU if there is one.
-        dtype: of the weights; "auto" is the checkpoint's own.
-    """
+    """A pair of models that decodes from the command line."""
 
     slm: str
+    """Folder or hub id of the small model; "demo:plans" is a pair of the demo."""
     llm: str | None = None
+    """Folder or hub id of the large model; with a server, the model's name there, if the server needs one."""
     server: ServerUrl | None = None
-    flavour: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
+    """URL of an inference server to use instead of a large model in this process."""
+    flavour: Flavour = "vllm"
+    """The kind of server."""
     api_key_variable: str | None = None
+    """Environment variable that holds the server's key, if the server needs one."""
     adapter: str | None = None
+    """Folder of a reranker; without one, the LLM's own preference decides."""
     recipe: Literal["chosen", "published"] = "chosen"
+    """For an adapter that `train` wrote, the recipe that it chose or the published one."""
     threshold: float | None = None
+    """Entropy in nats above which the LLM is asked. If left out, the adapter's, or 1 without an adapter; an adapter
+    that names none needs it."""
     thinking: bool | None = None
+    """Whether a chat's answer begins with thinking, where the chat template can switch it. If left out, as the adapter
+    was trained, or not."""
     max_new_tokens: int = Field(default=512, ge=1)
+    """Maximum tokens of an answer."""
     max_events: int | None = Field(default=None, ge=0)
+    """Maximum events of an answer. If left out, the adapter's, or 8."""
     max_length: int = Field(default=8192, ge=2)
+    """Maximum tokens of prompt and answer; memory is allocated for this many."""
     device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """cpu, cuda or cuda:1; "auto" takes a GPU if there is one."""
+    dtype: Dtype = "auto"
+    """Of the weights; "auto" is the checkpoint's own."""
 
     @model_validator(mode="after")
     def _some_llm(self) -> PairSettings:
@@ -115,211 +114,180 @@ class PairSettings(Section):
 
 
 class ServeSettings(PairSettings):
-    """A pair behind OpenAI's API.
-
-    Attributes:
-        key_variable: environment variable that holds the key that clients must send; None if no key is needed.
-        max_batch: sequences that run together.
-        kv_memory: bytes for keys and values; None for at most half of the free memory.
-        queue: maximum number of sequences that wait or run.
-        body_limit: maximum bytes of a request.
-        on_llm_error: what happens if the large model does not answer: the answer ends with an error ("raise"), or goes
-            on with the small model's own token ("slm").
-        prefill_tokens: maximum prompt tokens prefilled between two steps while others run.
-    """
+    """A pair behind OpenAI's API."""
 
     key_variable: str | None = None
+    """Environment variable that holds the key that clients must send; None if no key is needed."""
     max_batch: int = Field(default=32, ge=1)
+    """Sequences that run together."""
     kv_memory: int | None = Field(default=None, ge=1)
+    """Bytes for keys and values; None for at most half of the free memory."""
     queue: int = Field(default=256, ge=1)
+    """Maximum number of sequences that wait or run."""
     body_limit: int = Field(default=1 << 20, ge=1)
+    """Maximum bytes of a request."""
     on_llm_error: Literal["raise", "slm"] = "raise"
+    """What happens if the large model does not answer: the answer ends with an error ("raise"), or goes on with the
+    small model's own token ("slm")."""
     prefill_tokens: int = Field(default=512, ge=1)
+    """Maximum prompt tokens prefilled between two steps while others run."""
 
 
 class ServerSettings(Section):
-    """An inference server that serves a model.
-
-    Attributes:
-        url: where it listens, such as http://localhost:8000; without a secret.
-        flavour: the kind of server.
-        model: the model's name on the server, if the server needs one.
-        in_flight: maximum concurrent requests.
-        timeout: seconds that one answer may take.
-        retries: how often a failed request is sent again, with growing pauses.
-        api_key_variable: environment variable that holds the key, if the server needs one.
-    """
+    """An inference server that serves a model."""
 
     url: ServerUrl
-    flavour: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
+    """Where it listens, such as http://localhost:8000; without a secret."""
+    flavour: Flavour = "vllm"
+    """The kind of server."""
     model: str | None = None
+    """The model's name on the server, if the server needs one."""
     in_flight: int = Field(default=64, ge=1)
+    """Maximum concurrent requests."""
     timeout: float = Field(default=600.0, gt=0)
+    """Seconds that one answer may take."""
     retries: int = Field(default=5, ge=0)
+    """How often a failed request is sent again, with growing pauses."""
     api_key_variable: str | None = None
+    """Environment variable that holds the key, if the server needs one."""
 
 
 class ModelSettings(Section):
-    """The pair of a run.
-
-    Attributes:
-        slm: folder or hub id of the small model; "demo:plans" is the demo's own pair.
-        llm: folder or hub id of the large model; with `llm_server`, its name in the results.
-        slm_server: server that writes the SLM's own trajectories; the SLM is still loaded here for teacher forcing.
-        llm_server: server to use instead of a large model in this process.
-        device: cpu, cuda or cuda:1; "auto" takes a GPU if there is one.
-        dtype: of the weights; "auto" is the checkpoint's own.
-        batch_tokens: maximum tokens of a batch decoded in this process, padding and new tokens included.
-    """
+    """The pair of a run."""
 
     slm: str
+    """Folder or hub id of the small model; "demo:plans" is the demo's own pair."""
     llm: str
+    """Folder or hub id of the large model; with `llm_server`, its name in the results."""
     slm_server: ServerSettings | None = None
+    """Server that writes the SLM's own trajectories; the SLM is still loaded here for teacher forcing."""
     llm_server: ServerSettings | None = None
+    """Server to use instead of a large model in this process."""
     device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """cpu, cuda or cuda:1; "auto" takes a GPU if there is one."""
+    dtype: Dtype = "auto"
+    """Of the weights; "auto" is the checkpoint's own."""
     batch_tokens: int = Field(default=65_536, ge=1)
+    """Maximum tokens of a batch decoded in this process, padding and new tokens included."""
 
 
 class ProblemSettings(Section):
-    """Which problems the states come from, and how they are asked.
-
-    Attributes:
-        train: a known set ("math-train"), a local file, or the demo's own ("demo:plans").
-        held_out: sets whose problems are removed from `train`.
-        limit: use only this many problems, the first ones.
-        validation: number of problems set aside, by the seed, for the request threshold and for every choice.
-        certification: number of further problems on which recipes are tested against greedy decoding and the direct LLM
-            score before one is deployed; with 0 there is no test, and the run's own recipe is deployed.
-        seed: of the split into training, validation and certification problems.
-        prompt: the user's turn; "{problem}" stands for the problem.
-        thinking: whether answers begin with thinking, where the chat template can switch it (Qwen3, DeepSeek, Granite).
-        per_shard: problems per shard, the most that a killed process loses.
-    """
+    """Which problems the states come from, and how they are asked."""
 
     train: str = "math-train"
+    """A known set ("math-train"), a local file, or the demo's own ("demo:plans")."""
     held_out: tuple[str, ...] = ("math-500",)
+    """Sets whose problems are removed from `train`."""
     limit: int | None = Field(default=None, ge=2)
+    """Use only this many problems, the first ones."""
     validation: int = Field(default=750, ge=1)
+    """Number of problems set aside, by the seed, for the request threshold and for every choice."""
     certification: int = Field(default=0, ge=0)
+    """Number of further problems on which recipes are tested against greedy decoding and the direct LLM score before
+    one is deployed; with 0 there is no test, and the run's own recipe is deployed."""
     seed: int = Field(default=0, ge=0)
-    prompt: str = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+    """Of the split into training, validation and certification problems."""
+    prompt: str = Field(
+        default="{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
+        pattern=r"\{problem\}",
+    )
+    """The user's turn; the "{problem}" in it stands for the problem."""
     thinking: bool = False
+    """Whether answers begin with thinking, where the chat template can switch it (Qwen3, DeepSeek, Granite)."""
     per_shard: int = Field(default=64, ge=1)
-
-    @field_validator("prompt")
-    @classmethod
-    def _names_the_problem(cls, prompt: str) -> str:
-        if "{problem}" not in prompt:
-            raise ValueError("expected the text with {problem} in it, got none; put it in")
-        return prompt
+    """Problems per shard, the most that a killed process loses."""
 
 
 class CollectSettings(Section):
-    """Trajectories and states; the request threshold is fixed on validation problems.
-
-    Attributes:
-        max_new_tokens: maximum tokens of a trajectory.
-        top_k: number of largest logits that the entropy is taken over.
-        quantile: quantile of the validation trajectories' entropies that becomes the request threshold.
-        max_states: maximum states of a trajectory.
-        slm_k: the SLM's candidates in a pool.
-    """
+    """Trajectories and states; the request threshold is fixed on validation problems."""
 
     max_new_tokens: int = Field(default=4096, ge=1)
+    """Maximum tokens of a trajectory."""
     top_k: int = Field(default=64, ge=1)
+    """Number of largest logits that the entropy is taken over."""
     quantile: float = Field(default=0.99, ge=0, le=1)
+    """Quantile of the validation trajectories' entropies that becomes the request threshold."""
     max_states: int = Field(default=8, ge=1)
+    """Maximum states of a trajectory."""
     slm_k: int = Field(default=8, ge=1)
+    """The SLM's candidates in a pool."""
 
 
 class FutureSettings(Section):
-    """The LLM's greedy continuations, and its candidates at their first position.
-
-    Attributes:
-        max_new_tokens: maximum tokens of a continuation.
-        llm_k: the LLM's candidates in a pool.
-    """
+    """The LLM's greedy continuations, and its candidates at their first position."""
 
     max_new_tokens: int = Field(default=4096, ge=1)
+    """Maximum tokens of a continuation."""
     llm_k: int = Field(default=8, ge=1)
+    """The LLM's candidates in a pool."""
 
 
 class ScoreSettings(Section):
-    """The [K, horizon] matrices.
-
-    Attributes:
-        horizon: number of future tokens scored; states with shorter futures are left out.
-        token_budget: maximum rows of a packed forward; "auto" sets it once from the free memory.
-        pool: the candidates that are scored, trained on and deployed: those of both models, of one of them, or
-            ("slm-wide") as many of the SLM's as both models together may propose.
-    """
+    """The [K, horizon] matrices."""
 
     horizon: int = Field(default=128, ge=1)
+    """Number of future tokens scored; states with shorter futures are left out."""
     token_budget: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], NOT_IN_IDENTITY] = "auto"
+    """Maximum rows of a packed forward; "auto" sets it once from the free memory."""
     pool: Literal["joint", "slm", "llm", "slm-wide"] = "joint"
+    """The candidates that are scored, trained on and deployed: those of both models, of one of them, or ("slm-wide") as
+    many of the SLM's as both models together may propose."""
 
 
 class RolloutSettings(Section):
-    """Greedy rollouts of the SLM after every candidate.
-
-    Attributes:
-        validation: share of the held-out states to roll out, for the diagnostics.
-        train: share of the training states to roll out, for the value head.
-        seed: of the choice of states.
-    """
+    """Greedy rollouts of the SLM after every candidate."""
 
     validation: float = Field(default=1.0, gt=0, le=1)
+    """Share of the held-out states to roll out, for the diagnostics."""
     train: float = Field(default=0.2, ge=0, le=1)
+    """Share of the training states to roll out, for the value head."""
     seed: int = Field(default=0, ge=0)
+    """Of the choice of states."""
 
 
 class TrainSettings(Section):
-    """The sweep of rerankers: horizons times seeds, on one data order.
-
-    Attributes:
-        horizons: future tokens that a target is made from; the sweep has one run for each horizon and seed.
-        seeds: of initialisation and dropout.
-        target: softmax of the standardised compatibility ("future"), or the LLM's best candidate, with the loss of
-            S2T-Local ("select").
-        temperature: of the soft targets of "future".
-        alpha: share of the future's score in the hybrid target of "future"; 1 is the published one.
-        scope: what the adapter acts on: the candidate alone, or the whole sequence.
-        rank: rank of the LoRA adapter.
-        lora_alpha: the adapter is scaled by this divided by the rank.
-        dropout: on the adapter's input.
-        learning_rate: peak learning rate of AdamW.
-        weight_decay: of AdamW.
-        warmup: share of the steps in which the learning rate rises.
-        clip: maximum gradient norm.
-        groups_per_step: groups per optimiser step.
-        epochs: passes over the training states.
-        order_seed: of the order of the trajectories, the same for all runs.
-        microbatches: pieces of a step; up to this many processes can share it.
-        checkpoint_steps: optimiser steps between two checkpoints, the most that a killed process loses.
-        tracker: experiment tracker that gets loss, learning rate, gradient norm and validation figures at every
-            checkpoint; None for none.
-    """
+    """The sweep of rerankers: horizons times seeds, on one data order."""
 
     horizons: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(16, 32, 64, 128), min_length=1)
+    """Future tokens that a target is made from; the sweep has one run for each horizon and seed."""
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2), min_length=1)
+    """Of initialisation and dropout."""
     target: Literal["future", "select"] = "future"
+    """Softmax of the standardised compatibility ("future"), or the LLM's best candidate, with the loss of S2T-Local
+    ("select")."""
     temperature: float = Field(default=0.5, gt=0)
+    """Of the soft targets of "future"."""
     alpha: float = Field(default=1.0, ge=0, le=1)
+    """Share of the future's score in the hybrid target of "future"; 1 is the published one."""
     scope: Literal["candidate", "sequence"] = "candidate"
+    """What the adapter acts on: the candidate alone, or the whole sequence."""
     rank: int = Field(default=16, ge=1)
+    """Rank of the LoRA adapter."""
     lora_alpha: float = Field(default=32.0, gt=0)
+    """The adapter is scaled by this divided by the rank."""
     dropout: float = Field(default=0.05, ge=0, lt=1)
+    """On the adapter's input."""
     learning_rate: float = Field(default=2e-4, ge=0)
+    """Peak learning rate of AdamW."""
     weight_decay: float = Field(default=0.01, ge=0)
+    """Of AdamW."""
     warmup: float = Field(default=0.03, ge=0)
+    """Share of the steps in which the learning rate rises."""
     clip: float = Field(default=1.0, ge=0)
+    """Maximum gradient norm."""
     groups_per_step: int = Field(default=32, ge=1)
+    """Groups per optimiser step."""
     epochs: int = Field(default=3, ge=1)
+    """Passes over the training states."""
     order_seed: int = Field(default=0, ge=0)
+    """Of the order of the trajectories, the same for all runs."""
     microbatches: int = Field(default=1, ge=1)
+    """Pieces of a step; up to this many processes can share it."""
     checkpoint_steps: Annotated[int, NOT_IN_IDENTITY] = Field(default=50, ge=1)
+    """Optimiser steps between two checkpoints, the most that a killed process loses."""
     tracker: Annotated[Literal["tensorboard", "wandb", "trackio"] | None, NOT_IN_IDENTITY] = None
+    """Experiment tracker that gets loss, learning rate, gradient norm and validation figures at every checkpoint; None
+    for none."""
 
     @field_validator("horizons", "seeds")
     @classmethod
@@ -338,69 +306,57 @@ class TrainSettings(Section):
 
 
 class ChoiceSettings(Section):
-    """How training ends: a recipe needs this evidence on held-out problems to be deployed.
-
-    Attributes:
-        delta: how far below greedy decoding or the direct LLM score it may be, as a share of the problems.
-        level: 1 minus the largest probability that any recipe that is worse than that passes its test. Of greedy
-            decoding, which is deployed if none passes, this says nothing.
-    """
+    """How training ends: a recipe needs this evidence on held-out problems to be deployed."""
 
     delta: float = Field(default=0.02, ge=0, lt=1)
+    """How far below greedy decoding or the direct LLM score it may be, as a share of the problems."""
     level: float = Field(default=0.95, gt=0, lt=1)
+    """1 minus the largest probability that any recipe that is worse than that passes its test. Of greedy decoding,
+    which is deployed if none passes, this says nothing."""
 
 
 class SelectionSettings(Section):
-    """The choice among the rerankers of the sweep, each of which decodes validation problems after every epoch.
-
-    Attributes:
-        problems: how many of them each reranker decodes, the same ones for all, drawn by the seed of the problems. If
-            left out, all of them, as published.
-    """
+    """The choice among the rerankers of the sweep, each of which decodes validation problems after every epoch."""
 
     problems: int | None = Field(default=None, ge=1)
+    """How many of them each reranker decodes, the same ones for all, drawn by the seed of the problems. If left out,
+    all of them, as published."""
 
 
 class EvaluateSettings(Section):
-    """What the chosen reranker is evaluated on.
-
-    Attributes:
-        benchmarks: known sets, local files, or the demo's own, each once.
-        limit: use only this many problems of each benchmark, the first ones.
-        max_new_tokens: maximum tokens of an answer.
-        max_events: maximum events of an answer.
-        per_shard: problems per shard; up to 64 of them decode at once.
-    """
+    """What the chosen reranker is evaluated on."""
 
     benchmarks: tuple[str, ...] = ("gsm8k", "math-500", "olympiadbench", "aime-2024", "aime-2025")
+    """Known sets, local files, or the demo's own, each once."""
     limit: int | None = Field(default=None, ge=1)
+    """Use only this many problems of each benchmark, the first ones."""
     max_new_tokens: int = Field(default=4096, ge=1)
+    """Maximum tokens of an answer."""
     max_events: int = Field(default=8, ge=0)
+    """Maximum events of an answer."""
     per_shard: int = Field(default=64, ge=1)
+    """Problems per shard; up to 64 of them decode at once."""
 
     @field_validator("benchmarks")
     @classmethod
     def _each_once(cls, benchmarks: tuple[str, ...]) -> tuple[str, ...]:
-        for one, other in combinations(benchmarks, 2):
-            names, files = zip(*(source.partition("=")[::2] for source in (one, other)), strict=True)
-            paths = [os.path.realpath(file or name) for name, file in zip(names, files, strict=True)]
-            if paths[0] == paths[1] or (names[0] == names[1] and not all(files)):  # a set's fields may serve two files
-                raise ValueError(f"expected each once, got {one!r} and {other!r}, the same; leave one out")
+        for pair in combinations(benchmarks, 2):
+            (name, file), (other, its_file) = (source.partition("=")[::2] for source in pair)
+            same_path = os.path.realpath(file or name) == os.path.realpath(its_file or other)
+            if same_path or (name == other and not (file and its_file)):  # a set's fields may serve two files
+                raise ValueError("expected each once, got {!r} and {!r}, the same; leave one out".format(*pair))
         return benchmarks
 
 
 class VerifierSettings(Section):
-    """The processes that judge answers.
-
-    Attributes:
-        workers: number of processes.
-        timeout: seconds of CPU time for one answer.
-        memory_bytes: address space of one process.
-    """
+    """The processes that judge answers."""
 
     workers: Annotated[int, NOT_IN_IDENTITY] = Field(default=2, ge=1)
+    """Number of processes."""
     timeout: float = Field(default=5.0, gt=0)
+    """Seconds of CPU time for one answer."""
     memory_bytes: int = Field(default=2 << 30, ge=256 << 20)
+    """Address space of one process."""
 
 
 class RunSettings(Section):
@@ -498,8 +454,8 @@ def _file(source: str) -> Path | Traversable:
     if not path.is_file() and str(Path(source).parent) in (".", "configs"):
         path = shipped / f"{path.name.removesuffix('.yaml')}.yaml"
     if not path.is_file():
-        known = ", ".join(sorted(entry.name for entry in shipped.iterdir() if entry.name.endswith(".yaml")))
-        raise OSError(f"{source}: expected a YAML file or one of {known}, got neither; check the name")
+        names = ", ".join(sorted(entry.name for entry in shipped.iterdir() if entry.name.endswith(".yaml")))
+        raise OSError(f"{source}: expected a YAML file or one of {names}, got neither; check the name")
     return path
 
 
@@ -511,11 +467,8 @@ def _read_yaml(path: Path | Traversable, source: str) -> dict[str, Any]:
         raise ValueError(f"{source}: expected at most {LARGEST_FILE} bytes of settings, got more; name another file")
     try:
         values = _yaml(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as problem:
-        got = f"{problem.reason} at byte {problem.start}"
-        raise ValueError(f"{source}: expected UTF-8, got {got}; save the file as UTF-8") from None
     except ValueError as problem:
-        raise ValueError(f"{source}: expected YAML, got {problem}; fix the file") from None
+        raise ValueError(f"{source}: expected YAML in UTF-8, got {problem}; fix the file") from None
     if not isinstance(values, dict):
         raise ValueError(f"{source}: expected settings by key, got {type(values).__name__}; name another file")
     return values
@@ -537,7 +490,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = self._values = 0
-        self._sizes: dict[int, int] = {}  # values in a finished node, aliases identity_of as what they stand for
+        self._sizes: dict[int, int] = {}  # values in a finished node, aliases counted as what they stand for
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         before, alias = self._values, self.check_event(yaml.AliasEvent)
@@ -551,7 +504,7 @@ class _Loader(yaml.SafeLoader):
         self._values += self._sizes[id(node)] if alias else 1
         self._sizes[id(node)] = self._values - before
         if self._values > MOST_VALUES:
-            raise ValueError(f"more than {MOST_VALUES} values, aliases identity_of as what they stand for")
+            raise ValueError(f"more than {MOST_VALUES} values, aliases counted as what they stand for")
         if node.tag in NUMBERS and len(node.value) > LONGEST_NUMBER:
             raise ValueError(f"a number of {len(node.value)} characters")
         return node
