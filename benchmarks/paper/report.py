@@ -1,4 +1,4 @@
-"""`python -m benchmarks.paper report`: tables and figures of one or several runs as one HTML file and as Markdown."""
+"""`python -m benchmarks.paper report`: tables and figures of one or several runs as one HTML file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fb_core.page import Table
 from fb_core.stages.files import write_file
 from fb_core.statistics import Interval
 
-FIGURES = "figures"  # folder beside report.md
+FIGURES = "figures"  # folder beside report.html
 FOREST = (
     "Accuracy with 95% intervals. The dashed line is greedy decoding with the SLM. Circles are FutureBridge as "
     "published and as deployed, diamonds greedy decoding and takeover, squares all other methods."
@@ -55,7 +55,7 @@ NO_EVENT = "no event"
 
 
 def write_report(runs: Sequence[Run], folder: Path, tables: Mapping[str, Experiment] = TABLES) -> list[Path]:
-    """Write report.html, report.md with figures/*.svg, rows.parquet, tables.json, and the pages of problems.
+    """Write report.html, figures/*.svg, rows.parquet, tables.json, and the pages of problems.
 
     Args:
         runs: one or several.
@@ -72,7 +72,7 @@ def write_report(runs: Sequence[Run], folder: Path, tables: Mapping[str, Experim
     document = render(runs, tables)
     made = {"tables.json": tables_bytes(runs), "rows.parquet": rows_bytes([row for run in runs for row in run.rows])}
     made |= {f"{FIGURES}/{figure.name}.svg": figure.picture.alone.encode() for figure in document.figures()}
-    made |= {"report.md": document.markdown(FIGURES).encode(), "report.html": document.html().encode()}
+    made["report.html"] = document.html().encode()
     for name, data in {**{name: page for run in runs for name, page in run.pages.items()}, **made}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_file(folder / name, data)

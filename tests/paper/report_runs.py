@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from markdown_it import MarkdownIt
 from pydantic import TypeAdapter
 
 from benchmarks.paper import figures, report
@@ -246,15 +244,6 @@ class Page(HTMLParser):
             self.tables[-1][-1][-1] += data
         if {"h2", "h3"} & set(self.open):
             self.titles[-1] += data
-
-
-def of_markdown(text: str) -> Page:
-    html = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(text)
-    return Page(re.sub(r"<(img[^>]*?) /?>", r"<\1>", html))
-
-
-def stripped(tables):
-    return [[[cell.strip() for cell in row] for row in table] for table in tables]
 
 
 def blocks_of(document: Document) -> list:

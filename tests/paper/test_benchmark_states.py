@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from paper_runs import settings
+from report_runs import Page
 from runs import contents, linked, receipts
 from typer.testing import CliRunner
 
@@ -108,10 +109,10 @@ def test_they_stand_beside_the_validation_problems(run, tmp_path):
     assert {"SLM", "LLM", "Direct-B_8", "FutureBridge"} == {row["score"] for row in rows}
     known = [("validation", judged_states(CHOSEN, run)), ("demo:plans", states)]
     assert found.parts["coverage"] == [{"where": name, **row} for name, of in known for row in coverage_rows(of)]
-    text = render([found]).markdown("figures")
-    assert "| FutureBridge | validation |" in text
-    assert "| FutureBridge | demo:plans |" in text
-    assert "All events, demo:plans." in text
+    page = Page(render([found]).html())
+    shown = {tuple(row[:2]) for table in page.tables for row in table}
+    assert {("FutureBridge", "validation"), ("FutureBridge", "demo:plans")} <= shown
+    assert "All events, demo:plans." in page.text
 
 
 def test_a_benchmark_without_an_admitted_state_has_no_rows(undisturbed, tmp_path, monkeypatch):
