@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.paper import intervals
+from benchmarks.paper.cells import Columns, number, percent, table
+from benchmarks.paper.rows import finished
 from fb_core import statistics
 from fb_core.config import RunSettings
 from fb_core.page import markdown_table
@@ -44,17 +46,17 @@ class AgreementStage(Stage):
     unit = "states"
 
     def shards(self) -> dict[str, int]:
-        folder, found = self.input(RolloutStage).folder, {}
+        folder, states = self.input(RolloutStage).folder, {}
         for shard in folder.shards("validation"):
             receipt = folder.receipt(shard)
             if receipt is None:
                 raise ValueError(f"{folder.path}: expected {shard}, got none; run `rollouts`")
-            found[shard] = receipt.counts["validation states"]
-        return found
+            states[shard] = receipt.counts["validation states"]
+        return states
 
     def work(self, shard: str) -> Output:
         slm = self.models.slm
-        states = [one.state for one in Examples(self.run, shard, slm.device).rollouts.values()]
+        states = [rollout.state for rollout in Examples(self.run, shard, slm.device).rollouts.values()]
         rows: dict[str, dict[str, Any]] = {state.id: {"state": state.id} for state in states}
         for done, (state, seed, scores) in enumerate(reranked(slm, self._rerankers, states)):
             self.on_progress(done // len(self._rerankers))
@@ -94,24 +96,22 @@ def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
         ValueError: the run has no rollouts.
     """
     Artefact(run, RolloutStage.name).finished()
-    scored, reranked = Artefact(run, ScoreStage.name), Artefact(run, AgreementStage.name)
-    known, learned = _complete(scored), _complete(reranked)
-    found = []
+    known, learned = finished(run, ScoreStage.name), finished(run, AgreementStage.name)
+    states = []
     for shard in Artefact(run, RolloutStage.name).shards("validation"):
         examples = Examples(run, shard)
         groups = examples.groups if known else {}
-        table = {row["state"]: row for row in reranked.table(shard)} if learned else {}
-        for state, one in examples.rollouts.items():
-            pool = one.state.pool
+        by_state = {row["state"]: row for row in Artefact(run, AgreementStage.name).table(shard)} if learned else {}
+        for state, rollout in examples.rollouts.items():
+            pool = rollout.state.pool
             scores: dict[str, Sequence[Tensor]] = {"SLM": [pool.slm_logprob], "LLM": [pool.llm_logprob]}
-            if (matrix := matrix_of(groups.get(state), one)) is not None:
+            if (matrix := matrix_of(groups.get(state), rollout)) is not None:
                 for horizon in settings.train.horizons:
                     scores[f"Direct-B_{horizon}"] = [matrix[:, :horizon].double().mean(1)]
-            if state in table:
-                row = table[state]
+            if (row := by_state.get(state)) is not None:
                 scores["FutureBridge"] = [torch.tensor(row[f"seed-{seed}"]) for seed in settings.train.seeds]
-            found.append(Judged(one, scores))
-    return found
+            states.append(Judged(rollout, scores))
+    return states
 
 
 def matrix_of(group: Group | None, rolled: Rollout) -> Tensor | None:
@@ -122,17 +122,13 @@ def matrix_of(group: Group | None, rolled: Rollout) -> Tensor | None:
     return group.logprob if torch.equal(scored.ids, tried.ids) else None
 
 
-def _complete(folder: Artefact) -> bool:
-    return bool((folder.manifest() or {}).get("complete"))
-
-
 def judge(settings: RunSettings, run: Path) -> str:
     """Agreement and coverage in Markdown; includes the chosen rerankers if there are any.
 
     Raises:
         ValueError: the run has no rollouts, or as `run_stage`.
     """
-    if _complete(Artefact(run, RerankerStage.name)):
+    if finished(run, RerankerStage.name):
         run_stage(AgreementStage(settings, run))
     return agreement_table(settings, run)
 
@@ -157,9 +153,8 @@ def agreement_rows(states: Sequence[Judged], names: Sequence[str] | None = None)
 
 
 def _agreement(states: Sequence[Judged], name: str) -> dict[str, Any]:
-    tallies: dict[
-        str, Tally
-    ] = {}  # by problem: agreeing, comparable, top-1, states, of mixed, mixed, SLM's, LLM's top-1
+    # by problem: agreeing, comparable, top-1, states, of mixed, mixed, SLM's, LLM's top-1
+    tallies: dict[str, Tally] = {}
     for state in states:
         outcome, seeds = state.rolled.correct.numpy(), state.scores[name]
         tally = tallies.setdefault(state.rolled.state.trajectory.problem.id, np.zeros(8))
@@ -192,12 +187,12 @@ def coverage_rows(states: Sequence[Judged]) -> list[dict[str, Any]]:
         tallies: dict[str, Tally] = {}  # by problem: covered, states, covered of mixed, mixed
         sizes = []
         for state in states:
-            one = state.rolled
-            inside = (one.state.pool.sources & bits) > 0
+            rollout = state.rolled
+            inside = (rollout.state.pool.sources & bits) > 0
             sizes.append(int(inside.sum()))
-            covered = bool((one.correct & inside).any())
-            mixed = statistics.outcomes_differ(one.correct.numpy())
-            tally = tallies.setdefault(one.state.trajectory.problem.id, np.zeros(4))
+            covered = bool((rollout.correct & inside).any())
+            mixed = statistics.outcomes_differ(rollout.correct.numpy())
+            tally = tallies.setdefault(rollout.state.trajectory.problem.id, np.zeros(4))
             tally += np.array([covered, 1, covered and mixed, mixed])
         hits, count, mixed_hits, mixed_count = np.stack(list(tallies.values())).T
         rows.append(
@@ -217,22 +212,29 @@ def _ratio(part: Tally, whole: Tally) -> Interval | None:
     return intervals.share_interval(part, whole) if whole.any() else None
 
 
-def _cell(value: Interval | float | str | None) -> str:
-    if isinstance(value, Interval):
-        return "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in value))
-    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+SCORES: Columns = {
+    "states": lambda row: number(row["states"]),
+    "pairwise accuracy, % [95%]": lambda row: percent(row["pairwise"]),
+    "pairs": lambda row: number(row["pairs"]),
+    "top-1 success, % [95%]": lambda row: percent(row["top1"]),
+    "minus the SLM's, pp [95%]": lambda row: percent(row["top1_minus_slm"], signed=True),
+    "minus the LLM's, pp [95%]": lambda row: percent(row["top1_minus_llm"], signed=True),
+    "top-1 success, mixed states, % [95%]": lambda row: percent(row["top1_mixed"]),
+    "mixed states": lambda row: number(row["mixed_states"]),
+}
+POOLS: Columns = {
+    "states": lambda row: number(row["states"]),
+    "mean pool size": lambda row: number(row["mean_size"], 2),
+    "covered, % [95%]": lambda row: percent(row["coverage"]),
+    "covered, mixed states, % [95%]": lambda row: percent(row["coverage_mixed"]),
+    "mixed states": lambda row: number(row["mixed_states"]),
+}
 
 
 def agreement_table(settings: RunSettings, run: Path) -> str:
     """Agreement and coverage on the held-out states in Markdown."""
-    states, columns = (
-        judged_states(settings, run),
-        ("pairwise", "pairs", "top1", "states", "top1_mixed", "mixed_states"),
-    )
-    head = ["pairwise accuracy, % [95%]", "pairs", "top-1 success, % [95%]", "states"]
-    rows = [[row["kind"], row["score"], *(_cell(row[name]) for name in columns)] for row in agreement_rows(states)]
-    lines = markdown_table(["events", "score", *head, "top-1 success, mixed states, % [95%]", "mixed states"], rows)
-    columns = ("pool", "mean_size", "coverage", "states", "coverage_mixed", "mixed_states")
-    head = ["pool", "mean size", "coverage, % [95%]", "states", "coverage, mixed states, % [95%]", "mixed states"]
-    rows = [[_cell(row[name]) for name in columns] for row in coverage_rows(states)]
-    return "\n".join([*lines, "", *markdown_table(head, rows)])
+    states = judged_states(settings, run)
+    events: Columns = {"events": lambda row: row["kind"], "score|": lambda row: row["score"], **SCORES}
+    pools: Columns = {"pool": lambda row: row["pool"], **POOLS}
+    tables = table("", agreement_rows(states), events), table("", coverage_rows(states), pools)
+    return "\n\n".join("\n".join(markdown_table(shown.head, shown.rows, shown.sides)) for shown in tables)

@@ -22,7 +22,6 @@ from fb_core.statistics import Interval
 from fb_core.terminal import escaped
 
 WIDTH = 8.4  # inches, the width of the text on a desktop page
-NARROW = 3.5  # inches, on a phone
 LONGEST_LABEL, LONGEST_METHOD = 50, 36  # characters
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
@@ -57,11 +56,11 @@ def panels(runs: Sequence[Run], table: str) -> dict[str, list[Result]]:
     }
 
 
-def _panels(count: int, columns: int, height: float, width: float = WIDTH, **options: Any) -> tuple[Figure, list[Axes]]:
+def _panels(count: int, columns: int, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
     """`count` panels in rows of at most `columns`, each row `height` inches high."""
     columns = min(columns, count)
     rows = -(-count // columns)
-    figure = Figure(figsize=(width, rows * height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
+    figure = Figure(figsize=(WIDTH, rows * height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
     axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
     for axis in axes[count:]:
         axis.remove()
@@ -88,35 +87,23 @@ def _look(theme: Theme, key: str) -> tuple[str, str]:
 
 
 @pictured
-def forest(found: Panels, theme: Theme, narrow: bool = False) -> Figure | None:
-    """Accuracy of every row with its interval, one panel per head, greedy decoding as a dashed line.
-
-    Args:
-        found: as `panels` gives them.
-        theme: of the page.
-        narrow: for narrow screens: panels one below the other, labels above their rows.
-    """
+def forest(found: Panels, theme: Theme) -> Figure | None:
+    """Accuracy of every row with its interval, one panel per head, greedy decoding as a dashed line."""
     if not found:
         return None
     labels = list(dict.fromkeys(row.label for row in in_order(row for rows in found.values() for row in rows)))
     shown = [_shown(label, LONGEST_METHOD) for label in labels]
-    height = (0.34 if narrow else 0.21) * len(labels) + 0.75
-    figure, axes = _panels(len(found), 1 if narrow else 3, height, NARROW if narrow else WIDTH, sharey=True)
+    figure, axes = _panels(len(found), 3, 0.21 * len(labels) + 0.75, sharey=True)
     for axis, (head, rows) in zip(axes, found.items(), strict=True):
         for row in rows:
             assert row.accuracy
-            place = labels.index(row.label)
-            _dot(axis, row.accuracy, place, *_look(theme, row.key))
+            _dot(axis, row.accuracy, labels.index(row.label), *_look(theme, row.key))
             if row.key == "greedy":
                 axis.axvline(100 * row.accuracy.mean, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
-            if narrow:
-                box = {"facecolor": theme.ground, "linewidth": 0, "pad": 0.5}
-                beside = axis.get_yaxis_transform()
-                axis.text(0.01, place - 0.45, shown[place], transform=beside, va="center", fontsize=8, bbox=box)
         axis.set_title(_shown(head), fontsize=9, loc="left")
         axis.set_xlabel("accuracy, %")
-        axis.set_yticks(range(len(labels)), [] if narrow else shown)
-        axis.set_ylim(len(labels) - 0.5, -0.8 if narrow else -0.5)
+        axis.set_yticks(range(len(labels)), shown)
+        axis.set_ylim(len(labels) - 0.5, -0.5)
         axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     return figure
 

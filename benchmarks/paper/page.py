@@ -56,16 +56,11 @@ class Items:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with its file name (without suffix) and its caption.
-
-    Attributes:
-        narrow: the version for narrow screens; without one, `picture` scrolls sideways there.
-    """
+    """A picture with its file name (without suffix) and its caption."""
 
     name: str
     caption: str
     picture: Picture
-    narrow: Picture | None = None
 
 
 Block = Paragraph | Items | Table | Figure

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.paper import figures
+from benchmarks.paper.agreement import POOLS, SCORES
 from benchmarks.paper.cells import (
     LEGEND,
     SHARES,
@@ -92,7 +93,7 @@ def render(runs: Sequence[Run], tables: Mapping[str, Experiment] = TABLES) -> Do
         runs = [replace(run, name=f"{run.name} ({place})") for place, run in enumerate(runs, 1)]
     found = panels(runs, "methods")
     first: list[Block] = in_short(runs, found)
-    first += _figure("forest", FOREST, figures.forest(found), figures.forest(found, True))
+    first += _figure("forest", FOREST, figures.forest(found))
     how = Section("How to read the numbers", [Paragraph(HOW)])
     title = f"FutureBridge report: {', '.join(run.name for run in runs)}"
     if len(runs) == 1:
@@ -213,8 +214,8 @@ def _sections(run: Run, prefix: str, tables: Mapping[str, Experiment]) -> list[S
     return [section for section in sections if section.blocks]
 
 
-def _figure(name: str, caption: str, picture: Picture | None, narrow: Picture | None = None) -> list[Block]:
-    return [] if picture is None else [Figure(name, caption, picture, narrow)]
+def _figure(name: str, caption: str, picture: Picture | None) -> list[Block]:
+    return [] if picture is None else [Figure(name, caption, picture)]
 
 
 def _overview(run: Run) -> list[Block]:
@@ -483,23 +484,18 @@ def _costs(run: Run, _: str) -> list[Block]:
     return blocks
 
 
-STATES: Columns = {"states of|": lambda row: row["where"], "states": lambda row: number(row["states"])}
+WHERE: Columns = {"states of|": lambda row: row["where"]}
 
 
 def _coverage(run: Run, _: str) -> list[Block]:
-    columns: Columns = {
-        "pool": lambda row: row["pool"],
-        **STATES,
-        "mean pool size": lambda row: number(row["mean_size"], 2),
-        "covered, % [95%]": lambda row: percent(row["coverage"]),
-        "covered, mixed states, % [95%]": lambda row: percent(row["coverage_mixed"]),
-        "mixed states": lambda row: number(row["mixed_states"]),
-    }
     if not (rows := run.parts.get("coverage", ())):
         return []
     text = "A state is covered if the SLM's rollout after at least one candidate of the pool is right."
     note = made_with(run, decoded=False, intervals=SHARES)
-    return [Paragraph(text), table("Coverage of held-out states", rows, columns, note)]
+    return [
+        Paragraph(text),
+        table("Coverage of held-out states", rows, {"pool": lambda row: row["pool"], **WHERE, **POOLS}, note),
+    ]
 
 
 def _quality(run: Run, _: str) -> list[Block]:
@@ -517,17 +513,6 @@ def _quality(run: Run, _: str) -> list[Block]:
 def _agreement(run: Run, prefix: str) -> list[Block]:
     if not (rows := run.parts.get("agreement", ())):
         return []
-    columns: Columns = {
-        "score": lambda row: row["score"],
-        **STATES,
-        "pairwise accuracy, % [95%]": lambda row: percent(row["pairwise"]),
-        "pairs": lambda row: number(row["pairs"]),
-        "top-1 success, % [95%]": lambda row: percent(row["top1"]),
-        "minus the SLM's, pp [95%]": lambda row: percent(row["top1_minus_slm"], signed=True),
-        "minus the LLM's, pp [95%]": lambda row: percent(row["top1_minus_llm"], signed=True),
-        "top-1 success, mixed states, % [95%]": lambda row: percent(row["top1_mixed"]),
-        "mixed states": lambda row: number(row["mixed_states"]),
-    }
     blocks: list[Block] = [
         Paragraph(
             "How well each score ranks the candidates of held-out states, compared with the SLM's own greedy rollout "
@@ -542,6 +527,7 @@ def _agreement(run: Run, prefix: str) -> list[Block]:
         own = [row for row in rows if (row["kind"], row["where"]) == (kind, where) and row["pairwise"]]
         sides = [(row["score"], Interval(*(part - 0.5 for part in row["pairwise"]))) for row in own]
         blocks += [Paragraph(f"{kind.capitalize()} events, {where}. {by_significance(words, sides)}")] if own else []
+    columns: Columns = {"score": lambda row: row["score"], **WHERE, **SCORES}
     for kind in dict.fromkeys(row["kind"] for row in rows):
         own = [row for row in rows if row["kind"] == kind]
         note = made_with(run, decoded=False, intervals=SHARES)

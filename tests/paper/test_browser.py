@@ -70,10 +70,10 @@ def test_a_page_fits_its_screen_and_breaks_no_rule(chromium, pages, name, screen
 def test_the_first_screen_shows_the_forest_plot_as_large_as_it_was_drawn(chromium, pages, screen, scheme):
     chromium.open(pages["several"], *SCREENS[screen], scheme)
     shown = "[...document.images].filter(one => one.offsetParent && !one.closest('details'))"
-    looks = chromium.run(f"return {shown}.map(one => [one.className, one.parentNode.className])")
-    assert looks == [[scheme, {"desk": "wide", "telephone": "narrow"}[screen]]]
+    assert chromium.run(f"return {shown}.map(one => one.className)") == [scheme]
     assert chromium.run("return document.querySelectorAll('details[open]').length") == 0
-    assert chromium.run(f"return {shown}[0].getBoundingClientRect().right") <= SCREENS[screen][0]
+    if screen == "desk":  # elsewhere it scrolls sideways
+        assert chromium.run(f"return {shown}[0].getBoundingClientRect().right") <= SCREENS[screen][0]
     chromium.run(OPEN)
     shrunk = "[...document.images].filter(one => one.offsetParent && one.width < one.naturalWidth - 1).length"
     assert chromium.run(f"return {shrunk}") == 0

@@ -91,7 +91,7 @@ def test_all_but_the_first_screen_is_folded_under_its_title(single):
 def test_every_figure_is_shown_on_light_and_dark_pages(single, runs):
     for document in (single, runs):
         drawn = list(document.figures())
-        assert Page(document.html()).tags.count("img") == 2 * len(drawn) + 2  # the first for a narrow screen too
+        assert Page(document.html()).tags.count("img") == 2 * len(drawn)
 
 
 @pytest.mark.parametrize("text", HOSTILE)

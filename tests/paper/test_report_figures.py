@@ -30,7 +30,6 @@ def drawn_with(name: str, found: Run) -> list:
     methods = figures.panels([found], "methods")
     return {
         "forest": [methods],
-        "narrow": [methods, True],
         "agreement": [found.parts.get("agreement", ())],
         "curve": [found, "quantiles", "request quantile"],
         "horizons": [found, "horizons", "horizon"],
@@ -38,8 +37,7 @@ def drawn_with(name: str, found: Run) -> list:
     }[name]
 
 
-DRAWN = {"forest": "forest", "narrow": "forest", "agreement": "agreement", "curve": "curve", "horizons": "curve"}
-DRAWN |= {"frontier": "frontier"}
+DRAWN = {"forest": "forest", "agreement": "agreement", "curve": "curve", "horizons": "curve", "frontier": "frontier"}
 
 
 def drawn(name: str, found: Run):
@@ -155,7 +153,7 @@ def test_labels_can_be_read_and_do_not_overlap(name):
     texts = written_in(figure)
     assert len(texts) > 5
     assert all(text.get_fontsize() >= 8 for text, _ in texts)
-    assert figure.get_figwidth() <= (figures.NARROW if name == "narrow" else figures.WIDTH)  # shown at that size
+    assert figure.get_figwidth() <= figures.WIDTH  # shown at that size
     for (one, its), (other, others) in itertools.combinations(texts, 2):
         across, down = min(its.x1, others.x1) - max(its.x0, others.x0), min(its.y1, others.y1) - max(its.y0, others.y0)
         assert min(across, down) < 1.5, (one.get_text(), other.get_text())
