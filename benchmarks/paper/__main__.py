@@ -55,7 +55,7 @@ def report(
         "report"
     ),
 ) -> None:
-    """Write one HTML and one Markdown report that compares runs side by side."""
+    """Write one HTML report that compares runs side by side."""
     found = [gather(PaperSettings.of_run(run), run) for run in runs]
     print("Written: " + ", ".join(map(str, write_report(found, out))))
 
