@@ -429,6 +429,7 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
         f"{world}: " + ", ".join(f"{name} {count}" for name, count in found.most_common())
         for world, found in deployed.items()
     )
+    gained = max(row["minus value"][0] for row in before if row["recipe"] == "as it was deployed")
     lines = [
         "# Is the deployed recipe safe?",
         "",
@@ -482,7 +483,7 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
         "or with a target calibrated on rollouts, an override by a certain LLM, a gate after the LLM, a gate before "
         "it, and the value head. In 120 runs like these (seeds 86001 to 86010, commit b4cf846) the recipes below were "
         "decoded in every run. Against the value head alone, what had been chosen among all of them gained at most "
-        "0.6 points, so the others were removed. A cell has the accuracy minus that of the value head in points, LLM "
+        f"{100 * gained:.1f} points, so the others were removed. A cell has the accuracy minus that of the value head in points, LLM "
         "calls per problem minus its calls, and the lowest difference to greedy decoding or the direct score.",
         "",
         *dropped(before),

@@ -26,7 +26,7 @@ CORE = {  # source: its tests, the quickest first
     "fb_core/targets.py": ["core/test_targets.py"],
     "fb_core/policy.py": ["core/test_policy.py"],
     "fb_core/pool.py": ["core/test_decoding.py", "core/test_pools.py"],
-    "fb_core/selectors.py": ["core/test_decoding.py", "core/test_baselines.py"],
+    "fb_core/selectors.py": ["core/test_decoding.py", "paper/test_baselines.py"],
     "fb_core/decoding.py": ["core/test_decoding.py", "core/test_runtime.py"],
     "fb_core/scorer.py": ["core/test_scorer.py"],
     "fb_core/hf/packed.py": ["core/test_scorer.py", "core/test_decoder.py"],
