@@ -483,8 +483,9 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
         "or with a target calibrated on rollouts, an override by a certain LLM, a gate after the LLM, a gate before "
         "it, and the value head. In 120 runs like these (seeds 86001 to 86010, commit b4cf846) the recipes below were "
         "decoded in every run. Against the value head alone, what had been chosen among all of them gained at most "
-        f"{100 * gained:.1f} points, so the others were removed. A cell has the accuracy minus that of the value head in points, LLM "
-        "calls per problem minus its calls, and the lowest difference to greedy decoding or the direct score.",
+        f"{100 * gained:.1f} points, so the others were removed. A cell has the accuracy minus that of the value head "
+        "in points, LLM calls per problem minus its calls, and the lowest difference to greedy decoding or the direct "
+        "score.",
         "",
         *dropped(before),
     ]

@@ -17,7 +17,7 @@ from fb_core.config import RunSettings
 N = 100
 BEFORE = [
     {
-        "recipe": "a gate",
+        "recipe": "as it was deployed",
         "world": "tiny",
         "minus value": [-0.01, -0.02, 0.0],
         "calls minus value": -0.5,
@@ -84,7 +84,7 @@ def test_the_page_shows_what_was_deployed_missed_and_dropped(cells):
     assert "it was deployed in 0 of these runs, which therefore say nothing about that case" in page
     assert "Deployed: tiny: value 1, direct 1; tiny-control: value 1." in page
     assert "| tiny | all | -2.5 [" in page  # value minus the head without the reranker: (80 + 55) / 2 - 70
-    assert "| a gate | -1.0 [-2.0, +0.0]; -0.50; -9.0 |" in page
+    assert "| as it was deployed | -1.0 [-2.0, +0.0]; -0.50; -9.0 |" in page
 
 
 def test_the_report_is_written_from_the_cells(cells, tmp_path):
