@@ -41,10 +41,10 @@ def tables(
 ) -> None:
     """Baselines and ablations: everything a table needs, from states to benchmarks, and the report."""
     settings, folder = _opened(config, changes, run)
-    known = [*TABLES, COSTS]
-    if unknown := [name for name in names if name not in ("all", *known)]:
-        raise ValueError(f"tables: expected all or some of {', '.join(known)}, got {unknown[0]!r}; name those")
-    run_tables(known if "all" in names else names, settings, folder, workers)
+    choices = [*TABLES, COSTS]
+    if unknown := [name for name in names if name not in ("all", *choices)]:
+        raise ValueError(f"tables: expected all or some of {', '.join(choices)}, got {unknown[0]!r}; name those")
+    run_tables(choices if "all" in names else names, settings, folder, workers)
     report([folder], folder / "report")
 
 
@@ -56,8 +56,8 @@ def report(
     ),
 ) -> None:
     """Write one HTML report that compares runs side by side."""
-    found = [gather(PaperSettings.of_run(run), run) for run in runs]
-    print("Written: " + ", ".join(map(str, write_report(found, out))))
+    written = write_report([gather(PaperSettings.of_run(run), run) for run in runs], out)
+    print("Written: " + ", ".join(map(str, written)))
 
 
 @app.command()

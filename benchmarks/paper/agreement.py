@@ -96,11 +96,11 @@ def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
         ValueError: the run has no rollouts.
     """
     Artefact(run, RolloutStage.name).finished()
-    known, learned = finished(run, ScoreStage.name), finished(run, AgreementStage.name)
+    scored, learned = finished(run, ScoreStage.name), finished(run, AgreementStage.name)
     states = []
     for shard in Artefact(run, RolloutStage.name).shards("validation"):
         examples = Examples(run, shard)
-        groups = examples.groups if known else {}
+        groups = examples.groups if scored else {}
         by_state = {row["state"]: row for row in Artefact(run, AgreementStage.name).table(shard)} if learned else {}
         for state, rollout in examples.rollouts.items():
             pool = rollout.state.pool

@@ -34,7 +34,7 @@ class BenchmarkTrajectoryStage(TrajectoryStage):
     def splits(self) -> dict[str, list[Problem]]:
         few, seed = self.settings.experiment.benchmark_problems, self.settings.problems.seed
         benchmarks = benchmark_problems(self.settings).values()
-        return {"validation": [one for problems in benchmarks for one in drawn(problems, few, seed)]}
+        return {"validation": [problem for problems in benchmarks for problem in drawn(problems, few, seed)]}
 
 
 class BenchmarkPolicyStage(PolicyStage):
@@ -76,16 +76,16 @@ def benchmark_runs(settings: PaperSettings, run: Path) -> dict[str, tuple[PaperS
     manifest = Artefact(run, last.name).manifest()
     if not settings.experiment.benchmark_problems or manifest is None or not manifest["complete"]:
         return {}
-    found: dict[str, tuple[PaperSettings, Path]] = {}
+    runs: dict[str, tuple[PaperSettings, Path]] = {}
     for name in settings.evaluate.benchmarks:
         values = settings.model_dump()
         values["collect"] |= {"max_new_tokens": settings.evaluate.max_new_tokens}
         values["evaluate"] |= {"benchmarks": (name,)}
         folder = run / f"benchmark-{file_stem(name)}"
-        if folder in (other for _, other in found.values()):
+        if folder in (other for _, other in runs.values()):
             raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
-        found[name] = PaperSettings.model_validate(values), folder
-    return found
+        runs[name] = PaperSettings.model_validate(values), folder
+    return runs
 
 
 def judge_benchmarks(settings: PaperSettings, run: Path, show: Callable[[str], None] = print) -> None:

@@ -21,7 +21,7 @@ Columns = Mapping[str, Callable[[Any], Text]]  # what makes a cell of a row, by 
 def table(caption: str, rows: Sequence[Any], columns: Columns, note: str = "") -> Table:
     """A table with one line per row and one cell per column; the first column and those marked "|" are left-aligned."""
     heads = list(columns)
-    align = "".join("l" if place == 0 or head.endswith("|") else "r" for place, head in enumerate(heads))
+    align = "".join("l" if index == 0 or head.endswith("|") else "r" for index, head in enumerate(heads))
     cells = [[cell(row) for cell in columns.values()] for row in rows]
     return Table(caption, [head.removesuffix("|") for head in heads], cells, note, align)
 
@@ -84,7 +84,7 @@ def said(sides: Mapping[str, Sequence[str]]) -> str:
 
 def by_significance(words: Sequence[str], differences: Sequence[tuple[str, Interval]]) -> str:
     """Names by whether their difference is above 0, below 0 or neither, each under its words."""
-    sides: dict[str, list[str]] = {one: [] for one in words}
+    sides: dict[str, list[str]] = {phrase: [] for phrase in words}
     for name, difference in differences:
         sides[words[0 if above(difference) else 1 if below(difference) else 2]].append(name)
     return said(sides)

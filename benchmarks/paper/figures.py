@@ -33,10 +33,10 @@ Panels = Mapping[str, Sequence[Result]]  # by the panel's title
 
 def by_benchmark(rows: Sequence[Result]) -> dict[str, list[Result]]:
     """Rows by benchmark, in their order."""
-    found: dict[str, list[Result]] = {}
+    groups: dict[str, list[Result]] = {}
     for row in rows:
-        found.setdefault(row.benchmark, []).append(row)
-    return found
+        groups.setdefault(row.benchmark, []).append(row)
+    return groups
 
 
 def primary(rows: Sequence[Result]) -> list[Result]:
@@ -87,14 +87,14 @@ def _look(theme: Theme, key: str) -> tuple[str, str]:
 
 
 @pictured
-def forest(found: Panels, theme: Theme) -> Figure | None:
+def forest(rows_by_head: Panels, theme: Theme) -> Figure | None:
     """Accuracy of every row with its interval, one panel per head, greedy decoding as a dashed line."""
-    if not found:
+    if not rows_by_head:
         return None
-    labels = list(dict.fromkeys(row.label for row in in_order(row for rows in found.values() for row in rows)))
+    labels = list(dict.fromkeys(row.label for row in in_order(row for rows in rows_by_head.values() for row in rows)))
     shown = [_shown(label, LONGEST_METHOD) for label in labels]
-    figure, axes = _panels(len(found), 3, 0.21 * len(labels) + 0.75, sharey=True)
-    for axis, (head, rows) in zip(axes, found.items(), strict=True):
+    figure, axes = _panels(len(rows_by_head), 3, 0.21 * len(labels) + 0.75, sharey=True)
+    for axis, (head, rows) in zip(axes, rows_by_head.items(), strict=True):
         for row in rows:
             assert row.accuracy
             _dot(axis, row.accuracy, labels.index(row.label), *_look(theme, row.key))
@@ -108,9 +108,9 @@ def forest(found: Panels, theme: Theme) -> Figure | None:
     return figure
 
 
-def _dot(axis: Axes, interval: Interval, place: int, marker: str, colour: str) -> None:
+def _dot(axis: Axes, interval: Interval, y: int, marker: str, colour: str) -> None:
     mean, reach = _percent(interval)
-    axis.errorbar(mean, place, xerr=reach, fmt=marker, color=colour, markersize=4.5, capsize=2)
+    axis.errorbar(mean, y, xerr=reach, fmt=marker, color=colour, markersize=4.5, capsize=2)
 
 
 @pictured
@@ -146,12 +146,12 @@ def curve(run: Run, theme: Theme, table: str, name: str) -> Figure | None:
     rows = [row for row in run.of(table) if row.accuracy and row.x is not None]
     if len({row.x for row in rows}) < 2:
         return None
-    found = by_benchmark(rows)
+    groups = by_benchmark(rows)
     series = [row.key if table in BY_METHOD else OURS for row in rows]
     order = list(dict.fromkeys(series))
     tried = [key for key in order if len({row.x for row, own in zip(rows, series, strict=True) if own == key}) > 1]
-    figure, axes = _panels(len(found), 2, 3.4, sharey=True)
-    for axis, (benchmark, inside) in zip(axes, found.items(), strict=True):
+    figure, axes = _panels(len(groups), 2, 3.4, sharey=True)
+    for axis, (benchmark, inside) in zip(axes, groups.items(), strict=True):
         for key, colour, dashes in zip(tried, cycle(theme.series[2:]), cycle(DASHES)):
             own = [row for row in inside if table not in BY_METHOD or row.key == key]
             points = {row.x: row.accuracy for row in own if row.x is not None and row.accuracy}
@@ -185,18 +185,18 @@ def frontier(run: Run, theme: Theme) -> Figure | None:
     The dashed line in each panel joins greedy decoding and takeover.
     """
     rows = sorted((row for row in primary(run.of("methods")) if row.accuracy), key=lambda row: row.accuracy or ())
-    found: dict[str, list[tuple[Interval, Result, str]]] = {name: [] for name in COSTS}
+    by_cost: dict[str, list[tuple[Interval, Result, str]]] = {name: [] for name in COSTS}
     for row in rows:
         for cost, x in (("LLM tokens", row.llm_tokens), ("LLM calls", row.calls)):
-            found[cost] += [(x, row, _shown(row.label))] if x else []
-        if (one := times(run).get(row.key)) and one.relative:
-            found[TIME].append((one.relative, row, _shown(f"{row.label}, {one.loop} loop")))
-    found = {cost: points for cost, points in found.items() if points}
-    if not found:
+            by_cost[cost] += [(x, row, _shown(row.label))] if x else []
+        if (timing := times(run).get(row.key)) and timing.relative:
+            by_cost[TIME].append((timing.relative, row, _shown(f"{row.label}, {timing.loop} loop")))
+    by_cost = {cost: points for cost, points in by_cost.items() if points}
+    if not by_cost:
         return None
-    height = max(3.6, 0.24 * max(map(len, found.values())) + 1.0)
-    figure, axes = _panels(len(found), 1, height)
-    for axis, (cost, points) in zip(axes, found.items(), strict=True):
+    height = max(3.6, 0.24 * max(map(len, by_cost.values())) + 1.0)
+    figure, axes = _panels(len(by_cost), 1, height)
+    for axis, (cost, points) in zip(axes, by_cost.items(), strict=True):
         _frontier(axis, points, theme, height)
         axis.set_xlabel(f"{cost}, per problem (square-root scale)")
         axis.set_ylabel(f"accuracy on {_shown(rows[0].benchmark)}, %")
@@ -211,10 +211,10 @@ def frontier(run: Run, theme: Theme) -> Figure | None:
 
 def times(run: Run) -> dict[str, Timed]:
     """The time of every method by key, of the fast loop if there are both."""
-    found: dict[str, Timed] = {}
-    for one in run.timed:
-        found.setdefault(one.key, one)
-    return found
+    timings: dict[str, Timed] = {}
+    for timing in run.timed:
+        timings.setdefault(timing.key, timing)
+    return timings
 
 
 def _frontier(axis: Axes, points: Sequence[tuple[Interval, Result, str]], theme: Theme, height: float) -> None:
@@ -235,8 +235,8 @@ def _frontier(axis: Axes, points: Sequence[tuple[Interval, Result, str]], theme:
         line = (1 - share) * np.array(ends["greedy"]) + share * np.array(ends["takeover"])
         axis.plot(*line.T, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
     low, high = axis.get_ylim()
-    places = spread([y for _, y, _, _ in labels], (high - low) * 12 / (0.8 * height * 72))
-    for (x_mean, y, text, colour), place in zip(labels, places, strict=True):
+    text_ys = spread([y for _, y, _, _ in labels], (high - low) * 12 / (0.8 * height * 72))
+    for (x_mean, y, text, colour), text_y in zip(labels, text_ys, strict=True):
         line = {"arrowstyle": "-", "color": theme.line, "linewidth": 0.8, "shrinkB": 4, "relpos": (0, 0.5)}
         look: dict[str, Any] = {
             "va": "center",
@@ -245,7 +245,7 @@ def _frontier(axis: Axes, points: Sequence[tuple[Interval, Result, str]], theme:
             "annotation_clip": False,
             "arrowprops": line,
         }
-        axis.annotate(text, (x_mean, y), (1.02, place), textcoords=axis.get_yaxis_transform(), **look)
+        axis.annotate(text, (x_mean, y), (1.02, text_y), textcoords=axis.get_yaxis_transform(), **look)
     most, ticks = max(x.high for x, *_ in points), [0.0]
     for tick in (step * 10.0**power for power in range(-2, 7) for step in (1, 2, 4)):
         if tick <= most and tick**0.5 - ticks[-1] ** 0.5 > 0.05 * most**0.5:

@@ -75,7 +75,7 @@ class OwnFutureStage(OverStates):
     reads = (TrajectoryStage, StateStage)
 
     def work(self, shard: str) -> Output:
-        found = own_futures(
+        own = own_futures(
             self.models.local_slm,
             list(Examples(self.run, shard).states.values()),
             self.models.tokenizer,
@@ -85,8 +85,8 @@ class OwnFutureStage(OverStates):
             temperature=self.settings.samples.slm_temperature,
             seed=self.settings.samples.seed,
         )
-        counts = {"futures": len(found), "correct": sum(future.verdict == "correct" for future in found)}
-        return Output(example_files(shard, Future, found), counts)
+        counts = {"futures": len(own), "correct": sum(future.verdict == "correct" for future in own)}
+        return Output(example_files(shard, Future, own), counts)
 
     def cost(self) -> Cost:
         longest = self.input(TrajectoryStage).longest + self.settings.futures.max_new_tokens
@@ -116,7 +116,7 @@ class SampleStage(OverStates):
         examples, llm, settings = Examples(self.run, shard), self.models.llm, self.settings.samples
         futures = in_parts(examples.futures().values(), self.settings.collect.slm_k)
         left = [future.state for future in usable(futures, self.settings.score.horizon)[0]]
-        found: dict[str, dict[str, Tensor]] = {SAMPLED: {}, UNVERIFIED: {}, INCORRECT: {}}
+        samples: dict[str, dict[str, Tensor]] = {SAMPLED: {}, UNVERIFIED: {}, INCORRECT: {}}
         for draw in range(settings.llm):
             if not left:
                 break
@@ -133,17 +133,17 @@ class SampleStage(OverStates):
             _, verdicts = judged(left, written, self.models.tokenizer, verifier_of(self.settings.verify))
             for state, new, verdict in zip(left, written, verdicts, strict=True):
                 if draw == 0:
-                    found[UNVERIFIED][state.id] = new
+                    samples[UNVERIFIED][state.id] = new
                 if verdict in ("correct", "wrong"):
-                    found[SAMPLED if verdict == "correct" else INCORRECT].setdefault(state.id, new)
-            left = [state for state in left if state.id not in found[SAMPLED] or state.id not in found[INCORRECT]]
-            self.on_progress(len(found[UNVERIFIED]) - len(left))
+                    samples[SAMPLED if verdict == "correct" else INCORRECT].setdefault(state.id, new)
+            left = [state for state in left if state.id not in samples[SAMPLED] or state.id not in samples[INCORRECT]]
+            self.on_progress(len(samples[UNVERIFIED]) - len(left))
         rows = [
-            {"state": state} | {name: by_id[state].tolist() for name, by_id in found.items() if state in by_id}
+            {"state": state} | {name: by_id[state].tolist() for name, by_id in samples.items() if state in by_id}
             for state in examples.states
         ]
-        counts = {"states": len(rows), "sampled": len(found[UNVERIFIED])}
-        counts |= {"with a right one": len(found[SAMPLED]), "with a wrong one": len(found[INCORRECT])}
+        counts = {"states": len(rows), "sampled": len(samples[UNVERIFIED])}
+        counts |= {"with a right one": len(samples[SAMPLED]), "with a wrong one": len(samples[INCORRECT])}
         return Output({f"{shard}.parquet": table_bytes(rows, SAMPLES)}, counts)
 
     def cost(self) -> Cost:
@@ -226,14 +226,14 @@ def _donors(owners: Mapping[str, str], shard: str) -> dict[str, str]:
     """
     states = list(owners)
     order = np.random.default_rng(list(shard.encode())).permutation(len(states)).tolist()
-    shuffled = [states[place] for place in order]
-    rank = {problem: place for place, problem in enumerate(dict.fromkeys(owners[state] for state in shuffled))}
+    shuffled = [states[index] for index in order]
+    rank = {problem: index for index, problem in enumerate(dict.fromkeys(owners[state] for state in shuffled))}
     grouped = sorted(shuffled, key=lambda state: rank[owners[state]])
     shift = max(Counter(owners.values()).values(), default=0)
     donors = {}
-    for place, state in enumerate(grouped):
+    for index, state in enumerate(grouped):
         for step in range(len(grouped)):
-            donor = grouped[(place + shift + step) % len(grouped)]
+            donor = grouped[(index + shift + step) % len(grouped)]
             if owners[donor] != owners[state]:
                 donors[state] = donor
                 break

@@ -90,7 +90,7 @@ def gather(settings: PaperSettings, run: Path, tables: Mapping[str, Table] = TAB
         seeds=settings.train.seeds,
         rows=tuple(rows),
         results=tuple(results(plan, rows, tables)),
-        timed=tuple(replace(one, published=beside.get(one.key)) for one in timed(plan, rows)),
+        timed=tuple(replace(timing, published=beside.get(timing.key)) for timing in timed(plan, rows)),
         parts={name: part for name, part in parts.items() if part},
         pages=pages,
         settings=settings.model_dump(mode="json"),
@@ -130,8 +130,8 @@ def agreement(plan: Plan) -> Part:
 
 def coverage(plan: Plan) -> Part:
     """How often pools hold a candidate from which the SLM succeeds, on validation problems and on the benchmarks."""
-    places = [("validation", (plan.settings, plan.run)), *_benchmarks(plan)]
-    return [{"where": name, **row} for name, place in places for row in coverage_rows(judged_states(*place))]
+    sources = [("validation", (plan.settings, plan.run)), *_benchmarks(plan)]
+    return [{"where": name, **row} for name, source in sources for row in coverage_rows(judged_states(*source))]
 
 
 def _benchmarks(plan: Plan) -> Iterator[tuple[str, tuple[PaperSettings, Path]]]:
@@ -153,15 +153,15 @@ def future_quality(plan: Plan) -> Part:
         rolled = Examples(plan.run, shard).rollouts
         for quality, folder in enumerate(folders):
             for state, group in Examples(folder, shard).groups.items():
-                one = rolled.get(state)
-                if one is None or (matrix := matrix_of(group, one)) is None:
+                rollout = rolled.get(state)
+                if rollout is None or (matrix := matrix_of(group, rollout)) is None:
                     continue
                 states += quality == 0
                 for column, horizon in enumerate(horizons):
                     score = matrix[:, :horizon].double().mean(1)
-                    found = statistics.pairwise_agreement(score.numpy(), one.correct.numpy())
-                    won[quality, column] += found[0]
-                    pairs[quality, column] += found[1]
+                    agreeing, comparable = statistics.pairwise_agreement(score.numpy(), rollout.correct.numpy())
+                    won[quality, column] += agreeing
+                    pairs[quality, column] += comparable
     shares = np.divide(won, pairs, out=np.full_like(won, np.nan), where=pairs > 0)
     return [
         {"future": variant.label, "states": states}
@@ -191,25 +191,25 @@ def changed_outcomes(plan: Plan) -> tuple[Part, dict[str, bytes]]:
                 kind = None if step is None else token_kind(tokenizer.decode([first.tokens[step]]))
                 where = {"method": plan.method(key).label, "gained": row.correct, "kind": kind, "step": step}
                 changes.append({"benchmark": row.benchmark, "problem": row.problem, "seed": row.seed, **where})
-    changes.sort(key=lambda one: (one["gained"], one["kind"] is None, one["kind"] or ""))
+    changes.sort(key=lambda change: (change["gained"], change["kind"] is None, change["kind"] or ""))
     seen: dict[tuple[Any, ...], int] = {}
     pages: dict[str, bytes] = {}
-    for one in changes:
-        group = one["method"], one["gained"], one["kind"]
+    for change in changes:
+        group = change["method"], change["gained"], change["kind"]
         seen[group] = seen.get(group, 0) + 1
         if seen[group] <= LISTED:
-            place = one["benchmark"], one["problem"]
-            own = [row for key in rows for row in rows[key] if (row.benchmark, row.problem) == place]
+            problem = change["benchmark"], change["problem"]
+            own = [row for key in rows for row in rows[key] if (row.benchmark, row.problem) == problem]
             page = explain.html_page(own, tokenizer).encode()
-            one["page"] = f"problems/{digest(page.decode())[:16]}.html"
-            pages[one["page"]] = page
+            change["page"] = f"problems/{digest(page.decode())[:16]}.html"
+            pages[change["page"]] = page
     return changes, pages
 
 
 def parting_event(greedy: Row, row: Row) -> int | None:
     """The step of the event at which a text departs from greedy decoding's; None if it departs elsewhere or never."""
     steps = enumerate(zip_longest(greedy.tokens, row.tokens))
-    parting = next((step for step, (one, other) in steps if one != other), len(row.tokens))
+    parting = next((step for step, (token, other) in steps if token != other), len(row.tokens))
     at_event = any(event.step == parting for event in row.events)
     return parting if at_event and parting < len(greedy.tokens) else None
 

@@ -33,7 +33,7 @@ def above_line_interval(
     takeover writes nothing are left out.
     """
     own = vectors(accuracy)
-    parts = [own, *(vectors(one, like=own) for one in (tokens, greedy, takeover, takeover_tokens))]
+    parts = [own, *(vectors(values, like=own) for values in (tokens, greedy, takeover, takeover_tokens))]
 
     def distance(*drawn: NDArray[np.integer]) -> Vector:
         right, cost, least, most, written = (averages(column, drawn) for column in parts)

@@ -115,14 +115,14 @@ def averages() -> dict[str, float]:
 
 def _difference(rows: Mapping[str, Result], left: str, right: str) -> tuple[Interval | None, bool]:
     """The difference of two rows of one table and benchmark, and whether it is paired."""
-    one, other = rows.get(left), rows.get(right)
-    if one and (found := one.minus.get(BESIDE.get(right, right))):
-        return found, True
-    if other and (found := flipped(other.minus.get(BESIDE.get(left, left)))):
-        return found, True
-    if not (one and other and one.accuracy and other.accuracy):
+    left_row, right_row = rows.get(left), rows.get(right)
+    if left_row and (interval := left_row.minus.get(BESIDE.get(right, right))):
+        return interval, True
+    if right_row and (interval := flipped(right_row.minus.get(BESIDE.get(left, left)))):
+        return interval, True
+    if not (left_row and right_row and left_row.accuracy and right_row.accuracy):
         return None, True
-    (mean, low, high), (minus, least, most) = one.accuracy, other.accuracy
+    (mean, low, high), (minus, least, most) = left_row.accuracy, right_row.accuracy
     return Interval(mean - minus, low - most, high - least), False
 
 
@@ -134,15 +134,15 @@ def orderings(rows: Sequence[Result]) -> Iterator[Ordering]:
     """
     paper = averages()
     for table, pairs in TABLES.items():
-        found = {row.key: row for row in rows if row.table == table}
+        by_key = {row.key: row for row in rows if row.table == table}
         for left, others in pairs.items():
             for right in others:
                 ours = left
-                if left == "future-verified" and right in SAMPLES and "future-sampled" in found:
+                if left == "future-verified" and right in SAMPLES and "future-sampled" in by_key:
                     ours = "future-sampled"  # both are samples: only the answer differs
                 name = "joint pool" if (table, left) == ("pools", OURS) else NAMES.get(ours, ours)
                 words = f"{name} > {NAMES.get(right, right)}"
-                yield Ordering(words, paper[left] - paper[right], *_difference(found, ours, right))
+                yield Ordering(words, paper[left] - paper[right], *_difference(by_key, ours, right))
     yield from _horizons([row for row in rows if row.table == "horizons" and row.x is not None])
 
 
@@ -154,13 +154,13 @@ def _horizons(rows: Sequence[Result]) -> Iterator[Ordering]:
         return
     for row in rows:
         if row is not own:
-            longer, shorter = sorted((own, row), key=lambda one: one.x or 0.0, reverse=True)
+            longer, shorter = sorted((own, row), key=lambda result: result.x or 0.0, reverse=True)
             sign = ">" if longer is own else "≥"
-            above_, under = (averages().get(f"horizon-{one.x:g}") for one in (longer, shorter))
+            above_, under = (averages().get(f"horizon-{result.x:g}") for result in (longer, shorter))
             paper = None if above_ is None or under is None else above_ - under
             words = f"horizon {longer.x:g} {sign} horizon {shorter.x:g}"
-            found = _difference({one.key: one for one in rows}, longer.key, shorter.key)
-            yield Ordering(words, paper, *found, may_be_equal=longer is row)
+            difference = _difference({result.key: result for result in rows}, longer.key, shorter.key)
+            yield Ordering(words, paper, *difference, may_be_equal=longer is row)
 
 
 def by_words(columns: Mapping[str, Sequence[Result]]) -> dict[str, dict[str, Ordering]]:
@@ -169,16 +169,18 @@ def by_words(columns: Mapping[str, Sequence[Result]]) -> dict[str, dict[str, Ord
     Args:
         columns: the rows of one benchmark each.
     """
-    found: dict[str, dict[str, Ordering]] = {}
+    named_orderings: dict[str, dict[str, Ordering]] = {}
     for head, rows in columns.items():
         for ordering in orderings(rows):
-            found.setdefault(ordering.words, {})[head] = ordering
-    return dict(sorted(found.items(), key=lambda one: all(each.verdict() != "reversed" for each in one[1].values())))
+            named_orderings.setdefault(ordering.words, {})[head] = ordering
+    return dict(
+        sorted(named_orderings.items(), key=lambda item: "reversed" not in map(Ordering.verdict, item[1].values()))
+    )
 
 
-def counted(found: Mapping[str, Mapping[str, Ordering]], heads: Sequence[str]) -> str:
+def counted(named_orderings: Mapping[str, Mapping[str, Ordering]], heads: Sequence[str]) -> str:
     """How many orderings have each verdict in some columns."""
-    verdicts = [by_head[head].verdict() for by_head in found.values() for head in heads if head in by_head]
+    verdicts = [by_head[head].verdict() for by_head in named_orderings.values() for head in heads if head in by_head]
     return ", ".join(f"{verdict} {verdicts.count(verdict)}" for verdict in VERDICTS)
 
 
@@ -187,10 +189,10 @@ def ordering_blocks(run: Run) -> list[Block]:
     groups = by_benchmark(run.results)
     if not groups:
         return []
-    found, names = by_words(groups), list(groups)
+    named_orderings, names = by_words(groups), list(groups)
     body: list[list[Text]] = []
     against: list[str] = []
-    for words, by_name in found.items():
+    for words, by_name in named_orderings.items():
         body.append([words, next(iter(by_name.values())).published])
         for name in names:
             ordering = by_name.get(name, Ordering(words, None, None))
@@ -204,6 +206,6 @@ def ordering_blocks(run: Run) -> list[Block]:
     note = f"{NOTE} {made_with(run, run.of('methods'))}"
     return [
         *([Paragraph(said({"Reversed": against}))] if against else []),
-        Paragraph(f"Verdicts on the paper's orderings: {counted(found, names)}."),
+        Paragraph(f"Verdicts on the paper's orderings: {counted(named_orderings, names)}."),
         Table("The paper's orderings in this run", head, body, note, "lr" + "rl" * len(names)),
     ]

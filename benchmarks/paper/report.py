@@ -90,36 +90,36 @@ def render(runs: Sequence[Run], tables: Mapping[str, Experiment] = TABLES) -> Do
         raise ValueError("runs: expected one or more, got none; name a run's folder")
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
-        runs = [replace(run, name=f"{run.name} ({place})") for place, run in enumerate(runs, 1)]
-    found = panels(runs, "methods")
-    first: list[Block] = in_short(runs, found)
-    first += _figure("forest", FOREST, figures.forest(found))
+        runs = [replace(run, name=f"{run.name} ({index})") for index, run in enumerate(runs, 1)]
+    rows_by_head = panels(runs, "methods")
+    first: list[Block] = in_short(runs, rows_by_head)
+    first += _figure("forest", FOREST, figures.forest(rows_by_head))
     how = Section("How to read the numbers", [Paragraph(HOW)])
     title = f"FutureBridge report: {', '.join(run.name for run in runs)}"
     if len(runs) == 1:
         return Document(title, first, [*_sections(runs[0], "", tables), how])
     parts = [
-        Section(run.name, [], _sections(run, f"run-{place}-", tables), ", ".join(by_benchmark(run.results)))
-        for place, run in enumerate(runs, 1)
+        Section(run.name, [], _sections(run, f"run-{index}-", tables), ", ".join(by_benchmark(run.results)))
+        for index, run in enumerate(runs, 1)
     ]
     return Document(title, first, [_across(runs), *parts, how])
 
 
-def in_short(runs: Sequence[Run], found: Mapping[str, Sequence[Result]]) -> list[Block]:
+def in_short(runs: Sequence[Run], rows_by_head: Mapping[str, Sequence[Result]]) -> list[Block]:
     """Three sentences: what was compared, which method was most accurate at what cost, where FutureBridge is worse."""
-    if not found:
+    if not rows_by_head:
         return []
-    methods = {row.label for rows in found.values() for row in rows}
-    counts = {head: number(max(row.problems or 0 for row in rows)) for head, rows in found.items()}
+    methods = {row.label for rows in rows_by_head.values() for row in rows}
+    counts = {head: number(max(row.problems or 0 for row in rows)) for head, rows in rows_by_head.items()}
     where = ", ".join(f"{head} ({count} problems)" for head, count in counts.items())
     pair = f", SLM {runs[0].pair['slm']}, LLM {runs[0].pair['llm']}" if len(runs) == 1 and runs[0].pair else ""
-    heads = {id(row): head for head, rows in found.items() for row in rows}
+    heads = {id(row): head for head, rows in rows_by_head.items() for row in rows}
     firsts = [[row for row in primary(run.of("methods")) if row.accuracy] for run in runs]
     best = "; ".join(_best(heads[id(rows[0])], rows) for rows in firsts if rows)
     texts = [
         f"{len(methods)} methods were compared on {where}{pair}.",
         f"Most accurate apart from takeover (picked on these same problems): {best}.",
-        *(f"{words}." for key in (OURS, DEPLOYED) if (words := _losses(key, found))),
+        *(f"{words}." for key in (OURS, DEPLOYED) if (words := _losses(key, rows_by_head))),
     ]
     return [Items(texts)]
 
@@ -140,11 +140,11 @@ def _best(head: str, rows: Sequence[Result]) -> str:
     return f"{best.label} on {head}, {priced(best, ' LLM tokens per problem')}{beside}"
 
 
-def _losses(key: str, found: Mapping[str, Sequence[Result]]) -> str:
+def _losses(key: str, rows_by_head: Mapping[str, Sequence[Result]]) -> str:
     """Than what FutureBridge, as published or as deployed, is significantly worse, and where."""
     lost: dict[str, list[str]] = {}
     label = ""
-    for head, rows in found.items():
+    for head, rows in rows_by_head.items():
         by_key = {row.key: row for row in rows}
         for rival, words in RIVALS.items() if key in by_key else ():
             label = by_key[key].label
@@ -172,9 +172,11 @@ def _across(runs: Sequence[Run]) -> Section:
         for run in runs
         for benchmark, rows in by_benchmark(run.of("methods")).items()
     }
-    labels = dict.fromkeys(row.label for row in in_order(row for found in columns.values() for row in found.values()))
+    labels = dict.fromkeys(
+        row.label for row in in_order(row for by_label in columns.values() for row in by_label.values())
+    )
     made = " ".join(f"{run.name}: {made_with(run, run.of('methods'))}" for run in runs)
-    body = [[label, *(marked(found.get(label)) for found in columns.values())] for label in labels]
+    body = [[label, *(marked(by_label.get(label)) for by_label in columns.values())] for label in labels]
     blocks: list[Block] = [Table("Accuracy, % [95%], by run", ["", *columns], body, f"{LEGEND} {made}")] if body else []
     return Section("All runs", blocks, brief="The accuracy of every method in every run and benchmark.")
 
@@ -242,8 +244,8 @@ def _settings(run: Run) -> list[Block]:
             else:
                 yield f"{above}{name}", Span(str(value), "code")
 
-    found = list(flat(run.settings))
-    return [Table("All settings", ("setting", "value"), found, align="ll")] if found else []
+    rows = list(flat(run.settings))
+    return [Table("All settings", ("setting", "value"), rows, align="ll")] if rows else []
 
 
 def _parts(tables: Mapping[str, Experiment]) -> Iterator[Part]:
@@ -264,19 +266,19 @@ def _experiment(experiment: Experiment, run: Run, prefix: str) -> list[Block]:
     groups = by_benchmark(run.of(experiment.name))
     if not groups:
         return []
-    found: list[Block] = [Paragraph(text) for text in _sentences(experiment)[1:]]
-    found += [_by_benchmark(run, groups, experiment.title)] if len(groups) > 1 else []
+    blocks: list[Block] = [Paragraph(text) for text in _sentences(experiment)[1:]]
+    blocks += [_by_benchmark(run, groups, experiment.title)] if len(groups) > 1 else []
     for benchmark, rows in groups.items():
-        found += [*verdicts(rows), _rows_table(run, rows, f"{experiment.title} on {benchmark}")]
+        blocks += [*verdicts(rows), _rows_table(run, rows, f"{experiment.title} on {benchmark}")]
         notes = [f"{row.label}: {row.note}." for row in rows if row.note]
-        found += [Items(notes)] if notes else []
+        blocks += [Items(notes)] if notes else []
     picture = None
     if experiment.figure == "accuracy":
         picture = figures.forest(panels([run], experiment.name))
     elif experiment.figure == "curve":
         picture = figures.curve(run, experiment.name, experiment.title.lower())
     name = prefix + re.sub(r"[^\w-]+", "-", experiment.name)  # a name from a file is no path
-    return [*found, *_figure(name, experiment.caption, picture)]
+    return [*blocks, *_figure(name, experiment.caption, picture)]
 
 
 def verdicts(rows: Sequence[Result]) -> list[Block]:
@@ -284,8 +286,8 @@ def verdicts(rows: Sequence[Result]) -> list[Block]:
     points: list[Text] = []
     for key, reference in REFERENCES.items():
         words = ("Significantly above", "Significantly below", "Not significantly different from")
-        known = [(_name(row), row.minus[key]) for row in rows if key in row.minus and row.key != key]
-        points += [by_significance([f"{one} {reference}" for one in words], known)] if known else []
+        differences = [(_name(row), row.minus[key]) for row in rows if key in row.minus and row.key != key]
+        points += [by_significance([f"{phrase} {reference}" for phrase in words], differences)] if differences else []
     return [Items(points)] if points else []
 
 
@@ -315,7 +317,7 @@ def _rows_table(run: Run, rows: Sequence[Result], caption: str) -> Table:
 
 def _by_benchmark(run: Run, groups: Mapping[str, Sequence[Result]], title: str) -> Table:
     """Accuracy of every method on every benchmark; the average comes last, with its interval."""
-    rows = [row for found in groups.values() for row in found]
+    rows = [row for group in groups.values() for row in group]
     body: list[list[Text]] = []
     for label in dict.fromkeys(map(_name, rows)):
         own = {row.benchmark: row for row in rows if _name(row) == label}
@@ -334,9 +336,9 @@ def _frontier(run: Run, prefix: str) -> list[Block]:
     times = figures.times(run)
 
     def seconds(row: Result) -> str:
-        one = times.get(row.key)
-        relative = f"{spread(one.relative, 2)} × greedy" if one and one.relative else ""
-        return ", ".join(filter(None, (number(one.seconds, 3), relative, one.loop))) if one else ""
+        timing = times.get(row.key)
+        relative = f"{spread(timing.relative, 2)} × greedy" if timing and timing.relative else ""
+        return ", ".join(filter(None, (number(timing.seconds, 3), relative, timing.loop))) if timing else ""
 
     columns: Columns = {
         "": lambda row: row.label,
@@ -346,11 +348,11 @@ def _frontier(run: Run, prefix: str) -> list[Block]:
         **({"seconds per problem [95%], loop": seconds} if times else {}),
         "above the line to takeover, pp [95%]": lambda row: percent(row.above_line, signed=True),
     }
-    known, points = {row.key: row for row in rows}, list[Text]()
+    by_key, points = {row.key: row for row in rows}, list[Text]()
     stand = [
         f"{row.label} is right on {percent(row.accuracy)}% of the problems with {spread(row.llm_tokens)} LLM tokens "
         f"and {spread(row.calls, 2)} LLM calls per problem"
-        for row in (known.get("takeover"), known.get(DEPLOYED, known.get(OURS)))
+        for row in (by_key.get("takeover"), by_key.get(DEPLOYED, by_key.get(OURS)))
         if row
     ]
     points += [f"{stand[0]}; {stand[1]}."] if len(stand) == 2 else []
@@ -396,8 +398,8 @@ def _changes(run: Run, _: str) -> list[Block]:
         return Link(row["problem"], row["page"]) if row.get("page") in run.pages else row["problem"]
 
     body = [
-        [label, way(gained), *(number(found.count(kind)) for kind in kinds), number(len(found))]
-        for (label, gained), found in sorted(groups.items())
+        [label, way(gained), *(number(own_kinds.count(kind)) for kind in kinds), number(len(own_kinds))]
+        for (label, gained), own_kinds in sorted(groups.items())
     ]
     note = (
         "The event is the first at which the method took another token than the SLM's own; its kind is the kind of the "

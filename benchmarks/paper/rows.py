@@ -171,8 +171,8 @@ class Run:
 
 def in_order(rows: Iterable[Result]) -> list[Result]:
     """Rows in the order of all tables and figures: by request quantile if it varies, then by method."""
-    places = (*FIRST, "peers", *LAST)
-    return sorted(rows, key=lambda row: (row.quantile or 0.0, places.index(row.key if row.key in places else "peers")))
+    order = (*FIRST, "peers", *LAST)
+    return sorted(rows, key=lambda row: (row.quantile or 0.0, order.index(row.key if row.key in order else "peers")))
 
 
 def finished(run: Path, stage: str) -> dict[str, Any] | None:
@@ -267,16 +267,16 @@ def results(plan: Plan, rows: Sequence[Decoded], tables: Mapping[str, Table] = T
         if other is None:
             return statistics.average_interval(own.column("correct", members))
         theirs = groups[other]
-        assert all(own.problems[one].keys() == theirs.problems[one].keys() for one in members)
-        paired = [[theirs.problems[one][problem] for problem in own.problems[one]] for one in members]
-        values = [[float(np.mean([row.correct for row in runs])) for runs in one] for one in paired]
+        assert all(own.problems[benchmark].keys() == theirs.problems[benchmark].keys() for benchmark in members)
+        paired = [[theirs.problems[benchmark][problem] for problem in own.problems[benchmark]] for benchmark in members]
+        values = [[float(np.mean([row.correct for row in runs])) for runs in problems] for problems in paired]
         return statistics.average_interval(own.column("correct", members), values)
 
     @cache
     def above_line(members: tuple[str, ...], name: str, takeover: str) -> Interval | None:
         if name in ("greedy", takeover) or "greedy" not in groups or takeover not in groups:
             return None
-        own, least, most = (groups[one] for one in (name, "greedy", takeover))
+        own, least, most = (groups[key] for key in (name, "greedy", takeover))
         if not any(map(sum, most.column("llm_tokens", members))):
             return None  # takeover never called the LLM
         columns = (own, "correct"), (own, "llm_tokens"), (least, "correct"), (most, "correct"), (most, "llm_tokens")
@@ -285,9 +285,9 @@ def results(plan: Plan, rows: Sequence[Decoded], tables: Mapping[str, Table] = T
     def result(table: Table, variant: Variant, benchmark: str, members: tuple[str, ...]) -> Result:
         about: dict[str, Any] = {"key": variant.key, "label": variant.label, "x": variant.x}
         if table.name == "quantiles":
-            place = plan.run if variant.place is None else plan.run / variant.place.path
-            known = finished(place, PolicyStage.name) is not None
-            about |= {"quantile": variant.x, "threshold": frozen_policy(place).threshold if known else None}
+            folder = plan.run if variant.state_source is None else plan.run / variant.state_source.path
+            has_policy = finished(folder, PolicyStage.name) is not None
+            about |= {"quantile": variant.x, "threshold": frozen_policy(folder).threshold if has_policy else None}
         if (own := groups.get(variant.name)) is None:
             return Result(table.name, benchmark, **about, note=why_not(plan.run, variant) or "not run")
         others = {name: other for name, other in _compared(plan, table, variant).items() if other in groups}
@@ -305,12 +305,12 @@ def results(plan: Plan, rows: Sequence[Decoded], tables: Mapping[str, Table] = T
             calls=statistics.average_interval(own.column("calls", members)),
             tokens=own.mean("tokens", members),
             llm_tokens=statistics.average_interval(own.column("llm_tokens", members)),
-            above_line=above_line(members, variant.name, Variant("takeover", "", inside=variant.place).name),
+            above_line=above_line(members, variant.name, Variant("takeover", "", inside=variant.state_source).name),
         )
 
     for table in tables.values():
         variants = table.rows(plan)
-        if any(one.name in groups or why_not(plan.run, one) for one in variants if not one.borrowed):
+        if any(variant.name in groups or why_not(plan.run, variant) for variant in variants if not variant.borrowed):
             for variant in variants:
                 yield from (result(table, variant, name, members) for name, members in benchmarks.items())
             if table.name == "methods":
@@ -320,12 +320,12 @@ def results(plan: Plan, rows: Sequence[Decoded], tables: Mapping[str, Table] = T
 
 def _compared(plan: Plan, table: Table, variant: Variant) -> dict[str, str]:
     """The variants that a row is compared with, by name: references at its own quantile, rows of its table."""
-    place, keys = variant.place, {row.key: row.name for row in table.rows(plan)}
+    source, keys = variant.state_source, {row.key: row.name for row in table.rows(plan)}
     compared = {
-        one.key: one.name if place is None or one.key == "greedy" else replace(one, inside=place).name
-        for one in plan.references()
+        row.key: row.name if source is None or row.key == "greedy" else replace(row, inside=source).name
+        for row in plan.references()
     }
-    return compared | {one.name: keys[one.key] for one in table.beside if not one.of or variant.key in one.of}
+    return compared | {row.name: keys[row.key] for row in table.beside if not row.of or variant.key in row.of}
 
 
 def why_not(run: Path, variant: Variant) -> str | None:
@@ -360,8 +360,8 @@ def timed(plan: Plan, rows: Sequence[Decoded]) -> list[Timed]:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
+    numbers = [value for value in values if value is not None]
+    return float(np.mean(numbers)) if numbers else None
 
 
 _RUNS = TypeAdapter(tuple[Run, ...])

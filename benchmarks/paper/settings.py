@@ -23,8 +23,8 @@ EXTERNAL = "external:"  # before the name of a checkpoint, which is not a listed
 def names() -> tuple[str, ...]:
     """All methods, by their files; none is loaded. Greedy decoding is first, ours are last."""
     first, ours = "greedy", ("futurebridge", "deployed")
-    found = {module.name.replace("_", "-") for module in iter_modules(METHODS)}
-    return (first, *sorted(found - {first, *ours, EXTERNAL.rstrip(":")}), *ours)
+    stems = {module.name.replace("_", "-") for module in iter_modules(METHODS)}
+    return (first, *sorted(stems - {first, *ours, EXTERNAL.rstrip(":")}), *ours)
 
 
 class SampleSettings(Section):
@@ -74,8 +74,8 @@ class RouterSettings(Section):
 
 
 def _known_method(name: Any) -> Any:
-    if name not in (known := names()):
-        *others, last = map(repr, known)
+    if name not in (methods := names()):
+        *others, last = map(repr, methods)
         raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
     return name
 

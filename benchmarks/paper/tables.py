@@ -41,11 +41,11 @@ class Variant:
     borrowed: bool = False
 
     @property
-    def place(self) -> Variant | None:
+    def state_source(self) -> Variant | None:
         """The nearest enclosing variant without a method of its own, which holds its states; None if there is none."""
         if self.inside is None or self.inside.method is None:
             return self.inside
-        return self.inside.place
+        return self.inside.state_source
 
     @property
     def name(self) -> str:
@@ -150,9 +150,9 @@ def settings_of_variant(settings: PaperSettings, variant: Variant) -> PaperSetti
 
 def _methods(plan: Plan) -> list[Variant]:
     apart = ("futurebridge", *(() if plan.settings.problems.certification else ("deployed",)))
-    known = [plan.method(name) for name in plan.settings.compare.methods if name not in apart]
+    methods = [plan.method(name) for name in plan.settings.compare.methods if name not in apart]
     external = [Variant(f"external-{name}", name, method=EXTERNAL + name) for name in plan.settings.compare.external]
-    return [*known, *_distilled(plan), *external, plan.method("futurebridge")]
+    return [*methods, *_distilled(plan), *external, plan.method("futurebridge")]
 
 
 def _distilled(plan: Plan) -> list[Variant]:
@@ -173,8 +173,8 @@ def _pools(plan: Plan) -> list[Variant]:
 
 def _horizons(plan: Plan) -> list[Variant]:
     others = [h for h in plan.settings.train.horizons if h != plan.horizon]
-    found = [plan.recipe(f"horizon-{h}", f"H = {h}", float(h), train={"horizons": (h,)}) for h in others]
-    return _by_number([*found, plan.own(f"H = {plan.horizon}", float(plan.horizon))])
+    variants = [plan.recipe(f"horizon-{h}", f"H = {h}", float(h), train={"horizons": (h,)}) for h in others]
+    return _by_number([*variants, plan.own(f"H = {plan.horizon}", float(plan.horizon))])
 
 
 def _futures(plan: Plan) -> list[Variant]:
@@ -186,9 +186,9 @@ def _futures(plan: Plan) -> list[Variant]:
         "cross-state": "cross-state, verified greedy",
         "shuffled": "shuffled, verified greedy",
     }
-    found = [plan.recipe(f"future-{kind}", label, samples={"future": kind}) for kind, label in qualities.items()]
+    variants = [plan.recipe(f"future-{kind}", label, samples={"future": kind}) for kind, label in qualities.items()]
     own = plan.recipe("own", "all states, the SLM's own future", samples={"future": "own"})
-    return [*found, plan.own("all states with a verified future"), own]
+    return [*variants, plan.own("all states with a verified future"), own]
 
 
 def _alpha(plan: Plan) -> list[Variant]:
@@ -202,8 +202,8 @@ def _alpha(plan: Plan) -> list[Variant]:
 def _temperatures(plan: Plan) -> list[Variant]:
     own = plan.settings.train.temperature
     others = [t for t in plan.settings.experiment.temperatures if t != own]
-    found = [plan.recipe(f"temperature-{t:g}", f"temperature {t:g}", t, train={"temperature": t}) for t in others]
-    return _by_number([*found, plan.own(f"temperature {own:g}", own)])
+    variants = [plan.recipe(f"temperature-{t:g}", f"temperature {t:g}", t, train={"temperature": t}) for t in others]
+    return _by_number([*variants, plan.own(f"temperature {own:g}", own)])
 
 
 def _by_number(rows: list[Variant]) -> list[Variant]:
@@ -220,14 +220,14 @@ def _quantiles(plan: Plan) -> list[Variant]:
     peers = ("takeover", "s2t", "direct", "futurebridge")
     here = plan.settings.collect.quantile
     there = [variant.key for variant in (*_methods(plan), *plan.references())]
-    found = [plan.method(name, here) for name in (*peers, "deployed") if name in there]
-    found = [replace(variant, borrowed=True) for variant in found]
+    variants = [plan.method(name, here) for name in (*peers, "deployed") if name in there]
+    variants = [replace(variant, borrowed=True) for variant in variants]
     for quantile in plan.settings.experiment.quantiles:
         if quantile != here:
-            place = plan.recipe(f"q{quantile:g}", f"quantile {quantile:g}", quantile, collect={"quantile": quantile})
-            place = replace(place, method=None)
-            found += [plan.method(name, quantile, place) for name in peers]
-    return _by_number(found)
+            source = plan.recipe(f"q{quantile:g}", f"quantile {quantile:g}", quantile, collect={"quantile": quantile})
+            source = replace(source, method=None)
+            variants += [plan.method(name, quantile, source) for name in peers]
+    return _by_number(variants)
 
 
 TABLES = {

@@ -89,11 +89,11 @@ def spans(
     def go_on(rows: Sequence[int]) -> list[int]:
         """Decode as many tokens as all rows have room for, each up to its next event; returns the rows that had one."""
         states = [torch.tensor(asked[row] + new[row], device=slm.device) for row in rows]
-        found = decoder.generate_many(states, min(map(room, rows)), until=1)
-        for row, one in zip(rows, found, strict=True):
-            events[row] += [replace(event, step=event.step + len(new[row])) for event in one.events]
-            new[row] += one.token_ids.tolist()
-        return [row for row, one in zip(rows, found, strict=True) if one.events]
+        generations = decoder.generate_many(states, min(map(room, rows)), until=1)
+        for row, generation in zip(rows, generations, strict=True):
+            events[row] += [replace(event, step=event.step + len(new[row])) for event in generation.events]
+            new[row] += generation.token_ids.tolist()
+        return [row for row, generation in zip(rows, generations, strict=True) if generation.events]
 
     def unfinished() -> list[int]:
         return [row for row in range(len(asked)) if room(row) > 0 and not ended(new[row])]
@@ -127,12 +127,12 @@ def ending_ids(tokenizer: hf.Tokenizer, delimiter: str) -> frozenset[int]:
     """
     vocabulary = sorted(set(tokenizer.get_vocab().values()))
     texts = tokenizer.batch_decode([[token] for token in vocabulary])
-    found = frozenset(token for token, text in zip(vocabulary, texts, strict=True) if delimiter in text)
-    if not found:
+    ids = frozenset(token for token, text in zip(vocabulary, texts, strict=True) if delimiter in text)
+    if not ids:
         raise ValueError(
             f"delimiter: expected a text that some token holds, got {delimiter!r}; take one that is a single token"
         )
-    return found
+    return ids
 
 
 def decode(run: Context, seed: int | None) -> Generate:

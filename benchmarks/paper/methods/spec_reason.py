@@ -131,19 +131,19 @@ def spec_reason(
         shown = [draft[:-1] if draft[-1] in ends else draft for draft in drafts]
         asked = [state + step + question for state, step in zip(states, shown, strict=True)]
         scores = [_score(answer.score_logprob) for answer in large.candidates_many(asked, 1, [digits] * len(asked))]
-        poor = [place for place, score in enumerate(scores) if score < threshold]
-        rewritten = write_steps(large, [states[place] for place in poor], [rooms[place] for place in poor], ended)
+        poor = [index for index, score in enumerate(scores) if score < threshold]
+        rewritten = write_steps(large, [states[index] for index in poor], [rooms[index] for index in poor], ended)
         kept = dict(enumerate(drafts)) | dict(zip(poor, rewritten, strict=True))
-        for place, row in enumerate(live):
-            start, length, drafted = len(written[row]), len(kept[place]), len(drafts[place])
-            writer: Literal["slm", "llm"] = "llm" if place in poor else "slm"
-            steps[row].append(ReasoningStep(start, length, scores[place], writer, drafted))
-            written[row] += kept[place]
-        live = [row for place, row in enumerate(live) if kept[place] and kept[place][-1] not in ends and room(row) > 0]
+        for index, row in enumerate(live):
+            start, length, drafted = len(written[row]), len(kept[index]), len(drafts[index])
+            writer: Literal["slm", "llm"] = "llm" if index in poor else "slm"
+            steps[row].append(ReasoningStep(start, length, scores[index], writer, drafted))
+            written[row] += kept[index]
+        live = [row for index, row in enumerate(live) if kept[index] and kept[index][-1] not in ends and room(row) > 0]
     generations = []
-    for tokens, found in zip(written, steps, strict=True):
+    for tokens, own_steps in zip(written, steps, strict=True):
         new = torch.tensor(tokens, dtype=torch.int64, device=slm.device)
-        generations.append(SpecReasonGeneration(new, [], pair.text(new), found))
+        generations.append(SpecReasonGeneration(new, [], pair.text(new), own_steps))
     return generations
 
 
@@ -154,17 +154,17 @@ def write_steps(
     steps: list[list[int]] = [[] for _ in states]
     going = list(range(len(states)))
     while going:
-        asked, unfinished = [states[place] + steps[place] for place in going], []
-        count = min(CHUNK, max(rooms[place] - len(steps[place]) for place in going))
-        for place, new in zip(going, writer.complete_many(asked, count), strict=True):
+        asked, unfinished = [states[index] + steps[index] for index in going], []
+        count = min(CHUNK, max(rooms[index] - len(steps[index]) for index in going))
+        for index, new in zip(going, writer.complete_many(asked, count), strict=True):
             over = len(new) < count
             for token in new.tolist():
-                steps[place].append(token)
-                if len(steps[place]) == rooms[place] or ended(steps[place]):
+                steps[index].append(token)
+                if len(steps[index]) == rooms[index] or ended(steps[index]):
                     over = True
                     break
             if not over:
-                unfinished.append(place)
+                unfinished.append(index)
         going = unfinished
     return steps
 
@@ -180,9 +180,9 @@ def _score(digit_logprob: Tensor | None) -> int:
 
 def _digit_ids(tokenizer: hf.Tokenizer) -> list[int]:
     ids = [_encoded(tokenizer, str(digit)) for digit in range(10)]
-    if any(len(one) != 1 for one in ids) or len({one[0] for one in ids}) < 10:
+    if any(len(tokens) != 1 for tokens in ids) or len({tokens[0] for tokens in ids}) < 10:
         raise ValueError(f"tokenizer: expected one token for each digit, got {ids}; use a tokenizer that has them")
-    return [one[0] for one in ids]
+    return [tokens[0] for tokens in ids]
 
 
 def _encoded(tokenizer: hf.Tokenizer, text: str) -> list[int]:

@@ -60,16 +60,16 @@ def takeover(
     done = decoder.generate_many(prompts, max_new_tokens, until=1)
     positions = hf.max_positions(large.model) if isinstance(large, LocalLLM) else None
     states: dict[int, Tensor] = {}
-    for place, begun in enumerate(done):
+    for index, begun in enumerate(done):
         if begun.events and len(begun.token_ids) < max_new_tokens and int(begun.token_ids[-1]) not in pair.ends:
-            state = torch.cat([torch.as_tensor(prompts[place], device=slm.device), begun.token_ids])
+            state = torch.cat([torch.as_tensor(prompts[index], device=slm.device), begun.token_ids])
             if positions is None or len(state) < positions:  # else the LLM has no position for another token
-                states[place] = state.to(large.device)
-    longest = max((max_new_tokens - len(done[place].token_ids) for place in states), default=0)
+                states[index] = state.to(large.device)
+    longest = max((max_new_tokens - len(done[index].token_ids) for index in states), default=0)
     rests = large.complete_many(list(states.values()), longest) if states else []
     tokens = [begun.token_ids for begun in done]
-    for place, rest in zip(states, rests, strict=True):
-        tokens[place] = torch.cat([tokens[place], rest.to(slm.device)])[:max_new_tokens]
+    for index, rest in zip(states, rests, strict=True):
+        tokens[index] = torch.cat([tokens[index], rest.to(slm.device)])[:max_new_tokens]
     return [TakeoverGeneration(ids, begun.events, pair.text(ids)) for ids, begun in zip(tokens, done, strict=True)]
 
 

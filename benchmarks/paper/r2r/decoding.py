@@ -85,22 +85,22 @@ def r2r(
     def choose(step: hf.Step) -> list[int]:
         logits, hidden = step.logits[:, : pair.vocabulary], seen.pop()
         seen.clear()
-        entropy, places = gate(asks, step, logits, most)
+        entropy, indices = gate(asks, step, logits, most)
         tokens: list[int] = logits.argmax(-1).tolist()  # the first of equal ones
-        if router is not None and places:
-            features = features_of(slm, hidden[places], logits[places], router.logits_size)
+        if router is not None and indices:
+            features = features_of(slm, hidden[indices], logits[indices], router.logits_size)
             routed = (router.probability(features) >= threshold).tolist()
             if policy is not None:
-                for place in (place for place, go in zip(places, routed, strict=True) if not go):
-                    step.rows[place].events.append(Event.alone(step.index, entropy[place], logits[place]))
-            places = [place for place, go in zip(places, routed, strict=True) if go]
-        if places:
-            states = [torch.tensor(step.rows[place].tokens) for place in places]
-            pools = candidate_pool(logits[places], large, states, "joint", 1, 1)
-            for place, pool in zip(places, pools, strict=True):
-                event = Event.of(step.index, entropy[place], pool, int((pool.sources & LARGE).argmax()))
-                step.rows[place].events.append(event)
-                tokens[place] = event.token
+                for index in (index for index, go in zip(indices, routed, strict=True) if not go):
+                    step.rows[index].events.append(Event.alone(step.index, entropy[index], logits[index]))
+            indices = [index for index, go in zip(indices, routed, strict=True) if go]
+        if indices:
+            states = [torch.tensor(step.rows[index].tokens) for index in indices]
+            pools = candidate_pool(logits[indices], large, states, "joint", 1, 1)
+            for index, pool in zip(indices, pools, strict=True):
+                event = Event.of(step.index, entropy[index], pool, int((pool.sources & LARGE).argmax()))
+                step.rows[index].events.append(event)
+                tokens[index] = event.token
         return tokens
 
     stop = hf.Stop(pair.ends, max_new_tokens, hf.max_positions(slm))

@@ -187,7 +187,7 @@ def router_features(
     responses = [hf.token_ids("response", response, slm) for _, response in trajectories]
     joined = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     checked_prompts("trajectory", joined, slm, room=0)
-    found: dict[int, RouterFeatures] = {}
+    features: dict[int, RouterFeatures] = {}
     for rows in hf.batches([len(ids) for ids in joined], 0, batch_tokens):
         ids = pad_sequence([joined[row] for row in rows], batch_first=True)  # causal: padding after a row is not seen
         for row, hidden in zip(rows, slm.base_model(input_ids=ids, use_cache=False).last_hidden_state, strict=True):
@@ -196,8 +196,8 @@ def router_features(
                 features_of(slm, part, hf.logits(slm, part)[:, :vocabulary], logits_size)
                 for part in read.split(hf.MAX_ROWS)
             ]
-            found[row] = concatenated(parts)
-    return [found[row] for row in range(len(joined))]
+            features[row] = concatenated(parts)
+    return [features[row] for row in range(len(joined))]
 
 
 def features_of(slm: hf.CausalLM, hidden: Tensor, logits: Tensor, logits_size: int) -> RouterFeatures:

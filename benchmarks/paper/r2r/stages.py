@@ -54,7 +54,7 @@ class RouterLabelStage(Stage):
         pairs = [(prompt, new.to(models.slm.device)) for prompt, new in zip(prompts, solutions, strict=True)]
         golds = [problem.answer for problem in problems]
         verifier = verifier_of(self.settings.verify)
-        found = divergence_labels(models.slm, models.llm, pairs, golds, models.tokenizer, verifier, room)
+        divergences = divergence_labels(models.slm, models.llm, pairs, golds, models.tokenizer, verifier, room)
         rows = [
             {
                 "prompt": prompt.tolist(),
@@ -62,13 +62,13 @@ class RouterLabelStage(Stage):
                 "differs": labels.differs.tolist(),
                 "divergent": labels.divergent.tolist(),
             }
-            for prompt, new, labels in zip(prompts, solutions, found, strict=True)
+            for prompt, new, labels in zip(prompts, solutions, divergences, strict=True)
         ]
         counts = {
-            "solutions": len(found),
+            "solutions": len(divergences),
             "tokens": sum(len(new) for new in solutions),
-            "differing": sum(int(labels.differs.sum()) for labels in found),
-            "divergent": sum(int(labels.divergent.sum()) for labels in found),
+            "differing": sum(int(labels.differs.sum()) for labels in divergences),
+            "divergent": sum(int(labels.divergent.sum()) for labels in divergences),
         }
         return Output({f"{shard}.parquet": table_bytes(rows, LABELS)}, counts)
 
@@ -109,25 +109,25 @@ class RouterStage(Stage):
         divergent = [torch.tensor(row["divergent"], dtype=torch.bool) for row in rows]
         router = R2RRouter(slm, width=settings.width, blocks=settings.blocks, seed=seed).to(slm.device)
         held = set(range(HELD_OUT - 1, len(rows), HELD_OUT))
-        trained = [place for place in range(len(rows)) if place not in held]
+        trained = [index for index in range(len(rows)) if index not in held]
         train_router(
             router,
-            [features[place] for place in trained],
-            [divergent[place] for place in trained],
+            [features[index] for index in trained],
+            [divergent[index] for index in trained],
             epochs=settings.epochs,
             batch_size=settings.batch_size,
             learning_rate=settings.learning_rate,
             seed=seed,
         )
-        judged: list[Tensor] = [router.probability(features[place]).cpu() for place in sorted(held)]
-        known = torch.cat([divergent[place] for place in sorted(held)])
+        judged: list[Tensor] = [router.probability(features[index]).cpu() for index in sorted(held)]
+        actual = torch.cat([divergent[index] for index in sorted(held)])
         probability = torch.cat(judged)
-        threshold = recall_threshold(probability, known, settings.min_recall)
+        threshold = recall_threshold(probability, actual, settings.min_recall)
         with tempfile.TemporaryDirectory() as folder:
             router.save_pretrained(folder)
             files = {f"{shard}/{path.name}": path.read_bytes() for path in sorted(Path(folder).iterdir())}
         routed = int((probability >= threshold).sum())
-        about = {"threshold": threshold, "held_out_tokens": len(known), "routed": routed}
+        about = {"threshold": threshold, "held_out_tokens": len(actual), "routed": routed}
         files[f"{shard}.jsonl"] = (json.dumps(about) + "\n").encode()
         return Output(files, {"routers": 1})
 

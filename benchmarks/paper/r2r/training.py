@@ -36,7 +36,7 @@ def divergence_labels(
 ) -> list[Divergence]:
     """Where taking the SLM's token instead of the LLM's costs the right answer.
 
-    The LLM gives its token at every place of a response. Where the SLM's token differs, the LLM continues after the
+    The LLM gives its token at every position of a response. Where the SLM's token differs, the LLM continues after the
     SLM's token; where that answer is wrong, it also continues after its own.
 
     Args:
@@ -65,13 +65,14 @@ def divergence_labels(
     ends = pair.ends
     prompts = [torch.as_tensor(prompt).tolist() for prompt, _ in trajectories]
     responses = [torch.as_tensor(response).tolist() for _, response in trajectories]
-    places = [(row, place) for row, response in enumerate(responses) for place in range(len(response))]
-    large = llm.candidates_many([prompts[row] + responses[row][:place] for row, place in places], 1) if places else []
+    positions = [(row, position) for row, response in enumerate(responses) for position in range(len(response))]
+    states = [prompts[row] + responses[row][:position] for row, position in positions]
+    large = llm.candidates_many(states, 1) if states else []
     small = [token for rows in features for token in rows.token.tolist()]
 
     def right(asked: Sequence[tuple[int, int, int]]) -> list[bool]:
-        """Whether the LLM's answer is correct after each (row, place, token)."""
-        answers = [[*responses[row][:place], token] for row, place, token in asked]
+        """Whether the LLM's answer is correct after each (row, position, token)."""
+        answers = [[*responses[row][:position], token] for row, position, token in asked]
         going = [i for i, answer in enumerate(answers) if answer[-1] not in ends and len(answer) < max_new_tokens]
         if going:
             states = [prompts[asked[i][0]] + answers[i] for i in going]
@@ -83,10 +84,10 @@ def divergence_labels(
 
     theirs = [int(answer.ids[0]) for answer in large]
     differing = [i for i, (mine, their) in enumerate(zip(small, theirs, strict=True)) if mine != their]
-    saved = right([(*places[i], small[i]) for i in differing])
+    saved = right([(*positions[i], small[i]) for i in differing])
     lost = [i for i, fine in zip(differing, saved, strict=True) if not fine]
-    curable = right([(*places[i], theirs[i]) for i in lost])
-    differs, divergent = torch.zeros(2, len(places), dtype=torch.bool)
+    curable = right([(*positions[i], theirs[i]) for i in lost])
+    differs, divergent = torch.zeros(2, len(positions), dtype=torch.bool)
     differs[differing] = True
     divergent[[i for i, cured in zip(lost, curable, strict=True) if cured]] = True
     lengths = [len(response) for response in responses]
@@ -133,7 +134,7 @@ def train_router(
     ):
         if not 0.0 <= value < math.inf:
             raise ValueError(f"{name}: expected 0 or more, got {value}; leave it out for the published value")
-    rows, marks = [len(one.token) for one in features], [len(one) for one in labels]
+    rows, marks = [len(inputs.token) for inputs in features], [len(flags) for flags in labels]
     if rows != marks:
         raise ValueError(f"labels: expected one for each row of features {rows}, got {marks}; pass them in order")
     device = router.projection.weight.device
