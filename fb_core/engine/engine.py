@@ -53,7 +53,7 @@ class Load(NamedTuple):
     all_pages: int
 
 
-Listener = Callable[[Token | None], None]
+Listener = Callable[[Token | None], object]
 """Called by the engine's thread with each token, and with None at the end; it must return at once."""
 
 

@@ -82,20 +82,19 @@ class Application(Starlette):
         """Serve a request; when it has ended, even by its client, its sequences end too and it is logged."""
         if scope["type"] != "http":
             return await super().__call__(scope, receive, send)
-        began, state, status = time.perf_counter(), scope.setdefault("state", {}), GONE
+        began, state = time.perf_counter(), scope.setdefault("state", {})
         state |= {"path": "other", "status": None, "reply": None}
 
         async def watched(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                state["status"] = state["status"] or message["status"]
             await send(message)
 
         try:
             await super().__call__(scope, receive, watched)
         finally:
             seconds, reply, more = time.perf_counter() - began, state["reply"], {}
-            status = state["status"] or status
+            status = state["status"] or GONE
             if reply is not None:
                 reply.cancel()
                 if reply.first is not None:
@@ -206,12 +205,12 @@ class Application(Starlette):
             return await asyncio.to_thread(kind.model_validate_json, bytes(data))
         except ValidationError as problem:
             first = problem.errors(include_url=False)[0]
-            place, words = ".".join(map(str, first["loc"])), first["msg"]
+            name, words = ".".join(map(str, first["loc"])), first["msg"]
             if first["type"] == "extra_forbidden":
                 words = "expected a parameter that this server supports; leave it out"
             elif isinstance(own := first.get("ctx", {}).get("error"), ValueError):
-                words, place = own.args[0], own.args[1] if own.args[1:] else place
-            raise Problem(400, f"{place or 'body'}: {words}", parameter=place or None) from None
+                words, name = own.args[0], own.args[1] if own.args[1:] else name
+            raise Problem(400, f"{name or 'body'}: {words}", parameter=name or None) from None
 
     async def _reply(self, request: Request, body: CompletionRequest | ChatRequest) -> Response:
         chat = isinstance(body, ChatRequest)
@@ -228,16 +227,15 @@ class Application(Starlette):
             raise Problem(400, f"{name}:{words}", parameter=name) from None
         except RuntimeError as wrong:  # the engine is closed
             raise Problem(503, str(wrong), "server_error") from None
-        shape = Shape(self.service.settings.slm, chat=chat, stream=body.stream)
+        shape = Shape(self.service.settings.slm, chat=chat, stream=body.stream, copies=body.n)
         if body.stream:
             request.state.status = GONE  # until it has ended otherwise
             events, headers = self._events(request, body, reply, shape), {"Cache-Control": "no-cache"}
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
         came: list[list[Piece]] = [[] for _ in reply.answers]
         async for index, piece in reply.pieces():
-            if piece is not None:
-                came[index].append(piece)
-        return Response(await asyncio.to_thread(_written, shape, reply, came, body.n), media_type="application/json")
+            came[index].append(piece)
+        return Response(await asyncio.to_thread(_written, shape, reply, came), media_type="application/json")
 
     async def _events(
         self, request: Request, body: CompletionRequest | ChatRequest, reply: Reply, shape: Shape
@@ -246,10 +244,7 @@ class Application(Starlette):
         begun = set[int]()
         try:
             async for index, piece in reply.pieces():
-                finish, copies = None, range(index * body.n, (index + 1) * body.n)
-                if piece is None:
-                    piece, finish = Piece(), reply.answers[index].finish
-                for choice in shape.choices(copies, piece, finish, index not in begun):
+                for choice in shape.choices(index, piece, index not in begun):
                     yield f"data: {json.dumps(shape.fields([choice]))}\n\n"
                 begun.add(index)
             if body.stream_options is not None and body.stream_options.include_usage:
@@ -262,13 +257,10 @@ class Application(Starlette):
             yield f"data: {JSON.encode(failed.fields)}\n\n"
 
 
-def _written(shape: Shape, reply: Reply, came: list[list[Piece]], copies: int) -> bytes:
+def _written(shape: Shape, reply: Reply, came: list[list[Piece]]) -> bytes:
     """A whole response; the encoder goes step by step, so that a large one does not hold up other threads."""
-    choices = list[dict[str, Any]]()
-    for pieces, answer in zip(came, reply.answers, strict=True):
-        own = range(len(choices), len(choices) + copies)
-        choices += shape.choices(own, Piece.joined(pieces), answer.finish)
-    return "".join(JSON.iterencode(shape.fields(choices, reply.usage(copies)))).encode()
+    choices = [each for index, pieces in enumerate(came) for each in shape.choices(index, Piece.joined(pieces))]
+    return "".join(JSON.iterencode(shape.fields(choices, reply.usage(shape.copies)))).encode()
 
 
 def _failed(problem: Exception) -> Problem:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from fb_core.engine.engine import Engine, Token
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 
 
 class Metrics:
@@ -21,16 +21,18 @@ class Metrics:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.registry = engine, CollectorRegistry()
-        self.requests = self._made(Counter, "requests", "Requests by path and status.", labelnames=("path", "status"))
-        self.prompt_tokens = self._made(Counter, "prompt_tokens", "Tokens of prompts that were taken.")
-        self.tokens = self._made(Counter, "tokens", "Tokens generated, as they come.")
-        self.events = self._made(Counter, "events", "Events served, as they come.")
-        self.event_errors = self._made(Counter, "event_errors", "Of these, those whose large model did not answer.")
-        timed = partial(self._made, Histogram, buckets=SECONDS)
-        self.event_seconds = timed("event_seconds", "From an event to its token: the large model, mostly.")
-        self.first = timed("first_token_seconds", "From request to first text.")
-        self.whole = timed("request_seconds", "From request to end.")
+        self.registry = CollectorRegistry()
+        own: dict[str, Any] = {"namespace": "futurebridge", "registry": self.registry}
+        self.requests = Counter("requests", "Requests by path and status.", ("path", "status"), **own)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts that were taken.", **own)
+        self.tokens = Counter("tokens", "Tokens generated, as they come.", **own)
+        self.events = Counter("events", "Events served, as they come.", **own)
+        self.event_errors = Counter("event_errors", "Of these, those whose large model did not answer.", **own)
+        self.event_seconds = Histogram(
+            "event_seconds", "From an event to its token: the large model, mostly.", buckets=SECONDS, **own
+        )
+        self.first = Histogram("first_token_seconds", "From request to first text.", buckets=SECONDS, **own)
+        self.whole = Histogram("request_seconds", "From request to end.", buckets=SECONDS, **own)
         for name, words, part in (
             ("waiting", "Sequences that wait for room.", "waiting"),
             ("running", "Sequences that run together.", "running"),
@@ -38,13 +40,7 @@ class Metrics:
             ("kv_pages_used", "Pages of keys and values that sequences hold.", "pages"),
             ("kv_pages", "All pages.", "all_pages"),
         ):
-            self._made(Gauge, name, words).set_function(partial(self._load, part))
-
-    def _made(self, kind: type[Kind], name: str, words: str, **options: Any) -> Kind:
-        return kind(f"futurebridge_{name}", words, registry=self.registry, **options)
-
-    def _load(self, part: str) -> float:
-        return float(getattr(self.engine.load, part))
+            Gauge(name, words, **own).set_function(partial(attrgetter(f"load.{part}"), engine))
 
     def count(self, token: Token) -> None:
         """Count one more token."""

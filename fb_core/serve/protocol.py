@@ -254,7 +254,7 @@ Finish = Literal["stop", "length"]
 LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 
 
-class Place(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """A token of an answer with its log-prob, and the likeliest tokens at its place with theirs."""
 
     name: Name
@@ -268,33 +268,28 @@ class Piece(NamedTuple):
 
     text: str = ""
     events: Sequence[Event] = ()
-    places: Sequence[Place] = ()  # if log-probs were requested
+    logprobs: Sequence[TokenLogprobs] = ()  # if they were requested
+    finish: Finish | None = None  # why the answer has ended; None if it goes on
 
     @classmethod
     def joined(cls, pieces: Sequence[Piece]) -> Piece:
         """The parts of an answer as one."""
         events = [event for piece in pieces for event in piece.events]
-        return cls("".join(piece.text for piece in pieces), events, [p for piece in pieces for p in piece.places])
+        logprobs = [token for piece in pieces for token in piece.logprobs]
+        return cls("".join(piece.text for piece in pieces), events, logprobs, pieces[-1].finish)
 
 
 def event_fields(event: Event) -> dict[str, Any]:
-    """An event as clients get it; unknown values are null."""
-    known = {name: _finite(getattr(event, name)) for name in ("slm_logprob", "llm_logprob")}
-    return {
-        "step": event.step,
-        "entropy": _finite([event.entropy])[0],
-        "pool": event.pool,
-        "sources": event.sources,
-        **known,
-        "scores": None if event.scores is None else _finite(event.scores),
-        "choice": event.choice,
-        "error": None if event.error is None else "the large model did not answer",
-    }
+    """An event as clients get it; unknown values are null, and what went wrong is not told."""
+    error = None if event.error is None else "the large model did not answer"
+    return {name: _finite(value) for name, value in vars(event).items()} | {"error": error}
 
 
-def _finite(values: list[float]) -> list[float | None]:
-    """The values with None for NaN and infinity, which JSON lacks."""
-    return [value if math.isfinite(value) else None for value in values]
+def _finite(value: Any) -> Any:
+    """The value with None for NaN and infinity, which JSON lacks."""
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Shape:
@@ -304,10 +299,11 @@ class Shape:
         model: the model's name.
         chat: whether it is a chat or a text.
         stream: whether the answers come in pieces or whole.
+        copies: of each answer.
     """
 
-    def __init__(self, model: str, *, chat: bool, stream: bool) -> None:
-        self.chat, self.stream = chat, stream
+    def __init__(self, model: str, *, chat: bool, stream: bool, copies: int) -> None:
+        self.chat, self.stream, self.copies = chat, stream, copies
         kind = ("chat.completion.chunk" if stream else "chat.completion") if chat else "text_completion"
         made = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         self.head = {"id": made, "object": kind, "created": int(time.time()), "model": model}
@@ -316,46 +312,46 @@ class Shape:
         """A response with the choices, or a part of a streamed one."""
         return {**self.head, "choices": choices, **({} if usage is None else {"usage": usage})}
 
-    def choices(self, copies: range, piece: Piece, finish: Finish | None, first: bool = True) -> list[dict[str, Any]]:
-        """A whole answer or a piece of one, for each of its copies."""
+    def choices(self, index: int, piece: Piece, first: bool = True) -> list[dict[str, Any]]:
+        """A whole answer or a piece of one, for each of its copies; `index` is the answer's."""
         said = {"role": "assistant"} if first else {}
         if piece.text or first:
             said["content"] = piece.text
         own: dict[str, Any] = {"delta" if self.stream else "message": said} if self.chat else {"text": piece.text}
-        own["logprobs"] = (_chat_logprobs if self.chat else _logprobs)(piece.places) if piece.places else None
-        own["finish_reason"] = finish
+        own["logprobs"] = (_chat_logprobs if self.chat else _logprobs)(piece.logprobs) if piece.logprobs else None
+        own["finish_reason"] = piece.finish
         if piece.events or not self.stream:
             own["futurebridge"] = {"events": [event_fields(event) for event in piece.events]}
-        return [{"index": index, **own} for index in copies]
+        return [{"index": self.copies * index + copy, **own} for copy in range(self.copies)]
 
 
-def _logprobs(places: Sequence[Place]) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """Log-probs of a completion; as in OpenAI's, the token itself is always among the likeliest ones."""
     return {
-        "tokens": [place.name.text for place in places],
-        "token_logprobs": [max(place.logprob, LEAST) for place in places],
-        "top_logprobs": [_top(place) for place in places],
-        "text_offset": [place.offset for place in places],
+        "tokens": [token.name.text for token in tokens],
+        "token_logprobs": [max(token.logprob, LEAST) for token in tokens],
+        "top_logprobs": [_top(token) for token in tokens],
+        "text_offset": [token.offset for token in tokens],
     }
 
 
-def _top(place: Place) -> dict[str, float]:
+def _top(token: TokenLogprobs) -> dict[str, float]:
     """The likeliest tokens by name, in order; one whose name another has is told apart by a number behind it."""
-    own, top = (place.name.text, place.logprob), [(name.text, logprob) for name, logprob in place.top]
+    own, top = (token.name.text, token.logprob), [(name.text, logprob) for name, logprob in token.top]
     named: dict[str, float] = {}
-    for token, logprob in top if own in top else (*top, own):
-        name, count = token, 1
-        while name in named or (name == place.name.text and logprob != place.logprob):
+    for text, logprob in top if own in top else (*top, own):
+        name, count = text, 1
+        while name in named or (name == token.name.text and logprob != token.logprob):
             count += 1
-            name = f"{token} ({count})"
+            name = f"{text} ({count})"
         named[name] = max(logprob, LEAST)
     return named
 
 
-def _chat_logprobs(places: Sequence[Place]) -> dict[str, Any]:
+def _chat_logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """Log-probs of a chat."""
     content = [
-        {**_entry(place.name, place.logprob), "top_logprobs": [_entry(*each) for each in place.top]} for place in places
+        {**_entry(token.name, token.logprob), "top_logprobs": [_entry(*each) for each in token.top]} for token in tokens
     ]
     return {"content": content, "refusal": None}
 

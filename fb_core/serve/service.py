@@ -18,7 +18,7 @@ from fb_core.engine.engine import Engine, Handle, Token
 from fb_core.pool import Event
 from fb_core.selectors import LLMPreference
 from fb_core.serve.metrics import Metrics
-from fb_core.serve.protocol import ChatRequest, CompletionRequest, Finish, Piece, Place
+from fb_core.serve.protocol import ChatRequest, CompletionRequest, Finish, Piece, TokenLogprobs
 from fb_core.serve.text import Text
 
 BYTES = 16  # of text for a token; a prompt with more for each that there is room for is not tokenized
@@ -46,13 +46,16 @@ class Answer:
     ended: bool = False
 
     def pieces(self, tokens: Sequence[Token | None]) -> Iterator[Piece]:
-        """What the next tokens add, as far as it is certain; with None, which is their end, also what is left."""
-        text, events, places = "", list[Event](), list[Place]()
+        """What the next tokens add, as far as it is certain; with None, which is their end, also what is left.
+
+        The last piece is empty and says why the answer has ended.
+        """
+        text, events, logprobs = "", list[Event](), list[TokenLogprobs]()
         for token in filter(None, tokens):
             self.completion += 1
             if token.event is not None:
                 events.append(token.event)
-            places += self._places(token)
+            logprobs += self._logprobs(token)
             if token.id not in self.ends:  # the token that ends an answer is no part of its text
                 text += self.text.add(token.id)
             if self.text.stopped or token.id in self.ends:
@@ -62,8 +65,8 @@ class Answer:
                 break
         self.events += events
         self.ended = self.text.stopped or None in tokens
-        if text or events or places:
-            yield Piece(text, events, places)
+        if text or events or logprobs:
+            yield Piece(text, events, logprobs)
         if self.ended and not self.text.stopped:
             self.handle.result()  # raises what ended the sequence, if it was an error
             text = self.text.end()
@@ -71,15 +74,17 @@ class Answer:
                 self.finish = "stop"
             if text:
                 yield Piece(text)
+        if self.ended:
+            yield Piece(finish=self.finish)
 
-    def _places(self, token: Token) -> list[Place]:
+    def _logprobs(self, token: Token) -> list[TokenLogprobs]:
         """A token's log-prob and likeliest alternatives; empty if they were not requested."""
         if self.ranking is None or token.ranked is None or token.logprob is None:
             return []
         ids, logprobs = token.ranked.ids[: self.ranking], token.ranked.logprobs[: self.ranking]
         own, *names = [self.text.name(each) for each in (token.id, *ids)]
         logprob = dict(zip(ids, logprobs, strict=True)).get(token.id, token.logprob)
-        return [Place(own, logprob, list(zip(names, logprobs, strict=True)), self.text.decoded)]
+        return [TokenLogprobs(own, logprob, list(zip(names, logprobs, strict=True)), self.text.decoded)]
 
 
 class Reply:
@@ -98,8 +103,8 @@ class Reply:
         self.first: float | None = None
         self.cut = False
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece | None]]:
-        """The parts of the answers, each with its answer's index; None after an answer's last part.
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """The parts of the answers, each with its answer's index.
 
         Raises:
             ValueError: NaN logits, or a selector's error.
@@ -108,8 +113,8 @@ class Reply:
         """
         while not all(answer.ended for answer in self.answers):
             came: dict[int, list[Token | None]] = {}
-            for place in range(PIECE):  # what has come is one piece, but not all that a slow reader left lying
-                if place and self.tokens.empty():
+            for count in range(PIECE):  # what has come is one piece, but not all that a slow reader left lying
+                if count and self.tokens.empty():
                     break
                 index, token = await self.tokens.get()
                 came.setdefault(index, []).append(token)
@@ -119,20 +124,20 @@ class Reply:
                 answer = self.answers[index]
                 if not answer.ended:
                     for piece in answer.pieces(tokens):
-                        self.first = self.first or time.perf_counter()
+                        if piece.finish is None:
+                            self.first = self.first or time.perf_counter()
                         yield index, piece
-                    if answer.ended:
-                        yield index, None
 
     def usage(self, copies: int) -> dict[str, Any]:
         """The request's tokens, and what it asked of the large model; completion tokens count once for each copy."""
-        prompt, completion = (sum(getattr(one, name) for one in self.answers) for name in ("prompt", "completion"))
-        asked = [Usage.of(answer.events) for answer in self.answers]
+        prompt, completion = (sum(getattr(each, name) for each in self.answers) for name in ("prompt", "completion"))
+        usages = [Usage.of(answer.events) for answer in self.answers]
+        large = {"calls": sum(each.calls for each in usages), "tokens": sum(each.appended for each in usages)}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion * copies,
             "total_tokens": prompt + completion * copies,
-            "large_model": {"calls": sum(one.calls for one in asked), "tokens": sum(one.appended for one in asked)},
+            "large_model": large,
         }
 
     def cancel(self) -> None:
@@ -212,11 +217,11 @@ class Service:
         if request.ranking is None:
             return
         tokens = min(request.max_tokens or self.settings.max_new_tokens, self.length)
-        known = count * request.n * tokens * (1 + request.ranking)
-        if known > LOGPROBS:
+        logprobs = count * request.n * tokens * (1 + request.ranking)
+        if logprobs > LOGPROBS:
             raise ValueError(
                 f"ranking: expected at most {LOGPROBS} log-probs in an answer, its prompts times n times tokens times "
-                f"1 + the ranks, got {known}; ask for less"
+                f"1 + the ranks, got {logprobs}; ask for less"
             )
 
     def end(self) -> None:
@@ -238,7 +243,7 @@ class Service:
         if own.recipe == "futurebridge" and isinstance(decoder.selector, LLMPreference):
             raise ValueError('recipe: expected "greedy" or "direct", got "futurebridge"; here the large model decides')
 
-        def tell(token: Token | None) -> None:
+        def on_token(token: Token | None) -> None:
             reply.tokens.put_nowait((index, token))
             if token is not None:
                 self.metrics.count(token)
@@ -247,9 +252,6 @@ class Service:
             if all(answer.handle.done for answer in reply.answers):
                 self._open.discard(reply)
 
-        def heard(token: Token | None) -> None:
-            loop.call_soon_threadsafe(tell, token)
-
         handle = self.engine.submit(
             ids,
             request.max_tokens or min(self.settings.max_new_tokens, max(1, self.length - len(ids))),
@@ -257,7 +259,7 @@ class Service:
             max_events=0 if own.recipe == "greedy" else own.max_events,
             selector=DIRECT if own.recipe == "direct" else None,
             ranking=request.ranking is not None,
-            listener=heard,
+            listener=lambda token: loop.call_soon_threadsafe(on_token, token),
         )
         completes = isinstance(request, CompletionRequest)
         text = Text(
@@ -268,4 +270,4 @@ class Service:
             after_text=completes and bool(self.tokenizer.decode(ids[-8:], skip_special_tokens=True)),
         )
         reply.answers.append(Answer(handle, text, len(ids), decoder.pair.ends, request.ranking))
-        self._open.add(reply)  # before the first call of `tell`, which runs in this thread
+        self._open.add(reply)  # before the first call of `on_token`, which runs in this thread

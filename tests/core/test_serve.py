@@ -27,7 +27,7 @@ from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import FutureBridgeSelector, LLMPreference
 from fb_core.serve.app import Application
-from fb_core.serve.protocol import OFF, ChatRequest, CompletionRequest
+from fb_core.serve.protocol import OFF, ChatRequest, CompletionRequest, Piece
 from fb_core.serve.run import listen
 
 
@@ -475,6 +475,6 @@ def test_what_has_come_meanwhile_is_one_piece(pair, problems, expected):
 
     with Engine(Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(THRESHOLD), max_length=256) as engine:
         (_, piece), end = asyncio.run(read_late(service_of(engine, pair.world.tokenizer)))
-    assert end == (0, None)
+    assert end == (0, Piece(finish="stop"))
     assert piece.text == expected[0].text
     assert [event.step for event in piece.events] == [event.step for event in expected[0].events]

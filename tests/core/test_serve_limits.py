@@ -22,7 +22,7 @@ from fb_core.selectors import LLMPreference
 from fb_core.serve import connection
 from fb_core.serve import service as serving
 from fb_core.serve.app import Application
-from fb_core.serve.protocol import CompletionRequest, Piece, Place, Shape
+from fb_core.serve.protocol import CompletionRequest, Piece, Shape, TokenLogprobs
 from fb_core.serve.run import Server as Uvicorn
 from fb_core.serve.run import listen, on_loopback
 from fb_core.serve.text import Name
@@ -273,18 +273,19 @@ def test_a_large_answer_holds_up_nobody_and_its_copies_are_equal(server, pair, c
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_whole_answer_is_the_streamed_one(chat, count):
     a, e = Name("a", b"a"), Name("é", "é".encode())
-    places = [Place(a, -1.0, [(a, -1.0), (e, -2.0)], place) for place in range(count)]
-    shape, streaming = (Shape("m", chat=chat, stream=stream) for stream in (False, True))
-    for piece, finish in ((Piece("x é", (), places), "stop"), (Piece("", (), places[:1]), "length")):
-        choices = shape.choices(range(3, 6), piece, finish)
+    tokens = [TokenLogprobs(a, -1.0, [(a, -1.0), (e, -2.0)], offset) for offset in range(count)]
+    shape = Shape("m", chat=chat, stream=False, copies=3)
+    streaming = Shape("m", chat=chat, stream=True, copies=1)
+    for piece in (Piece("x é", (), tokens, "stop"), Piece("", (), tokens[:1], "length")):
+        choices = shape.choices(1, piece)
         assert [choice["index"] for choice in choices] == [3, 4, 5]
         assert shape.fields(choices, {"total_tokens": 1})["usage"] == {"total_tokens": 1}
-        (streamed,) = streaming.choices(range(1), piece, finish, False)
+        (streamed,) = streaming.choices(0, piece, False)
         text = streamed.get("delta", {}).get("content", "") if chat else streamed["text"]
         for choice in choices:
             assert (choice["message"]["content"] if chat else choice["text"]) == piece.text == text
             assert choice["logprobs"] == streamed["logprobs"]
-            assert choice["finish_reason"] == finish
+            assert choice["finish_reason"] == piece.finish
 
 
 def test_what_a_slow_reader_left_lying_comes_in_pieces(pair, problem, monkeypatch):
@@ -292,7 +293,7 @@ def test_what_a_slow_reader_left_lying_comes_in_pieces(pair, problem, monkeypatc
         reply = await service.begin(CompletionRequest(prompt=problem.prompt, max_tokens=60))
         reply.answers[0].handle.result(60)
         await asyncio.sleep(0)
-        return [piece async for _, piece in reply.pieces() if piece], reply.answers[0].completion
+        return [piece async for _, piece in reply.pieces() if not piece.finish], reply.answers[0].completion
 
     monkeypatch.setattr(serving, "PIECE", 8)
     with Engine(Pair(pair.slm, None), None, RequestPolicy(9.0), max_events=0, max_length=256) as engine:

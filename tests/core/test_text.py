@@ -14,7 +14,7 @@ from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
 from fb_core.serve.app import Application
-from fb_core.serve.protocol import Place, _logprobs
+from fb_core.serve.protocol import TokenLogprobs, _logprobs
 from fb_core.serve.text import BYTE_OF, Name, Text
 
 CHARACTER = {byte: char for char, byte in BYTE_OF.items()}
@@ -233,7 +233,7 @@ def test_names_join_to_the_text(name, data, after):
 
 def test_alternatives_of_one_name_are_all_kept():
     top = [("b", -0.5), ("�", -1.0), ("�", -1.5), ("b", -3.0), ("b", -4.0)]
-    place = Place(Name("b", b"b"), -3.0, [(Name(name, name.encode()), value) for name, value in top], 0)
+    place = TokenLogprobs(Name("b", b"b"), -3.0, [(Name(name, name.encode()), value) for name, value in top], 0)
     named = _logprobs([place])["top_logprobs"][0]
     assert list(named.values()) == [value for _, value in top]
     assert named["b"] == -3.0
