@@ -254,16 +254,15 @@ class CollaborativeDecoder:
         def custom_generate(
             model: hf.CausalLM,
             input_ids: Tensor,
-            logits_processor: Any = None,
-            stopping_criteria: Any = None,
-            generation_config: Any = None,
+            *,
+            stopping_criteria: Any,
+            generation_config: Any,
             streamer: Any = None,
-            synced_gpus: bool = False,
-            **model_kwargs: Any,
+            **others: Any,
         ) -> Tensor:
             listener = hf.streamer_of_caller() if streamer is None else streamer
+            mask = others.get("attention_mask", torch.ones_like(input_ids))  # a parameter's name would come twice
             try:
-                mask = model_kwargs.get("attention_mask")
                 return self._custom_generate(model, input_ids, mask, stopping_criteria, generation_config, listener)
             finally:
                 if listener is not None:
@@ -275,7 +274,7 @@ class CollaborativeDecoder:
         self,
         model: hf.CausalLM,
         input_ids: Tensor,
-        attention_mask: Tensor | None,
+        mask: Tensor,
         stopping_criteria: Any,
         generation_config: Any,
         streamer: Any,
@@ -299,11 +298,9 @@ class CollaborativeDecoder:
             ids = torch.cat([input_ids[row.index], input_ids.new_tensor(row.new)])
             return bool(stopping_criteria(ids[None], None).all())  # EOS is among them
 
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        prompts = [ids[keep.bool()] for ids, keep in zip(input_ids, attention_mask, strict=True)]
+        prompts = [ids[keep.bool()] for ids, keep in zip(input_ids, mask, strict=True)]
         room = generation_config.max_length - input_ids.shape[1]
-        new = [one.token_ids for one in self._decode(prompts, room, frozenset(), on_token=on_token)]
+        new = [generation.token_ids for generation in self._decode(prompts, room, frozenset(), on_token=on_token)]
         padding = generation_config.pad_token_id
         padded = pad_sequence(new, batch_first=True, padding_value=0 if padding is None else padding)
         return torch.cat([input_ids, padded], 1)
@@ -363,7 +360,7 @@ class CollaborativeDecoder:
         tokens: list[int] = logits.argmax(-1).tolist()  # the first of equal ones
         if not asking:
             return tokens
-        kv, states = hf.PrefixKV.from_cache(step.cache, step.slots), []
+        kv, states = hf.PrefixKV.from_cache(step.cache), []
         for place in asking:
             ids = step.rows[place].tokens
             prefix = hf.Prefix(kv, start=step.slots - len(ids), length=len(ids), pages=(place,))

@@ -85,8 +85,9 @@ class LLM(ABC):
         self, prompts: Sequence[Ids], k: int, score_ids: Sequence[Ids] | None = None
     ) -> list[Candidates]:
         """`candidates` for many prompts, each with its own `score_ids`."""
-        asked = [None] * len(prompts) if score_ids is None else score_ids
-        return [self.candidates(ids, k, score) for ids, score in zip(prompts, asked, strict=True)]
+        return [
+            self.candidates(ids, k, scored) for ids, scored in zip(prompts, scored_of(prompts, score_ids), strict=True)
+        ]
 
     def complete_many(self, prompts: Sequence[Ids], max_new_tokens: int) -> list[Tensor]:
         """`complete` for many prompts, in their order."""
@@ -192,12 +193,15 @@ def check_max_new_tokens(max_new_tokens: int) -> None:
     check_count("max_new_tokens", max_new_tokens, 1, "the published limit is 4096")
 
 
-def check_scored(prompts: Sequence[Ids], score_ids: Sequence[Ids] | None) -> None:
-    """ValueError if `score_ids` are given and are not one for each prompt."""
-    if score_ids is not None and len(score_ids) != len(prompts):
+def scored_of(prompts: Sequence[Ids], score_ids: Sequence[Ids] | None) -> Sequence[Ids | None]:
+    """The `score_ids` of every prompt; ValueError if they are given and are not one for each."""
+    if score_ids is None:
+        return [None] * len(prompts)
+    if len(score_ids) != len(prompts):
         raise ValueError(
             f"score_ids: expected one for each of {len(prompts)} prompts, got {len(score_ids)}; pass [] for none"
         )
+    return score_ids
 
 
 def _check_branches(prefixes: Sequence[Ids], branches: Sequence[Ids]) -> None:
@@ -361,11 +365,9 @@ class LocalLLM(LLM):
         """Prompts and score_ids as tensors."""
         hf.check_decodable("model", self.model)
         check_count("k", k, 1, "the published pools take 8", "{} or more candidates")
-        checked = checked_prompts("ids", prompts, self.model, room=0)
-        check_scored(prompts, score_ids)
-        if score_ids is None:
-            return checked, [None] * len(checked)
-        return checked, [hf.token_ids("score_ids", ids, self.model) for ids in score_ids]
+        scored = scored_of(prompts, score_ids)
+        checked = [None if ids is None else hf.token_ids("score_ids", ids, self.model) for ids in scored]
+        return checked_prompts("ids", prompts, self.model, room=0), checked
 
     def _in_step(self, ids: Tensor) -> Tensor:
         """Logits [1, V] after ids; the cached query is dropped if anything fails."""

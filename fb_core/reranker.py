@@ -143,24 +143,20 @@ class TokenReranker(nn.Module):
 
         Args:
             prefixes: one slice per state, all of one `PrefixKV`.
-            candidates: one [K] of token ids per state.
+            candidates: one [K] int64 per state: ids of the model, no two alike.
 
         Returns:
             one float32 [K] per state.
 
         Raises:
-            TypeError: as `scores`.
-            ValueError: as `scores`, or scope "sequence".
+            ValueError: scope "sequence", or a base model that has changed.
         """
         if self.scope != "candidate":
             raise ValueError("scores_many: expected scope 'candidate', got 'sequence'; call scores for each state")
         if not prefixes:
             return []
         self.check_base()
-        pools = [
-            hf.check_group(self.base, prefix.length, pool) for prefix, pool in zip(prefixes, candidates, strict=True)
-        ]
-        return list(self._packed_scores(prefixes, pools).split([len(pool) for pool in pools]))
+        return list(self._packed_scores(prefixes, candidates).split([len(pool) for pool in candidates]))
 
     def _packed_scores(self, prefixes: Sequence[hf.Prefix], pools: Sequence[Tensor]) -> Tensor:
         """[sum K]: one branch per candidate, adapters on; gradients reach adapter and head."""

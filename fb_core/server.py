@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import os
 import random
 import reprlib
@@ -23,7 +22,7 @@ from fb_core import hf
 from fb_core.counts import check_count
 from fb_core.dialects import DIALECTS
 from fb_core.http import Connections, ServerError, checked_url
-from fb_core.llm import GONE, LLM, Candidates, Ids, Sampling, check_max_new_tokens, check_scored, seeded
+from fb_core.llm import GONE, LLM, Candidates, Ids, Sampling, check_max_new_tokens, scored_of, seeded
 
 Flavour = Literal["vllm", "sglang", "llama.cpp"]
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds before a retry; doubled each time, times 0.5 to 1.5
@@ -123,7 +122,7 @@ class ServerLLM(LLM):
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
         self.vocabulary: int = vocabulary
-        self._ends = frozenset(_listed("ends", ends, vocabulary))
+        self._ends = frozenset(hf.id_list("ends", list(ends), vocabulary))
         self._dialect = DIALECTS[flavour](self._post, vocabulary, sorted(self._ends))
         self._pool = ThreadPoolExecutor(in_flight, "fb-server")
         self._connections = Connections(address, headers, timeout, kept=0 if flavour == "llama.cpp" else in_flight)
@@ -154,10 +153,10 @@ class ServerLLM(LLM):
         """
         check_count("k", k, 1, "the published pools take 8", "{} or more candidates")
         checked = self._prompts(prompts)
-        check_scored(prompts, score_ids)
-        scored: list[list[int] | None] = [None] * len(checked)
-        if score_ids is not None:
-            scored = [_listed("score_ids", ids, self.vocabulary) for ids in score_ids]
+        scored = [
+            None if ids is None else hf.id_list("score_ids", ids, self.vocabulary)
+            for ids in scored_of(prompts, score_ids)
+        ]
         count = min(k, self.vocabulary)
         return self._all(lambda ids, wanted: self._candidates(ids, count, wanted), checked, scored)
 
@@ -241,7 +240,7 @@ class ServerLLM(LLM):
 
     def _prompts(self, prompts: Sequence[Ids]) -> list[list[int]]:
         self._check_process()
-        checked = [_listed("ids", ids, self.vocabulary) for ids in prompts]
+        checked = [hf.id_list("ids", ids, self.vocabulary) for ids in prompts]
         if not all(checked):
             raise ValueError("ids: expected at least one token, got none; begin with the prompt")
         return checked
@@ -367,22 +366,3 @@ class ServerLLM(LLM):
 def _close(pool: ThreadPoolExecutor, connections: Connections) -> None:
     pool.shutdown(wait=False)
     connections.close()
-
-
-def _listed(name: str, ids: Ids | Collection[int], size: int) -> list[int]:
-    """Token ids as a list.
-
-    Raises:
-        TypeError: not a sequence of integers.
-        ValueError: an id outside the vocabulary.
-    """
-    try:
-        listed = [operator.index(value) for value in (ids.tolist() if isinstance(ids, Tensor) else ids)]
-    except TypeError as problem:
-        raise TypeError(
-            f"{name}: expected a sequence of token ids, got one where {problem}; pass a list of ints or an int64 tensor"
-        ) from None
-    outside = [value for value in listed if not 0 <= value < size]
-    if outside:
-        raise ValueError(f"{name}: expected ids from 0 below {size}, got {outside[0]}; use the model's own tokenizer")
-    return listed

@@ -370,7 +370,7 @@ def _together(state: _State, loop: Loop, handles: dict[Task, Handle]) -> None:
                 loop.submit(handle._task)
             for task in (*(handle._task for handle in leaving), *(handles if closed else ())):
                 if task in handles:
-                    loop.cancel(task)
+                    loop.end(task)
                     handles.pop(task)._end(CancelledError())
             if closed:
                 loop.close()
@@ -378,7 +378,7 @@ def _together(state: _State, loop: Loop, handles: dict[Task, Handle]) -> None:
             for task in loop.tick():
                 handle = handles[task]
                 if not handle._tell():
-                    loop.cancel(task)
+                    loop.end(task)
                 if task.done:
                     del handles[task]
                     handle._end(task.error or state.decoder.generation(task.row))

@@ -11,7 +11,7 @@ from torch import Tensor
 from fb_core import hf
 from fb_core.engine.model import PagedModel, Part
 from fb_core.engine.pages import SIZE
-from fb_core.llm import Candidates, Ids, LocalLLM
+from fb_core.llm import Candidates, Ids, LocalLLM, scored_of
 
 
 @dataclass(eq=False)
@@ -84,8 +84,9 @@ class PagedLLM(LocalLLM):
             ValueError: a prompt longer than the buffers or the model's positions, or NaN logits.
         """
         queries = [ids.tolist() if isinstance(ids, Tensor) else list(ids) for ids in prompts]
-        asked = [None] * len(queries) if score_ids is None else score_ids
-        scored = [None if ids is None else torch.as_tensor(ids, device=self.device) for ids in asked]
+        scored = [
+            None if ids is None else torch.as_tensor(ids, device=self.device) for ids in scored_of(prompts, score_ids)
+        ]
         room = min(self.paged.length, self.paged.pages.count * SIZE)
         room = min(room, hf.max_positions(self.model) or room)
         for ids in queries:

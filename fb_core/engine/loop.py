@@ -120,6 +120,7 @@ class Loop:
         length = min(length, hf.max_positions(pair.slm) or length)
         count = _pages(pair, rows, length, memory)
         self.model, llm, selector, self.merged = over_pages(pair, intervention.selector, length, count)
+        self.large = llm if isinstance(llm, PagedLLM) else None
         self.intervention = replace(intervention, llm=llm, selector=selector)
         self.step = DecodeStep(self.model, pair.vocabulary, policy.top_k, pair.ends, rows)
         self.prefill = prefill
@@ -134,8 +135,7 @@ class Loop:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes of "buffers", "merged" weights and "graphs"."""
-        llm = self.intervention.llm
-        models = [self.model, *([llm.paged] if isinstance(llm, PagedLLM) else [])]
+        models = [self.model] if self.large is None else [self.model, self.large.paged]
         return {
             "buffers": sum(model.nbytes for model in models),
             "merged": 0 if self.merged is None else self.merged.nbytes,
@@ -159,12 +159,11 @@ class Loop:
 
     def check(self, task: Task) -> None:
         """ValueError for a sequence that can never fit, or with an id that only the SLM has."""
-        llm = self.intervention.llm
-        known = hf.vocabulary(llm.model) if isinstance(llm, PagedLLM) else None
-        if known is not None and max(task.row.tokens) >= known:
+        largest = max(task.row.tokens)
+        if self.large is not None and largest >= (size := hf.vocabulary(self.large.model)):
             raise ValueError(
-                f"input_ids: expected ids below {known}, as the large model has, got {max(task.row.tokens)}; use the "
-                "models' own tokenizer"
+                f"input_ids: expected ids below {size}, as the large model has, got {largest}; use the models' own "
+                "tokenizer"
             )
         length, slots = task.stop.length(task.row), self.model.length
         if length > slots:
@@ -196,18 +195,14 @@ class Loop:
         self.model.refresh()
         if self.merged is not None:
             self.merged.refresh()
-        if isinstance(self.intervention.llm, PagedLLM):
-            self.intervention.llm.refresh()
+        if self.large is not None:
+            self.large.refresh()
 
     def forget(self) -> None:
         """Share no pages of earlier sequences, so that what comes next has the same bits every time."""
         self.model.pages.forget()
-        if isinstance(self.intervention.llm, PagedLLM):
-            self.intervention.llm.forget()
-
-    def cancel(self, task: Task) -> None:
-        """End a sequence now and free its pages."""
-        self._end(task)
+        if self.large is not None:
+            self.large.forget()
 
     def clear(self) -> None:
         """End all sequences, also after an interrupt at any point."""
@@ -218,8 +213,8 @@ class Loop:
             queue.clear()
         self.step.reset()
         self.model.pages.release()
-        if isinstance(self.intervention.llm, PagedLLM):
-            self.intervention.llm.forget()
+        if self.large is not None:
+            self.large.forget()
 
     def close(self) -> None:
         """End all sequences and the threads that ask the LLM."""
@@ -233,9 +228,9 @@ class Loop:
         self.step.order()
         self._admit()
         self._enter()
-        running = [task for task in self.rows if task.asking is None]
-        if running:
-            self._run()
+        if any(task.asking is None for task in self.rows):
+            self.step.run(len(self.rows), any(task.ranking for task in self.rows))
+            self._runs.append(list(self.rows))
             while self.step.enqueued > self.step.ahead:
                 self._look(changed)
         self._serve(changed)
@@ -286,8 +281,8 @@ class Loop:
         self.step.put(task.place, task.row.tokens, task.pages, limit, task.threshold)
         self.step.go_on(task.place, task.max_events)
 
-    def _end(self, task: Task) -> None:
-        """Free what the sequence holds; the last row moves into its place."""
+    def end(self, task: Task) -> None:
+        """End a sequence now and free what it holds; the last row moves into its place."""
         task.done = True
         if task.place is None:
             for queue in (self.waiting, self.entering):
@@ -306,10 +301,6 @@ class Loop:
         task.give_up()
 
     # --- the step -----------------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        self.step.run(len(self.rows), any(task.ranking for task in self.rows))
-        self._runs.append(list(self.rows))
 
     def _look(self, changed: list[Task]) -> None:
         """Read the outcomes of the oldest step not read yet."""
@@ -339,7 +330,7 @@ class Loop:
             self._fail(task, problem)
             return
         if ends:
-            self._end(task)
+            self.end(task)
         elif halted:
             assert task.place is not None
             self.step.go_on(task.place, task.max_events - len(row.events), token, len(row.tokens) - 1)
@@ -347,7 +338,7 @@ class Loop:
 
     def _fail(self, task: Task, problem: BaseException) -> None:
         task.error = problem
-        self._end(task)
+        self.end(task)
 
     # --- events -------------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,6 @@ from fb_kernels import DecodeState, Halt, commit_, topk_entropy
 
 RING = 2
 """Runs whose outcomes the host may still read."""
-
-
 RANKED = 20
 """Likeliest tokens that are known of a place, where they are asked for."""
 
@@ -94,12 +92,9 @@ class DecodeStep:
             self.ended = [torch.cuda.Event() for _ in range(RING)] if pinned else []
         self.ahead = 1 if pinned else 0
         self._ranked = [False] * RING
-        self._begun = self._looked = 0  # steps run so far, and those whose outcome was read
-
-    @property
-    def begun(self) -> int:
+        self.begun = 0
         """Steps run so far."""
-        return self._begun
+        self._looked = 0  # those whose outcome was read
 
     @torch.no_grad()
     def put(self, row: int, tokens: Sequence[int], pages: Sequence[int], limit: int, threshold: float) -> None:
@@ -147,7 +142,7 @@ class DecodeStep:
         self.state.halt.fill_(int(Halt.LENGTH))
         self.state.length.fill_(1)
         self.first_slot.fill_(-SIZE)
-        self._looked = self._begun
+        self._looked = self.begun
 
     @torch.no_grad()
     def move(self, row: int, to: int, count: int) -> None:
@@ -171,8 +166,8 @@ class DecodeStep:
 
     def order(self) -> None:
         """Make what this thread enqueues wait for the last step, on whichever stream that ran."""
-        if self.ended and self._begun:
-            torch.cuda.current_stream(self.logits.device).wait_event(self.ended[(self._begun - 1) % RING])
+        if self.ended and self.begun:
+            torch.cuda.current_stream(self.logits.device).wait_event(self.ended[(self.begun - 1) % RING])
 
     @torch.no_grad()
     def run(self, count: int, ranked: bool = False) -> None:
@@ -183,20 +178,20 @@ class DecodeStep:
             ranked: whether outcomes also have the likeliest tokens, which are computed after the step.
         """
         self.order()
-        place = self._begun % RING
+        place = self.begun % RING
         self._ready(self._captured(count), place)()
         self._ranked[place] = ranked
         if ranked:
             self.ranks[place, :count].copy_(rank(self.logits[:count]), non_blocking=True)
         if self.ended:
             self.ended[place].record(torch.cuda.current_stream(self.logits.device))
-        self._begun += 1
-        self._looked = max(self._looked, self._begun - RING)  # older outcomes are overwritten
+        self.begun += 1
+        self._looked = max(self._looked, self.begun - RING)  # older outcomes are overwritten
 
     @property
     def enqueued(self) -> int:
         """Number of steps whose outcome was not read."""
-        return self._begun - self._looked
+        return self.begun - self._looked
 
     def outcomes(self, count: int) -> list[Outcome]:
         """Wait for the oldest step not read yet; what it did to its first `count` rows."""

@@ -71,6 +71,7 @@ from fb_core.hf.tokens import (
     check_group,
     check_position,
     check_positions,
+    id_list,
     many_token_ids,
     text_group,
     text_ids,

@@ -35,24 +35,9 @@ class PrefixKV:
     layers: Sequence[tuple[Tensor, Tensor]]
 
     @classmethod
-    def from_cache(cls, cache: HFCache, length: int) -> PrefixKV:
-        """Views of a Hugging Face cache [B, Hkv, S, E]: each of its rows is one page of S slots, nothing is copied.
-
-        Raises:
-            ValueError: a layer holds another number of tokens than `length` (a sliding layer that dropped some).
-        """
-        layers = []
-        for index, layer in enumerate(cache.layers):
-            slots = 0 if layer.keys is None else layer.keys.shape[-2]
-            filled = int(layer.get_seq_length())
-            if slots != length or filled != length:
-                held = f"{filled} in {slots} slots" if slots != filled else str(filled)
-                raise ValueError(
-                    f"cache: expected {length} tokens in every layer, got {held} in layer {index}; "
-                    "fill a DynamicCache() made without config with exactly this prefix"
-                )
-            layers.append((layer.keys.transpose(1, 2).detach(), layer.values.transpose(1, 2).detach()))
-        return cls(layers)
+    def from_cache(cls, cache: HFCache) -> PrefixKV:
+        """Views of a Hugging Face cache [B, Hkv, S, E]: each of its rows is one page of S slots, nothing is copied."""
+        return cls([tuple(x.transpose(1, 2).detach() for x in (layer.keys, layer.values)) for layer in cache.layers])
 
 
 @dataclass(frozen=True)
@@ -294,7 +279,8 @@ def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
 
     Raises:
         TypeError: not a Hugging Face cache.
-        ValueError: more than one sequence, another number of tokens, or keys that are not of this model.
+        ValueError: more than one sequence, another number of tokens (a sliding layer may have dropped some), or keys
+            that are not of this model.
     """
     if not isinstance(cache, HFCache):
         raise TypeError(
@@ -306,8 +292,15 @@ def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
             f"cache: expected the {config.num_hidden_layers} layers of {type(model).__name__}, got "
             f"{len(cache.layers)}; fill it with this model"
         )
-    kv = PrefixKV.from_cache(cache, length)
-    for index, (keys, _) in enumerate(kv.layers):
+    for index, layer in enumerate(cache.layers):
+        keys, filled = layer.keys, int(layer.get_seq_length())
+        slots = 0 if keys is None else keys.shape[-2]
+        if slots != length or filled != length:
+            held = f"{filled} in {slots} slots" if slots != filled else str(filled)
+            raise ValueError(
+                f"cache: expected {length} tokens in every layer, got {held} in layer {index}; "
+                "fill a DynamicCache() made without config with exactly this prefix"
+            )
         if len(keys) != 1:
             raise ValueError(f"cache: expected one sequence, got {len(keys)}; select one with batch_select_indices")
         if keys.dtype != model.dtype or keys.device != model.device:
@@ -315,7 +308,7 @@ def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
                 f"cache: expected {model.dtype} on {model.device}, got {keys.dtype} on {keys.device} in layer {index}; "
                 "fill it with this model"
             )
-    return Prefix(kv, 0, length)
+    return Prefix(PrefixKV.from_cache(cache), 0, length)
 
 
 def check_supported(model: object) -> None:

@@ -154,7 +154,12 @@ def token_ids(
         TypeError: not integers.
         ValueError: more than one dimension, another device, or an id outside the vocabulary.
     """
-    return _inside(name, _one_row(name, value, model).to(model.device), vocabulary(model), valid_vocab)
+    return _inside(name, _one_row(name, value, model.device).to(model.device), vocabulary(model), valid_vocab)
+
+
+def id_list(name: str, value: Tensor | Sequence[int], size: int) -> list[int]:
+    """As `token_ids`, for a model of `size` ids that is not in this process; a tensor may be on any device."""
+    return _inside(name, _one_row(name, value), size).tolist()
 
 
 def many_token_ids(
@@ -168,14 +173,14 @@ def many_token_ids(
     """
     if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
         raise TypeError(f"{name}: expected a list of sequences, got {type(values).__name__}; put each into a list")
-    rows = [_one_row(f"{name}[{place}]", value, model) for place, value in enumerate(values)]
+    rows = [_one_row(f"{name}[{index}]", value, model.device) for index, value in enumerate(values)]
     if not rows:
         return []
     whole = _inside(name, torch.cat([row.to(model.device) for row in rows]), vocabulary(model), valid_vocab)
     return list(whole.split([len(row) for row in rows]))
 
 
-def _one_row(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) -> Tensor:
+def _one_row(name: str, value: Tensor | Sequence[int], device: torch.device | None = None) -> Tensor:
     """`value` as integers [n], on the host if it was not a tensor; raises as `token_ids`."""
     if not isinstance(value, Tensor):
         return torch.tensor(_listed(name, value), dtype=torch.int64)
@@ -184,10 +189,10 @@ def _one_row(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) -
     if value.ndim != 1:
         row = f", such as {name}[0]" if value.ndim > 1 else ""
         raise ValueError(f"{name}: expected one dimension, got shape {list(value.shape)}; pass one sequence{row}")
-    if value.device != model.device:
+    if device is not None and value.device != device:
         raise ValueError(
-            f"{name}: expected a tensor on the model's device {model.device}, got {value.device}; "
-            f"move it with .to('{model.device}')"
+            f"{name}: expected a tensor on the model's device {device}, got {value.device}; move it with "
+            f".to('{device}')"
         )
     return value
 

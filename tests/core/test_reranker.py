@@ -135,7 +135,7 @@ def test_cached_and_batched_prefixes_give_the_same_scores(family):
         cache = hf.Cache()
         positions = (mask.cumsum(1) - 1).clamp_min(0)
         model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-        kv = hf.PrefixKV.from_cache(cache, width)
+        kv = hf.PrefixKV.from_cache(cache)
         prefixes = [
             hf.Prefix(kv, n, len(prefix), (row,)) for row, (n, (prefix, _)) in enumerate(zip(pads, states, strict=True))
         ]
