@@ -361,13 +361,13 @@ class CollaborativeDecoder:
         if not asking:
             return tokens
         kv, states = hf.PrefixKV.from_cache(step.cache), []
-        for place in asking:
-            ids = step.rows[place].tokens
-            prefix = hf.Prefix(kv, start=step.slots - len(ids), length=len(ids), pages=(place,))
-            states.append(State(torch.tensor(ids, device=logits.device), step.index, entropy[place], prefix))
-        for place, event in zip(asking, self.intervention(states, logits[asking]), strict=True):
-            step.rows[place].events.append(event)
-            tokens[place] = event.token
+        for row in asking:
+            ids = step.rows[row].tokens
+            prefix = hf.Prefix(kv, start=step.slots - len(ids), length=len(ids), pages=(row,))
+            states.append(State(torch.tensor(ids, device=logits.device), step.index, entropy[row], prefix))
+        for row, event in zip(asking, self.intervention(states, logits[asking]), strict=True):
+            step.rows[row].events.append(event)
+            tokens[row] = event.token
         return tokens
 
     def _together(self, prompts: Sequence[Tensor], stop: hf.Stop) -> list[hf.Running]:

@@ -57,16 +57,16 @@ class Dialect(ABC):
 
     def logprobs(self, pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
         """Token ids and log-probabilities of an answer."""
-        known: dict[int, float] = {}
+        logprobs: dict[int, float] = {}
         for token, value in pairs:
             if type(value) not in (float, int) or not value <= ROUNDING:
                 raise ValueError(
                     f"log-probability {reprlib.repr(value)} of id {reprlib.repr(token)} is not a number up to 0"
                 )
-            if self.token(token) in known:
+            if self.token(token) in logprobs:
                 raise ValueError(f"token id {token} comes twice")
-            known[token] = min(float(value), 0.0)
-        return known
+            logprobs[token] = min(float(value), 0.0)
+        return logprobs
 
 
 _PLAIN = {
@@ -85,19 +85,19 @@ class VLLM(Dialect):
 
     def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
         top = self._next(ids, logprobs=k)
-        known = dict(top)
-        missing = [token for token in wanted if token not in known]
+        scores = dict(top)
+        missing = [token for token in wanted if token not in scores]
         if missing and (self.ignored < PATIENCE or self.ignored % AGAIN == 0):
-            known |= self._next(ids, logprobs=1, logprob_token_ids=missing)
-            missing = [token for token in missing if token not in known]
+            scores |= self._next(ids, logprobs=1, logprob_token_ids=missing)
+            missing = [token for token in missing if token not in scores]
             if not missing:
                 self.ignored = 0
         if missing:
             self.ignored += 1
             choices = self._choices(prompt=[[*ids, token] for token in missing], max_tokens=1, prompt_logprobs=0)
             last = [choice["prompt_logprobs"][-1] for choice in sorted(choices, key=lambda choice: choice["index"])]
-            known |= self.logprobs((t, of[str(t)]["logprob"]) for t, of in zip(missing, last, strict=True))
-        return top, known
+            scores |= self.logprobs((t, of[str(t)]["logprob"]) for t, of in zip(missing, last, strict=True))
+        return top, scores
 
     def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
         fields = {"max_tokens": n, "return_token_ids": True, "stop_token_ids": self.ends} | sampled
@@ -112,10 +112,10 @@ class VLLM(Dialect):
         return self.post("/v1/completions", _PLAIN | fields)["choices"]
 
     def _id(self, name: str) -> int:
-        found = TOKEN_ID.fullmatch(name)
-        if found is None:
+        match = TOKEN_ID.fullmatch(name)
+        if match is None:
             raise ValueError(f"token {reprlib.repr(name)} is not of the form token_id:...")
-        return int(found[1])
+        return int(match[1])
 
 
 class SGLang(Dialect):
@@ -123,11 +123,11 @@ class SGLang(Dialect):
 
     def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
         asked = {"token_ids_logprob": wanted} if wanted else {}
-        found = self._generate(ids, 1, {}, return_logprob=True, top_logprobs_num=k, **asked)["meta_info"]
-        top = self.logprobs((token, value) for value, token, *_ in found["output_top_logprobs"][0])
+        answer = self._generate(ids, 1, {}, return_logprob=True, top_logprobs_num=k, **asked)["meta_info"]
+        top = self.logprobs((token, value) for value, token, *_ in answer["output_top_logprobs"][0])
         if not wanted:
             return top, {}
-        return top, self.logprobs((token, value) for value, token, *_ in found["output_token_ids_logprobs"][0])
+        return top, self.logprobs((token, value) for value, token, *_ in answer["output_token_ids_logprobs"][0])
 
     def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
         return self.tokens(self._generate(ids, n, sampled)["output_ids"])
@@ -145,11 +145,11 @@ class LlamaCpp(Dialect):
 
     def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
         n = min(max(k, 128), self.vocabulary) if wanted else k
-        known = self._next(ids, n)
-        while n < self.vocabulary and not known.keys() >= set(wanted):
+        top = self._next(ids, n)
+        while n < self.vocabulary and not top.keys() >= set(wanted):
             n = min(16 * n, self.vocabulary)
-            known = self._next(ids, n)
-        return known, known
+            top = self._next(ids, n)
+        return top, top
 
     def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
         return self.tokens(self._completion(ids, n, return_tokens=True, **sampled)["tokens"])
@@ -164,8 +164,8 @@ class LlamaCpp(Dialect):
 
     def _next(self, ids: list[int], n: int) -> dict[int, float]:
         whole = {"logit_bias": [["0", 1e9]]}  # samples id 0: half a character would have no probabilities
-        found = self._completion(ids, 1, n_probs=n, post_sampling_probs=False, **whole)["completion_probabilities"][0]
-        return self.logprobs((one["id"], one["logprob"]) for one in found["top_logprobs"])
+        answer = self._completion(ids, 1, n_probs=n, post_sampling_probs=False, **whole)["completion_probabilities"][0]
+        return self.logprobs((entry["id"], entry["logprob"]) for entry in answer["top_logprobs"])
 
     def _completion(self, ids: list[int], n: int, **fields: Any) -> Any:
         plain = {"temperature": 0, "dynatemp_range": 0, "samplers": ["temperature"], "mirostat": 0, "logit_bias": []}

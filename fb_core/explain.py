@@ -70,23 +70,23 @@ def find_rows(run: Path, problem: str) -> list[Row]:
         ValueError: no problem or several match, or a file is damaged.
     """
     folder = Artefact(run, EVALUATION)
-    found: dict[str, list[Row]] = {}
+    by_problem: dict[str, list[Row]] = {}
     for receipt in sorted(folder.path.glob("*.json")):
         if receipt.name != MANIFEST:
-            for one in read_rows(folder, receipt.stem):
-                found.setdefault(one.problem, []).append(one)
-    if not found:
+            for row in read_rows(folder, receipt.stem):
+                by_problem.setdefault(row.problem, []).append(row)
+    if not by_problem:
         raise ValueError(f"{folder.path}: expected shards of decoded problems, got none; run `futurebridge evaluate`")
-    names = [problem] if problem in found else [name for name in found if problem in name]
+    names = [problem] if problem in by_problem else [name for name in by_problem if problem in name]
     if not names:
         raise ValueError(
             f'problem: expected an id in {folder.path} or a part of one, got {problem!r}; ids are the "problem" of '
-            f"the rows in its .jsonl files: {_listed(list(found))}"
+            f"the rows in its .jsonl files: {_listed(list(by_problem))}"
         )
     if len(names) > 1:
         raise ValueError(f"problem: expected a part of only one id, got {problem!r}; name one of {_listed(names)}")
-    order = {method: place for place, method in enumerate(LABELS)}
-    return sorted(found[names[0]], key=lambda one: (one.benchmark, order.get(one.method, len(order)), one.seed or 0))
+    rows, order = by_problem[names[0]], {method: index for index, method in enumerate(LABELS)}
+    return sorted(rows, key=lambda row: (row.benchmark, order.get(row.method, len(order)), row.seed or 0))
 
 
 def _listed(ids: Sequence[str]) -> str:
@@ -183,8 +183,8 @@ def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console) -
             for column in COLUMNS:
                 words = column in ("", "token", "source")
                 table.add_column(column, justify="left" if words else "right", overflow="fold")
-            for place, cells in enumerate(_cells(event, tokenizer)):
-                table.add_row(*map(Text, cells), style="bold" if place == event.choice else "")
+            for index, cells in enumerate(_cells(event, tokenizer)):
+                table.add_row(*map(Text, cells), style="bold" if index == event.choice else "")
             console.print(table)
 
 

@@ -36,9 +36,9 @@ def deployed_files(directory: str | os.PathLike[str]) -> list[str]:
     folder = Path(directory)
     deployed = Deployed.load(folder)
     files = [CARD, *ADAPTER]
-    for place in files:
-        if (folder / place).is_symlink():
-            raise ValueError(f"{folder / place}: expected no link in an adapter's folder, got one; put a copy there")
+    for name in files:
+        if (folder / name).is_symlink():
+            raise ValueError(f"{folder / name}: expected no link in an adapter's folder, got one; put a copy there")
     if absent := [name for name in files if not (folder / name).is_file()]:
         raise ValueError(f"{folder}: expected a deployed adapter with {', '.join(absent)}, got none; {REMEDY}")
     if deployed is None:
@@ -102,13 +102,13 @@ def _check_weights(path: Path) -> None:
 def _check_card(path: Path) -> None:
     """Refuse a card whose head is not YAML, or whose base model has no name on the hub."""
     try:
-        known = ModelCard.load(path).data.to_dict()
+        card = ModelCard.load(path).data.to_dict()
     except (ValueError, yaml.YAMLError) as problem:
         first = str(problem).strip().partition("\n")[0]
         raise ValueError(f"{path}: expected a model card with YAML at its head, got: {first}; fix it") from None
-    if "library_name" not in known:
+    if "library_name" not in card:
         raise ValueError(f"{path}: expected a model card with a library_name at its head, got none; {REMEDY}")
-    base = known.get("base_model")
+    base = card.get("base_model")
     for name in base if isinstance(base, list) else [base]:
         try:
             if name is not None:

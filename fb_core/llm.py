@@ -297,11 +297,11 @@ class LocalLLM(LLM):
     ) -> list[Candidates]:
         """As `LLM.candidates_many`, in left-padded batches without a cache; raises as `candidates`."""
         checked, scored = self._checked(prompts, k, score_ids)
-        found: dict[int, Candidates] = {}
+        answers: dict[int, Candidates] = {}
         for rows in hf.batches([len(ids) for ids in checked], 0, self.batch_tokens):
             logits = hf.last_logits(self.model, *hf.left_padded([checked[row] for row in rows]))
-            found.update(zip(rows, self._candidates(logits, k, [scored[row] for row in rows]), strict=True))
-        return [found[row] for row in range(len(checked))]
+            answers.update(zip(rows, self._candidates(logits, k, [scored[row] for row in rows]), strict=True))
+        return [answers[row] for row in range(len(checked))]
 
     def complete(self, ids: Ids, max_new_tokens: int) -> Tensor:
         """As `LLM.complete`; raises as `complete_many`."""
@@ -353,8 +353,8 @@ class LocalLLM(LLM):
             mass = probability.where(before < how.top_p, 0.0).cumsum(-1)
             at = [sources[row.index].random() for row in rows]
             point = torch.tensor(at, dtype=torch.float64, device=mass.device)[:, None] * mass[:, -1:]
-            place = torch.searchsorted(mass, point, right=True).clamp_max(kept - 1)
-            return ids.gather(1, place)[:, 0].tolist()
+            index = torch.searchsorted(mass, point, right=True).clamp_max(kept - 1)
+            return ids.gather(1, index)[:, 0].tolist()
 
         drawn = self._continue([ids for ids in begun for _ in range(n)], max_new_tokens, draw)
         return [drawn[start : start + n] for start in range(0, len(drawn), n)]
@@ -374,8 +374,8 @@ class LocalLLM(LLM):
         seen, self._seen = self._seen, None
         versions = [(x.data_ptr(), None if x.is_inference() else x._version) for x in self.model.parameters()]
         model = [*hf.structure(self.model), *versions]
-        known = seen is not None and seen.model == model and len(seen.ids) <= len(ids)
-        if seen is None or not known or not torch.equal(seen.ids, ids[: len(seen.ids)]):
+        extends = seen is not None and seen.model == model and len(seen.ids) <= len(ids)
+        if seen is None or not extends or not torch.equal(seen.ids, ids[: len(seen.ids)]):
             seen = _Seen(ids[:0], hf.Cache(), ids, model)
         new = ids[len(seen.ids) :]
         logits = hf.last_logits(self.model, new[None], cache=seen.cache) if len(new) else seen.logits

@@ -161,8 +161,8 @@ class FutureBridgeLM(HFLM):
             ]
             for request in requests
         ]
-        found = iter(self._loglikelihood_tokens([window for text in texts for window in text], disable_tqdm))
-        totals = [sum(next(found)[0] for _ in text) for text in texts]
+        answers = iter(self._loglikelihood_tokens([window for text in texts for window in text], disable_tqdm))
+        totals = [sum(next(answers)[0] for _ in text) for text in texts]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
@@ -194,16 +194,16 @@ class FutureBridgeLM(HFLM):
             for start, stop in hf.packs(rows, self.token_budget):
                 part = work[start:stop]
                 pairs = [(context, list(following)) for context, following in part]
-                found = self.scorer.logprobs_many(pairs, self.token_budget, return_greedy=True)
-                flat = [outputs for group in found for outputs in group]
+                groups = self.scorer.logprobs_many(pairs, self.token_budget, return_greedy=True)
+                flat = [outputs for group in groups for outputs in group]
                 sums = torch.stack([logprob.sum() for logprob, _ in flat]).tolist()
                 greedy = torch.stack([chosen.all() for _, chosen in flat]).tolist()
                 places = [places for _, following in part for places in following.values()]
                 for answer, indices in zip(zip(sums, greedy, strict=True), places, strict=True):
                     for index in indices:
                         answers[index] = answer
-                        if (known := requests[index][0]) is not None:
-                            self.cache_hook.add_partial("loglikelihood", known, answer)
+                        if (texts := requests[index][0]) is not None:
+                            self.cache_hook.add_partial("loglikelihood", texts, answer)
                     bar.update(len(indices))
         return answers
 

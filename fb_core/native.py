@@ -179,12 +179,12 @@ class NativeDecoder:
             [T, D], or [N, D] with rows.
         """
         table = self.rope(positions)
-        place = torch.arange(len(ids), device=ids.device)  # row i of the table is that of packed row i
-        q, k, v, residual = _by_rows(self.layers[0].before_attention, self.embedding(ids), None, place, constants=table)
+        every = torch.arange(len(ids), device=ids.device)  # row i of the table is that of packed row i
+        q, k, v, residual = _by_rows(self.layers[0].before_attention, self.embedding(ids), None, every, constants=table)
         attended = self._attended(attend, 0, q, k, v)
         for index in range(1, len(self.layers)):
             step = partial(self._between_attentions, index)
-            q, k, v, residual = _by_rows(step, attended, residual, place, constants=table)
+            q, k, v, residual = _by_rows(step, attended, residual, every, constants=table)
             attended = self._attended(attend, index, q, k, v)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]

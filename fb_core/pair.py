@@ -36,7 +36,7 @@ class Pair:
     ) -> None:
         hf.check_decodable("slm", slm)
         self._tokenizers = tokenizer if isinstance(tokenizer, tuple) else (tokenizer,)
-        known = _common_ids(self._tokenizers)
+        shared = _common_ids(self._tokenizers)
         if isinstance(llm, hf.CausalLM):
             llm = LocalLLM(llm, tokenizer=self._tokenizers[-1])
         if llm is not None and not isinstance(llm, LLM):
@@ -47,17 +47,17 @@ class Pair:
         self.llm = llm
         self.tokenizer = self._tokenizers[0]
         size, others = hf.vocabulary(slm), None if llm is None else llm.vocabulary
-        if known is None and others is not None and size != others:
+        if shared is None and others is not None and size != others:
             raise ValueError(
                 f"llm: expected the SLM's vocabulary of {size} ids, got {others}; use two models of one family, or "
                 "pass their tokenizer if only the padding of the embeddings differs"
             )
         for name, taken in (("slm", size), ("llm", others)):
-            if known is not None and taken is not None and taken < known:
+            if shared is not None and taken is not None and taken < shared:
                 raise ValueError(
-                    f"{name}: expected at least the tokenizer's {known} ids, got {taken}; use its own tokenizer"
+                    f"{name}: expected at least the tokenizer's {shared} ids, got {taken}; use its own tokenizer"
                 )
-        self.vocabulary = size if known is None else known
+        self.vocabulary = size if shared is None else shared
 
     @property
     def ends(self) -> frozenset[int]:
@@ -81,11 +81,11 @@ def _common_ids(given: tuple[hf.Tokenizer | None, ...]) -> int | None:
     """The number of ids that both tokenizers know; None without a tokenizer."""
     if given == (None,):
         return None
-    if len(given) not in (1, 2) or not all(hasattr(one, "get_vocab") for one in given):
-        kinds = ", ".join(type(one).__name__ for one in given) or "an empty tuple"
+    if len(given) not in (1, 2) or not all(hasattr(tokenizer, "get_vocab") for tokenizer in given):
+        kinds = ", ".join(type(tokenizer).__name__ for tokenizer in given) or "an empty tuple"
         raise TypeError(f"tokenizer: expected a tokenizer or a pair of them, got {kinds}; load one with AutoTokenizer")
     tokenizers = cast(tuple[hf.Tokenizer, ...], given)
-    small, large = (one.get_vocab() for one in (tokenizers[0], tokenizers[-1]))
+    small, large = (tokenizer.get_vocab() for tokenizer in (tokenizers[0], tokenizers[-1]))
     if small != large:
         differing = len({name for name in small.keys() | large.keys() if small.get(name) != large.get(name)})
         raise ValueError(

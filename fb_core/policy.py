@@ -72,10 +72,10 @@ class RequestPolicy:
         if not bool(ordered.isfinite().all()):
             bad = int((~ordered.isfinite()).sum())
             raise ValueError(f"entropies: expected finite numbers, got {bad} that are not; check the model's logits")
-        place = quantile * (len(ordered) - 1)
-        below = int(place)
+        position = quantile * (len(ordered) - 1)
+        below = int(position)
         above = min(below + 1, len(ordered) - 1)
-        return cls(float(torch.lerp(ordered[below], ordered[above], place - below)), top_k)
+        return cls(float(torch.lerp(ordered[below], ordered[above], position - below)), top_k)
 
     def entropy(self, logits: Tensor) -> Tensor:
         """Nats [...] of the softmax over the `top_k` largest of logits [..., V]; NaN where a row has no softmax."""
@@ -104,7 +104,7 @@ def gate(policy: RequestPolicy, step: hf.Step, logits: Tensor, budget: float) ->
         if math.isnan(value):
             raise not_finite(step.index, row.index)
     asks = policy.asks(entropy).tolist()
-    return nats, [place for place, row in enumerate(step.rows) if asks[place] and len(row.events) < budget]
+    return nats, [index for index, row in enumerate(step.rows) if asks[index] and len(row.events) < budget]
 
 
 def not_finite(step: int, prompt: int) -> ValueError:

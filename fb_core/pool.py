@@ -115,7 +115,7 @@ def candidate_pool(
     else:
         answers = _ask(llm, prompts, 1 if pool == "slm" else min(llm_k, size), slm_ids)
         if pool == "slm":
-            answers = [Candidates(ids[:0], logprob[:0], known) for ids, logprob, known in answers]
+            answers = [Candidates(ids[:0], logprob[:0], slm_scores) for ids, logprob, slm_scores in answers]
     slm_logprob = logits.float().log_softmax(-1)
     return [
         Pool(ids, sources, slm_logprob[row, ids], llm_logprob)
@@ -152,16 +152,16 @@ def merge_candidates(
             )
         ids = pool_ids[row, :count]
         asked = torch.cat([slm_ids[row], llm_ids[row, : len(proposed[row])]])
-        known = answer.logprob.to(device)
+        logprobs = answer.logprob.to(device)
         if slm_ids.shape[1]:
             if answer.score_logprob is None:
                 raise ValueError(
                     f"llm: expected log-probabilities of the {slm_ids.shape[1]} score_ids, got None; return them "
                     "along with the candidates"
                 )
-            known = torch.cat([answer.score_logprob.to(device), known])
-        place = (ids[:, None] == asked).int().argmax(1)  # [K] index of each candidate among the ids asked about
-        merged.append((ids, sources[row, :count], known[place]))
+            logprobs = torch.cat([answer.score_logprob.to(device), logprobs])
+        index = (ids[:, None] == asked).int().argmax(1)  # [K] index of each candidate among the ids asked about
+        merged.append((ids, sources[row, :count], logprobs[index]))
     return merged
 
 

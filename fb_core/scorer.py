@@ -154,10 +154,10 @@ class CompatibilityScorer:
             if return_local:
                 kept = [group._replace(first=0) for group in kept]
             checked.append((ids[: max((group.position for group in kept), default=0)], kept))
-        matrices = [[_matrix(outputs) for outputs in found] for found in self._packed(checked, token_budget)]
+        matrices = [[_matrix(outputs) for outputs in groups] for groups in self._packed(checked, token_budget)]
         if not return_local:
             return matrices
-        return [[(whole[:, 1:].contiguous(), whole[:, 0].contiguous()) for whole in found] for found in matrices]
+        return [[(whole[:, 1:].contiguous(), whole[:, 0].contiguous()) for whole in groups] for groups in matrices]
 
     def score_texts(
         self, prefix: str, candidates: Sequence[str], future: str, *, reduction: Reduction = "mean"
@@ -323,10 +323,10 @@ class CompatibilityScorer:
             parts = hf.packs(rows, max(token_budget - len(tokens), len(tokens))) or [(0, 0)]
             pieces += [(tokens, [Branches(len(tokens), whole.continuations[slice(*part)])]) for part in parts]
             cut.append(len(parts))
-        found = self._packed(pieces, token_budget, return_entropy=return_entropy, return_greedy=return_greedy)
-        apart = iter([group for (group,) in found])
+        results = self._packed(pieces, token_budget, return_entropy=return_entropy, return_greedy=return_greedy)
+        apart = iter([group for (group,) in results])
         each = [[_float32(outputs) for _ in range(count) for outputs in next(apart)] for count in cut]
-        return each if return_entropy or return_greedy else [[logprob for (logprob,) in one] for one in each]
+        return each if return_entropy or return_greedy else [[logprob for (logprob,) in group] for group in each]
 
     def _check_group(self, group: BranchGroup, length: int) -> Branches:
         future = hf.token_ids("future", group.future, self.model, self.valid_vocab)
@@ -350,8 +350,8 @@ class CompatibilityScorer:
         try:
             return self._forward(pack, **asked)
         except (RuntimeError, MemoryError) as problem:
-            known = isinstance(problem, torch.OutOfMemoryError | MemoryError)
-            if not known and not any(words in str(problem) for words in OUT_OF_MEMORY):
+            out_of_memory = isinstance(problem, torch.OutOfMemoryError | MemoryError)
+            if not out_of_memory and not any(words in str(problem) for words in OUT_OF_MEMORY):
                 raise
             if sum(len(group.continuations) for _, groups in pack for group in groups) < 2:
                 raise
@@ -375,9 +375,9 @@ class CompatibilityScorer:
         return shared_prefix.forward(self.model, pack, valid_vocab=self.valid_vocab, **asked)
 
 
-def _matrix(found: Sequence[tuple[Tensor, ...]]) -> Tensor:
+def _matrix(outputs: Sequence[tuple[Tensor, ...]]) -> Tensor:
     """float32 [K, R] of K continuations of one length."""
-    return torch.stack([logprob for logprob, *_ in found]).float()
+    return torch.stack([logprob for logprob, *_ in outputs]).float()
 
 
 def _float32(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -62,19 +62,19 @@ class ScoringSelector(Selector):
         Raises:
             ValueError: a NaN score.
         """
-        found = self.scores_many(states, pools)
-        if not found:
+        scores = self.scores_many(states, pools)
+        if not scores:
             return []
         read = torch.stack(
-            [x for s, pool in zip(found, pools, strict=True) for x in (self.best(s, pool), s.isnan().any())]
+            [x for s, pool in zip(scores, pools, strict=True) for x in (self.best(s, pool), s.isnan().any())]
         )
         best, wrong = read.view(-1, 2).T.tolist()  # one read for all
         if any(wrong):
             raise ValueError(
-                f"{type(self).__name__}: expected scores that are numbers, got {found[wrong.index(1)].tolist()}; check "
-                "its model"
+                f"{type(self).__name__}: expected scores that are numbers, got {scores[wrong.index(1)].tolist()}; "
+                "check its model"
             )
-        return list(zip(best, found, strict=True))
+        return list(zip(best, scores, strict=True))
 
 
 class LLMPreference(ScoringSelector):
@@ -141,10 +141,8 @@ class ValueSelector(ScoringSelector):
 
     def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
         """What the candidates are worth."""
-        found = self.selector.scores_many(states, pools)
-        return [
-            self.head(pool, scores, state.entropy) for state, pool, scores in zip(states, pools, found, strict=True)
-        ]
+        base = self.selector.scores_many(states, pools)
+        return [self.head(pool, scores, state.entropy) for state, pool, scores in zip(states, pools, base, strict=True)]
 
 
 class FutureBridgeSelector(ScoringSelector):

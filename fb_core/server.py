@@ -252,8 +252,8 @@ class ServerLLM(LLM):
 
     def _candidates(self, ids: list[int], k: int, wanted: list[int] | None) -> Candidates:
         asked = f"{k} candidates and {len(wanted or ())} scores after {len(ids)} tokens"
-        top, known = self._read(asked, self._dialect.candidates, ids, k, sorted(set(wanted or ())))
-        missing = [token for token in wanted or () if token not in known]
+        top, scores = self._read(asked, self._dialect.candidates, ids, k, sorted(set(wanted or ())))
+        missing = [token for token in wanted or () if token not in scores]
         if len(top) < k or missing:
             raise ServerError(
                 f"{self.url}: expected {asked}, got {len(top)} and no score of {reprlib.repr(missing)}; check that it "
@@ -269,7 +269,7 @@ class ServerLLM(LLM):
         return Candidates(
             torch.tensor(ranked),
             torch.tensor([top[token] for token in ranked], dtype=torch.float32),
-            None if wanted is None else torch.tensor([known[token] for token in wanted], dtype=torch.float32),
+            None if wanted is None else torch.tensor([scores[token] for token in wanted], dtype=torch.float32),
         )
 
     def _complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> Tensor:
@@ -280,7 +280,7 @@ class ServerLLM(LLM):
                 f"{self.url}: expected {asked}, got none; check that the prompt leaves the server room and that it "
                 "returns end-of-sequence tokens"
             )
-        last = next((place for place, token in enumerate(new) if token in self._ends), n)
+        last = next((index for index, token in enumerate(new) if token in self._ends), n)
         return torch.tensor(new[: last + 1])
 
     def _read(self, asked: str, read: Callable[..., Answer], *arguments: Any) -> Answer:

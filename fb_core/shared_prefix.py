@@ -108,8 +108,8 @@ def forward(
     entropies = others[:return_entropy]
     if logprob.requires_grad:
         entropies = [_WithoutGradient.apply(entropy, logprob) for entropy in entropies]
-    found = [logprob, *entropies, *([logprob == others[-1]] if return_greedy else [])]
-    apart = zip(*(each.split([len(target) for target in targets]) for each in found), strict=True)
+    outputs = [logprob, *entropies, *([logprob == others[-1]] if return_greedy else [])]
+    apart = zip(*(each.split([len(target) for target in targets]) for each in outputs), strict=True)
     return [[[next(apart) for _ in state.continuations] for state in states] for _, states in pack]
 
 
@@ -272,8 +272,8 @@ def shared_prefix_logprobs_many(
     inner = check_trainable(model)
     pack = [(tokens, [branches]) for tokens, branches in checked(inner, requests, hf.valid_ids(valid_vocab, inner))]
     options = {"valid_vocab": valid_vocab, "temperature": temperature, "return_entropy": return_entropy}
-    found = [group for (group,) in forward(inner, pack, **options)]  # type: ignore[arg-type]
-    return found if return_entropy else [[logprob for (logprob,) in group] for group in found]  # type: ignore[return-value]
+    groups = [group for (group,) in forward(inner, pack, **options)]  # type: ignore[arg-type]
+    return groups if return_entropy else [[logprob for (logprob,) in group] for group in groups]  # type: ignore[return-value]
 
 
 def check_trainable(model: hf.Trainable) -> hf.CausalLM:

@@ -51,7 +51,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `trl.GRPOTrainer`."""
         super().__init__(*args, **kwargs)
-        for name, found, remedy in (
+        for name, in_use, remedy in (
             ("entropy_coef", self._entropy_bonus_enabled, "pass 0 and no use_adaptive_entropy"),
             ("router_aux_loss_coef", self.aux_loss_enabled, "pass 0"),
             ("cast_lm_head_to_fp32", self.args.cast_lm_head_to_fp32, "pass False"),
@@ -60,7 +60,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
             ("torch_compile", self.args.torch_compile, "pass False"),
             ("n_gpu", self.args.n_gpu > 1, "start a process for each GPU with torchrun or accelerate launch"),
         ):
-            if found:
+            if in_use:
                 raise ValueError(
                     f"SharedPrefixGRPOTrainer: {name}: expected it to be off, got it in use; {remedy}, or use "
                     "trl.GRPOTrainer"
@@ -102,16 +102,16 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         answers = [ids[seen] for ids, seen in zip(*(x[:, -logits_to_keep:] for x in (input_ids, kept)), strict=True)]
         budget = math.inf if batch_size is None else batch_size * input_ids.shape[1]
         rows: list[int] = []
-        found: list[tuple[Tensor, ...]] = []
+        scored: list[tuple[Tensor, ...]] = []
         for pack in _packs(_groups(prompts), [len(answer) for answer in answers], [len(p) for p in prompts], budget):
             requests = [(prompts[group[0]], [answers[row] for row in group]) for group in pack]
             with self.accelerator.autocast():
                 scores = self._scores(model, requests, compute_entropy)
             rows += (row for group in pack for row in group)
-            found += (score if compute_entropy else (score,) for group in scores for score in group)
+            scored += (score if compute_entropy else (score,) for group in scores for score in group)
         back = sorted(range(len(rows)), key=rows.__getitem__)
         where = kept[:, -logits_to_keep:]
-        flat = (torch.cat([found[index][part] for index in back]) for part in range(1 + compute_entropy))
+        flat = (torch.cat([scored[index][part] for index in back]) for part in range(1 + compute_entropy))
         logps, *entropies = (each.new_zeros(where.shape).masked_scatter(where, each) for each in flat)
         return logps, entropies[0].detach() if entropies else None, None
 

@@ -443,17 +443,17 @@ def _judge(question: str, gold: str) -> str:
     from math_verify import parse, verify
 
     wanted = parse(_in_box(gold), parsing_timeout=None)  # expressions, and the text that they were read from
-    expected = [one for one in wanted if not isinstance(one, str)]
+    expected = [expression for expression in wanted if not isinstance(expression, str)]
     if not expected or _undefined(gold, expected):
         return BAD_GOLD
-    found = parse(question, parsing_timeout=None)
-    got = [one for one in found if not isinstance(one, str)]
+    parsed = parse(question, parsing_timeout=None)
+    got = [expression for expression in parsed if not isinstance(expression, str)]
     if not got:
         return "unparsable"
-    if not verify(wanted, found, timeout_seconds=None):  # gold first: it is not symmetric
+    if not verify(wanted, parsed, timeout_seconds=None):  # gold first: it is not symmetric
         return "wrong"
     content = boxed(question)
-    said = str(found[-1]) if content is None else content
+    said = str(parsed[-1]) if content is None else content
     if _undefined(said, got):
         return "unparsable"
     halves = [set(map(str.lower, HALF_DAY.findall(WORDS.sub(r"\1", text)))) for text in (said, gold)]
@@ -468,9 +468,9 @@ def _undefined(text: str, expressions: Sequence[Any]) -> bool:
 
     if BY_ZERO.search(text) or WORDS.sub(r"\1", text).strip().lower() == "nan":
         return True
-    if any(one.has(nan, zoo) for one in expressions):
+    if any(expression.has(nan, zoo) for expression in expressions):
         return True
-    inverted = {power.base for one in expressions for power in one.atoms(Pow) if power.exp.is_negative}
+    inverted = {power.base for expression in expressions for power in expression.atoms(Pow) if power.exp.is_negative}
     values = (base.evalf() for base in inverted if base.is_number)
     return any(value is nan or (value.is_number and abs(value) < 1e-100) for value in values)
 
@@ -482,7 +482,7 @@ def _unread(text: str, expressions: Sequence[Any]) -> list[str]:
 
     plain = WORDS.sub(r"\1", text)
     bases = [(braced or digit).strip() for braced, digit in BASE.findall(plain)]
-    read = any(isinstance(one, Set) or one.has(Relational) for one in expressions)
+    read = any(isinstance(expression, Set) or expression.has(Relational) for expression in expressions)
     relations = [] if read else RELATION.findall(plain)
     return sorted([*(base for base in bases if base != "10"), *NEGATION.findall(plain), *relations])
 
@@ -494,7 +494,7 @@ def _holds(text: str, expressions: Sequence[Any]) -> bool:
 
     if re.search("[A-Za-z]", re.sub(r"\\(?!text|mathrm|mbox)[A-Za-z]+", "", text)):
         return True  # letters are quantities and units
-    for equation in {equation for one in expressions for equation in one.atoms(Eq)}:
+    for equation in {equation for expression in expressions for equation in expression.atoms(Eq)}:
         left, right = equation.lhs, equation.rhs
         if not (left.is_number and right.is_number) or verify(left, right, timeout_seconds=None):
             continue
@@ -511,7 +511,7 @@ def _quicken() -> None:
     from sympy import Integer  # type: ignore[import-untyped]
 
     plain_parser, any_number = _Latex2Sympy.create_parser, _Latex2Sympy.parse_number
-    known: dict[tuple[int, ...], list[int]] = {}  # by the types of the tokens; the choices depend on nothing else
+    choices_of: dict[tuple[int, ...], list[int]] = {}  # by the types of the tokens; the choices depend on nothing else
 
     def create_parser(self: Any, latex: str) -> Any:
         try:
@@ -523,19 +523,19 @@ def _quicken() -> None:
         parser = plain_parser(self, latex)
         parser.getTokenStream().fill()
         shape = tuple(token.type for token in parser.getTokenStream().tokens)
-        predictor, earlier = parser._interp, known.get(shape)
+        predictor, earlier = parser._interp, choices_of.get(shape)
         predictor.predictionMode = mode
         choices: list[int] = []
 
-        def predict(*place: Any) -> int:
-            choices.append(earlier[len(choices)] if earlier else predictor.adaptivePredict(*place))
+        def predict(*decision: Any) -> int:
+            choices.append(earlier[len(choices)] if earlier else predictor.adaptivePredict(*decision))
             return choices[-1]
 
         parser._interp = SimpleNamespace(atn=parser.atn, adaptivePredict=predict)
         parser._errHandler = BailErrorStrategy()
         tree = parser.math()
-        if len(shape) < LONGEST_SHAPE and len(known) < SHAPES:
-            known[shape] = choices
+        if len(shape) < LONGEST_SHAPE and len(choices_of) < SHAPES:
+            choices_of[shape] = choices
         parser.math = lambda: tree
         return parser
 

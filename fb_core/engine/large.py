@@ -95,14 +95,14 @@ class PagedLLM(LocalLLM):
                     f"ids: expected at most {room} tokens, as buffers and positions have, got {len(ids)}; make the "
                     "decoder with a larger max_length, or shorten the prompt"
                 )
-        found: list[Candidates] = []
+        answers: list[Candidates] = []
         with self._turn:
-            while len(found) < len(queries):
-                first = len(found)
+            while len(answers) < len(queries):
+                first = len(answers)
                 hidden = self._extend(queries[first:])
                 logits = self.paged.logits(hidden, hf.vocabulary(self.model)).float()
-                found += self._candidates(logits, k, scored[first : first + len(hidden)])
-        return found
+                answers += self._candidates(logits, k, scored[first : first + len(hidden)])
+        return answers
 
     def candidates(self, ids: Ids, k: int, score_ids: Ids | None = None) -> Candidates:
         """As `LLM.candidates`."""
@@ -119,8 +119,8 @@ class PagedLLM(LocalLLM):
             self._held.append(held)
             using.append(held)
         assert using, "a query is no longer than all pages are"
-        known = [min(len(held.tokens), len(ids) - 1) for held, ids in zip(using, queries, strict=False)]
-        parts = [Part(ids[start:], start, held.pages) for held, ids, start in zip(using, queries, known, strict=False)]
+        starts = [min(len(held.tokens), len(ids) - 1) for held, ids in zip(using, queries, strict=False)]
+        parts = [Part(ids[start:], start, held.pages) for held, ids, start in zip(using, queries, starts, strict=False)]
         streams = self.paged.extend(parts)
         for held, part in zip(using, parts, strict=True):
             held.tokens += part.tokens[len(held.tokens) - part.held :]  # nothing, if all is held

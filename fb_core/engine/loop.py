@@ -76,7 +76,7 @@ class Task:
     done: bool = False
     pages: list[int] | None = None  # None until it is admitted
     held: int = 0  # tokens whose keys and values are in its pages
-    place: int | None = None  # its row of the step; None until its prompt is prefilled
+    step_row: int | None = None  # its row of the step; None until its prompt is prefilled
     since: int = 0  # outcomes of earlier steps are not for this sequence
     asking: Asking | None = None
 
@@ -207,7 +207,7 @@ class Loop:
     def clear(self) -> None:
         """End all sequences, also after an interrupt at any point."""
         for task in (*self.waiting, *self.entering, *self.rows):
-            task.done, task.place, task.pages = True, None, None
+            task.done, task.step_row, task.pages = True, None, None
             task.give_up()
         for queue in (self.waiting, self.entering, self.rows, self._runs):
             queue.clear()
@@ -275,26 +275,26 @@ class Loop:
 
     def _begin(self, task: Task) -> None:
         assert task.pages is not None
-        task.place, task.since = len(self.rows), self.step.begun
+        task.step_row, task.since = len(self.rows), self.step.begun
         self.rows.append(task)
         limit = task.stop.length(task.row) - 1  # it halts before its last token
-        self.step.put(task.place, task.row.tokens, task.pages, limit, task.threshold)
-        self.step.go_on(task.place, task.max_events)
+        self.step.put(task.step_row, task.row.tokens, task.pages, limit, task.threshold)
+        self.step.go_on(task.step_row, task.max_events)
 
     def end(self, task: Task) -> None:
         """End a sequence now and free what it holds; the last row moves into its place."""
         task.done = True
-        if task.place is None:
+        if task.step_row is None:
             for queue in (self.waiting, self.entering):
                 if task in queue:
                     queue.remove(task)
         else:
-            place, last = task.place, self.rows.pop()
-            self.step.clear(place)
+            step_row, last = task.step_row, self.rows.pop()
+            self.step.clear(step_row)
             if last is not task:
-                self.step.move(len(self.rows), place, len(last.row.tokens))
-                self.rows[place], last.place = last, place
-            task.place = None
+                self.step.move(len(self.rows), step_row, len(last.row.tokens))
+                self.rows[step_row], last.step_row = last, step_row
+            task.step_row = None
         if task.pages is not None:
             self.model.pages.give_back(task.pages)
             task.pages = None
@@ -318,12 +318,12 @@ class Loop:
                 self._append(task, outcome.token, outcome.ranked, bool(outcome.halt))
             changed.append(task)
 
-    def _append(self, task: Task, token: int, known: Ranked | None, halted: bool) -> None:
+    def _append(self, task: Task, token: int, top: Ranked | None, halted: bool) -> None:
         """Append the step's token, or the one with which a halted row goes on."""
         row = task.row
         row.tokens.append(token)
-        if task.ranking and known is not None:
-            task.ranks.append(known)
+        if task.ranking and top is not None:
+            task.ranks.append(top)
         try:
             ends = task.stop(row)
         except Exception as problem:
@@ -332,8 +332,8 @@ class Loop:
         if ends:
             self.end(task)
         elif halted:
-            assert task.place is not None
-            self.step.go_on(task.place, task.max_events - len(row.events), token, len(row.tokens) - 1)
+            assert task.step_row is not None
+            self.step.go_on(task.step_row, task.max_events - len(row.events), token, len(row.tokens) - 1)
             task.since = self.step.begun
 
     def _fail(self, task: Task, problem: BaseException) -> None:
@@ -343,12 +343,12 @@ class Loop:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def _ask(self, task: Task, entropy: float) -> None:
-        assert task.place is not None
+        assert task.step_row is not None
         assert task.pages is not None
         tokens = torch.tensor(task.row.tokens, device=self.step.logits.device)
         prefix = hf.Prefix(self.model.kv, 0, len(tokens), tuple(task.pages[: pages_of(len(tokens))]))
         state = State(tokens, len(task.row.new), entropy, prefix)
-        logits = self.step.logits[task.place : task.place + 1].to(torch.float32, copy=True)
+        logits = self.step.logits[task.step_row : task.step_row + 1].to(torch.float32, copy=True)
         answer = None
         if self._threads is not None:
             answer = self._threads.submit(_asked_for, task, self.intervention.pools, [state], logits)
@@ -394,8 +394,8 @@ class Loop:
             task.row.events.append(event)
             task.waits.append(time.perf_counter() - each.began)
             taken = event.slm_logprob[event.choice]
-            known = ranked(rank(each.logits[0]).tolist(), taken) if task.ranking else None
-            self._append(task, event.token, known, halted=True)
+            top = ranked(rank(each.logits[0]).tolist(), taken) if task.ranking else None
+            self._append(task, event.token, top, halted=True)
 
     def _events(
         self, tasks: Sequence[Task], states: Sequence[State], logits: Tensor, pools: Sequence[Pool] | OSError
@@ -403,11 +403,11 @@ class Loop:
         """The tasks' events, each by its own selector."""
         made: dict[int, Event] = {}
         for selector in {id(task.selector): task.selector for task in tasks}.values():
-            places = [place for place, task in enumerate(tasks) if task.selector is selector]
+            indices = [index for index, task in enumerate(tasks) if task.selector is selector]
             own = self.intervention if selector is None else replace(self.intervention, selector=selector)
-            some = pools if isinstance(pools, OSError) else [pools[place] for place in places]
-            made.update(zip(places, own.events([states[p] for p in places], logits[places], some), strict=True))
-        return [made[place] for place in range(len(tasks))]
+            some = pools if isinstance(pools, OSError) else [pools[index] for index in indices]
+            made.update(zip(indices, own.events([states[p] for p in indices], logits[indices], some), strict=True))
+        return [made[index] for index in range(len(tasks))]
 
 
 def _asked_for(task: Task, ask: Ask, states: Sequence[State], logits: Tensor) -> Sequence[Pool] | OSError:

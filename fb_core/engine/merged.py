@@ -98,20 +98,20 @@ class MergedReranker:
         captured = self.model.graphs.captures
         rows = ROWS if captured else max(len(part) for _, part in parts)
         states = STATES * ROWS // rows
-        found: list[list[Tensor]] = [[] for _ in candidates]
+        hidden: list[list[Tensor]] = [[] for _ in candidates]
         for first in range(0, len(parts), states):
             some = parts[first : first + states]
             count = 1 << (len(some) - 1).bit_length() if captured else len(some)
-            for place, (state, part) in enumerate(some):
-                prefix, own = prefixes[state], slice(place * rows, place * rows + len(part))
+            for index, (state, part) in enumerate(some):
+                prefix, own = prefixes[state], slice(index * rows, index * rows + len(part))
                 self._ids[own] = part
-                self._held[place] = prefix.length
-                self._table[place, : len(prefix.pages)] = torch.tensor(prefix.pages, dtype=torch.int32)
+                self._held[index] = prefix.length
+                self._table[index, : len(prefix.pages)] = torch.tensor(prefix.pages, dtype=torch.int32)
             self._held[len(some) : count] = 0
             self.model.graphs.ready(("rerank", count), partial(self._forward, count, rows))()
-            for place, (state, part) in enumerate(some):
-                found[state].append(self._out[place * rows : place * rows + len(part)].clone())
-        return [torch.cat(own) for own in found]
+            for index, (state, part) in enumerate(some):
+                hidden[state].append(self._out[index * rows : index * rows + len(part)].clone())
+        return [torch.cat(own) for own in hidden]
 
     def _forward(self, states: int, rows: int) -> None:
         """One forward with the merged weights, over `rows` candidates of each of `states` states."""

@@ -115,7 +115,7 @@ class PagedModel:
                 table.copy_(now)
         self._frequencies, self._turned = frequencies, (version, scale)
         read = [(x.data_ptr(), None if x.is_inference() else x._version) for x in self.model.parameters()]
-        if [place for place, _ in read] != [place for place, _ in self._read]:
+        if [address for address, _ in read] != [address for address, _ in self._read]:
             self.graphs.forget()
         same = same and read == self._read and all(version is not None for _, version in read)
         if not same:
@@ -180,7 +180,7 @@ class PagedModel:
         """
         streams = self.layers[0].o.weight.new_empty(len(parts), self.width)
         for chunk in _chunks(parts):
-            streams[[place for place, _ in chunk]] = self._extend([part for _, part in chunk])
+            streams[[index for index, _ in chunk]] = self._extend([part for _, part in chunk])
         return streams
 
     def _extend(self, parts: Sequence[Part]) -> Tensor:
@@ -206,7 +206,7 @@ class PagedModel:
         places = [range(part.held, part.held + length) for part, length in zip(parts, lengths, strict=True)]
         slots = [part.pages[i // SIZE] * SIZE + i % SIZE for part, own in zip(parts, places, strict=True) for i in own]
         ids = [token for part in parts for token in part.tokens]
-        positions = [place for own in places for place in own]
+        positions = [position for own in places for position in own]
         bounds = [0, *accumulate(lengths)]
         absent = groups - len(parts)
         numbers = Packed(
@@ -270,11 +270,11 @@ def _chunks(parts: Sequence[Part]) -> Iterator[list[tuple[int, Part]]]:
     """Parts with their indices, cut into chunks whose rows and sequences fit one forward."""
     chunk: list[tuple[int, Part]] = []
     room = CHUNK
-    for place, (tokens, held, pages) in enumerate(parts):
+    for index, (tokens, held, pages) in enumerate(parts):
         done = 0
         while done < len(tokens):
             taken = tokens[done : done + room]
-            chunk.append((place, Part(taken, held + done, pages)))
+            chunk.append((index, Part(taken, held + done, pages)))
             done, room = done + len(taken), room - len(taken)
             if not room or len(chunk) == SEQUENCES:
                 yield chunk

@@ -74,13 +74,13 @@ class Pages:
     def filled(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Mark the full pages of `tokens`, now computed, as shareable."""
         parent = 0
-        for place, start in enumerate(range(0, len(tokens) - SIZE + 1, SIZE)):
+        for index, start in enumerate(range(0, len(tokens) - SIZE + 1, SIZE)):
             name = (parent, tuple(tokens[start : start + SIZE]))
-            page = self._known.setdefault(name, pages[place])
-            if page == pages[place]:
-                number, known = self._names.get(page, (0, name))
-                if known != name:  # the page before it, another sequence's, has been reused since
-                    del self._known[known]
+            page = self._known.setdefault(name, pages[index])
+            if page == pages[index]:
+                number, earlier = self._names.get(page, (0, name))
+                if earlier != name:  # the page before it, another sequence's, has been reused since
+                    del self._known[earlier]
                 if not number:
                     number = self._named = self._named + 1
                 self._names[page] = (number, name)

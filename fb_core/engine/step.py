@@ -118,12 +118,12 @@ class DecodeStep:
         self.first_slot[row, : len(pages)] = held * SIZE
 
     @torch.no_grad()
-    def go_on(self, row: int, budget: int, token: int | None = None, place: int = 0) -> None:
+    def go_on(self, row: int, budget: int, token: int | None = None, position: int = 0) -> None:
         """Let a row go on with `budget` events left; `token`, if given, is written at `place`, its end."""
         self.order()
         if token is not None:
-            self.state.tokens[row, place] = token
-            self.state.length[row] = place + 1
+            self.state.tokens[row, position] = token
+            self.state.length[row] = position + 1
         self.state.budget[row] = budget
         self.state.halt[row] = int(Halt.NONE)
 
@@ -154,8 +154,8 @@ class DecodeStep:
             count: its number of tokens as the host knows it; steps not read yet may have appended more.
         """
         self.order()
-        known = count + RING
-        self.state.tokens[to, :known] = self.state.tokens[row, :known]
+        held = count + RING
+        self.state.tokens[to, :held] = self.state.tokens[row, :held]
         state = self.state
         columns = (state.length, state.halt, state.budget, self.limit, self.threshold, self.table)
         for column in columns:
@@ -178,13 +178,13 @@ class DecodeStep:
             ranked: whether outcomes also have the likeliest tokens, which are computed after the step.
         """
         self.order()
-        place = self.begun % RING
-        self._ready(self._captured(count), place)()
-        self._ranked[place] = ranked
+        slot = self.begun % RING
+        self._ready(self._captured(count), slot)()
+        self._ranked[slot] = ranked
         if ranked:
-            self.ranks[place, :count].copy_(rank(self.logits[:count]), non_blocking=True)
+            self.ranks[slot, :count].copy_(rank(self.logits[:count]), non_blocking=True)
         if self.ended:
-            self.ended[place].record(torch.cuda.current_stream(self.logits.device))
+            self.ended[slot].record(torch.cuda.current_stream(self.logits.device))
         self.begun += 1
         self._looked = max(self._looked, self.begun - RING)  # older outcomes are overwritten
 
@@ -195,22 +195,22 @@ class DecodeStep:
 
     def outcomes(self, count: int) -> list[Outcome]:
         """Wait for the oldest step not read yet; what it did to its first `count` rows."""
-        place = self._looked % RING
+        slot = self._looked % RING
         if self.ended:
-            self.ended[place].synchronize()
+            self.ended[slot].synchronize()
         self._looked += 1
-        ranks = map(ranked, self.ranks[place, :count].tolist()) if self._ranked[place] else repeat(None)
+        ranks = map(ranked, self.ranks[slot, :count].tolist()) if self._ranked[slot] else repeat(None)
         return [
-            Outcome(Halt(int(halt)), int(token), nats, known)
-            for (halt, token, nats), known in zip(self.ring[place, :count].tolist(), ranks, strict=False)
+            Outcome(Halt(int(halt)), int(token), nats, top)
+            for (halt, token, nats), top in zip(self.ring[slot, :count].tolist(), ranks, strict=False)
         ]
 
     def _captured(self, count: int) -> int:
         """The rows of a step for `count` sequences: rounded up to a power of 2 (at most all) if captured."""
         return min(self.rows, 1 << (count - 1).bit_length()) if self.model.graphs.captures else count
 
-    def _ready(self, rows: int, place: int) -> Callable[[], None]:
-        graphs, key, compute = self.model.graphs, ("step", rows, place), partial(self._compute, rows, place)
+    def _ready(self, rows: int, slot: int) -> Callable[[], None]:
+        graphs, key, compute = self.model.graphs, ("step", rows, slot), partial(self._compute, rows, slot)
         if not graphs.runs(key):
             return graphs.ready(key, compute)
         halt = self.state.halt.clone()
@@ -219,7 +219,7 @@ class DecodeStep:
         self.state.halt.copy_(halt)
         return ready
 
-    def _compute(self, rows: int, place: int) -> None:
+    def _compute(self, rows: int, slot: int) -> None:
         model, state = self.model, DecodeState(*(x[:rows] for x in self.state))
         position = state.length - 1
         last = state.tokens.gather(1, position[:, None].long())[:, 0]
@@ -231,4 +231,4 @@ class DecodeStep:
         entropy, _, ids = topk_entropy(logits, self.top_k)
         token = ids[:, 0]  # the first of equal ones
         limits = {"threshold": self.threshold[:rows], "eos_ids": self.ends, "max_length": self.limit[:rows]}
-        commit_(state, token, entropy, **limits, outcome=self.ring[place, :rows])
+        commit_(state, token, entropy, **limits, outcome=self.ring[slot, :rows])

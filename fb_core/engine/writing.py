@@ -65,7 +65,7 @@ class _Writing:
         self.pages: list[list[int]] = []  # of each running row
         device, self.most = model.device, min(len(rows), ROWS.get(model.device.type, hf.MAX_ROWS))
         self.ids = torch.zeros(self.most, dtype=torch.int64, device=device)
-        self.place = torch.zeros_like(self.ids)  # of the last token
+        self.positions = torch.zeros_like(self.ids)  # of the last token
         self.table = torch.zeros(self.most, pages_of(longest), dtype=torch.int32, device=device)
         self.vocabulary = vocabulary
 
@@ -115,31 +115,31 @@ class _Writing:
         self.waiting.extendleft(sorted(later, key=lambda row: -row.index))
 
     def _begin(self, row: hf.Running, pages: list[int]) -> None:
-        place = len(self.live)
+        index = len(self.live)
         self.live.append(row)
         self.pages.append(pages)
-        self.ids[place] = row.tokens[-1]
-        self.place[place] = len(row.tokens) - 1
-        self.table[place, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self.ids[index] = row.tokens[-1]
+        self.positions[index] = len(row.tokens) - 1
+        self.table[index, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
     def _step(self) -> None:
         """Append one token to every row; rows that end leave."""
         count = len(self.live)
-        place, table = self.place[:count], self.table[:count]
-        slots = table.gather(1, (place // SIZE)[:, None])[:, 0].long() * SIZE + place % SIZE
-        hidden = self.model.forward(self.ids[:count], place, place, table, slots)
+        positions, table = self.positions[:count], self.table[:count]
+        slots = table.gather(1, (positions // SIZE)[:, None])[:, 0].long() * SIZE + positions % SIZE
+        hidden = self.model.forward(self.ids[:count], positions, positions, table, slots)
         tokens = self.choose(self.live, self.model.logits(hidden, self.vocabulary).float())
         for row, token in zip(self.live, tokens, strict=True):
             row.tokens.append(token)
         going = [number for number, row in enumerate(self.live) if not self.stop(row)]
         self.ids[:count] = torch.tensor(tokens)
-        self.place[:count] += 1
+        self.positions[:count] += 1
         if len(going) == count:
             return
         for ended in set(range(count)) - set(going):
             self.model.pages.give_back(self.pages[ended])
         kept = torch.tensor(going, dtype=torch.int64, device=self.ids.device)
-        for buffer in (self.ids, self.place, self.table):
+        for buffer in (self.ids, self.positions, self.table):
             buffer[: len(going)] = buffer[kept]
         self.live = [self.live[number] for number in going]
         self.pages = [self.pages[number] for number in going]

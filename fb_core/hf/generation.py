@@ -102,7 +102,7 @@ def check_decodable(name: str, model: CausalLM) -> None:
 def _decodes(model: CausalLM) -> bool:
     """Whether a padded batch and a cache that grows give the logits of plain forwards; a few tokens are run."""
     size, device = vocabulary(model), model.device
-    long, short = torch.tensor([size * place // 11 for place in range(1, 11)], device=device).split([6, 4])
+    long, short = torch.tensor([size * step // 11 for step in range(1, 11)], device=device).split([6, 4])
     plain = torch.cat([last_logits(model, ids[None]) for ids in (long, short)])
     ids, mask = left_padded([long[:-1], short[:-1]])
     assert mask is not None
@@ -113,9 +113,9 @@ def _decodes(model: CausalLM) -> bool:
     last_logits(model, long[None, :3], cache=alone)
     extended = last_logits(model, long[None, 3:], cache=alone)
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-    found, wanted = torch.cat([grown, extended]), plain[[0, 1, 0]]
+    cached, wanted = torch.cat([grown, extended]), plain[[0, 1, 0]]
     largest = float(wanted.abs().amax())
-    return torch.allclose(found, wanted, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+    return torch.allclose(cached, wanted, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
 def left_padded(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -191,13 +191,13 @@ def lockstep(
                 logits, mask = logits[source], None if mask is None else mask[source]
             for row, token in zip(live, choose(Step(step, live, logits, cache, width + step)), strict=True):
                 row.tokens.append(token)
-            going = [place for place, row in enumerate(live) if not stop(row)]
+            going = [index for index, row in enumerate(live) if not stop(row)]
             if not going:
                 break
             if len(going) < len(live):
                 cache.batch_select_indices(torch.tensor(going, device=device))
                 mask = None if mask is None else mask[going]
-                live = [live[place] for place in going]
+                live = [live[index] for index in going]
             ids = torch.tensor([row.tokens[-1:] for row in live], device=device)
             mask = None if mask is None else torch.cat([mask, torch.ones_like(ids)], 1)
     return rows
@@ -207,7 +207,7 @@ def _distinct(rows: Sequence[Running]) -> tuple[list[Running], list[int]]:
     """One row for each distinct sequence of tokens, and for every row the index of its one among these."""
     places: dict[tuple[int, ...], int] = {}
     source = [places.setdefault(tuple(row.tokens), len(places)) for row in rows]
-    return [rows[source.index(place)] for place in range(len(places))], source
+    return [rows[source.index(index)] for index in range(len(places))], source
 
 
 def batches(lengths: Sequence[int], room: int, batch_tokens: int) -> Iterator[list[int]]:

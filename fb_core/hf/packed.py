@@ -369,10 +369,10 @@ def check_packed_forward(model: PreTrainedModel) -> None:
 
 def packs(rows: Sequence[int], budget: int) -> list[tuple[int, int]]:
     """(start, stop) of consecutive packs whose rows stay within the budget; a larger item is a pack by itself."""
-    found, start, used = [], 0, 0
+    cuts, start, used = [], 0, 0
     for index, count in enumerate(rows):
         if index > start and used + count > budget:
-            found.append((start, index))
+            cuts.append((start, index))
             start, used = index, 0
         used += count
-    return [*found, (start, len(rows))] if rows else []
+    return [*cuts, (start, len(rows))] if rows else []

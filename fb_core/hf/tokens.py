@@ -95,33 +95,33 @@ def text_group(tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], fut
     for name, text in named.items():
         _check_text(where + name, text)
 
-    def following(before: str, known: list[int], name: str) -> list[int]:
+    def following(before: str, ids_before: list[int], name: str) -> list[int]:
         """Ids of the text `name`, after a text with known ids."""
         text, name = named[name], where + name
         whole = text_ids(tokenizer, before + text, special=False, name=name)
-        if whole[: len(known)] != known:
+        if whole[: len(ids_before)] != ids_before:
             raise ValueError(
                 f"{name}: expected a text that begins a token after {before[-20:]!r}, got {text[:20]!r}, which the "
                 "tokenizer joins with it; move a space or letters from one to the other, or pass token ids to score"
             )
-        ids = whole[len(known) :]
+        ids = whole[len(ids_before) :]
         if not ids or (tokenizer.unk_token_id in ids and tokenizer.unk_token not in text):
             got = f"{'the unknown one' if ids else 'none'} for {text[:80]!r}"
             raise ValueError(f"{name}: expected tokens that the tokenizer knows, got {got}; change the text")
         return ids
 
     first = text_ids(tokenizer, prefix, special=False, name=f"{where}prefix")
-    found = []
+    branches = []
     for k, text in enumerate(texts):
         candidate = following(prefix, first, f"candidates[{k}]")
-        found.append((candidate, following(prefix + text, first + candidate, "future")))
-        if found[k][1] != found[0][1]:
+        branches.append((candidate, following(prefix + text, first + candidate, "future")))
+        if branches[k][1] != branches[0][1]:
             raise ValueError(
                 f"{where}future: expected the same tokens after every candidate, got others after candidates[0] and "
                 f"candidates[{k}]; begin it with a space or another character that is not joined to it"
             )
-    special = _leading_special(tokenizer, prefix + texts[0] + future, [*first, *found[0][0], *found[0][1]])
-    return TextGroup([*special, *first], [candidate for candidate, _ in found], found[0][1])
+    special = _leading_special(tokenizer, prefix + texts[0] + future, [*first, *branches[0][0], *branches[0][1]])
+    return TextGroup([*special, *first], [candidate for candidate, _ in branches], branches[0][1])
 
 
 def _leading_special(tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int]:
@@ -223,15 +223,15 @@ def _listed(name: str, value: object) -> list[int]:
     if isinstance(value, Set) or not isinstance(value, Iterable):
         raise refusal(f"{type(value).__name__}; pass a list of ints")
     ids: list[Any] = [entry.item() if isinstance(entry, Tensor) and not entry.ndim else entry for entry in value]
-    for place, entry in enumerate(ids):
+    for index, entry in enumerate(ids):
         if hasattr(entry, "__len__") and not isinstance(entry, str | bytes):
-            raise refusal(f"a {type(entry).__name__} at place {place}; pass one sequence, such as {name}[{place}]")
+            raise refusal(f"a {type(entry).__name__} at place {index}; pass one sequence, such as {name}[{index}]")
         if isinstance(entry, bool | float):
-            raise refusal(f"{entry} at place {place}; convert them with int()", "int64 token ids")
+            raise refusal(f"{entry} at place {index}; convert them with int()", "int64 token ids")
         if not isinstance(entry, Integral):
-            raise refusal(f"{reprlib.repr(entry)} at place {place}; pass a list of ints")
+            raise refusal(f"{reprlib.repr(entry)} at place {index}; pass a list of ints")
         if not -(1 << 63) <= int(entry) < 1 << 63:
-            raise refusal(f"{reprlib.repr(entry)} at place {place}, beyond int64; use the model's own tokenizer")
+            raise refusal(f"{reprlib.repr(entry)} at place {index}, beyond int64; use the model's own tokenizer")
     return ids
 
 
@@ -243,14 +243,14 @@ def check_position(position: int, length: int) -> int:
         ValueError: past the trajectory.
     """
     try:
-        place = operator.index(position)
+        count = operator.index(position)
     except TypeError:
         raise TypeError(
             f"position: expected an int, got {type(position).__name__}; count the prefix's tokens"
         ) from None
-    if place > length:
-        raise ValueError(f"position: expected 1 to {length} for this trajectory, got {place}; count its tokens")
-    return place
+    if count > length:
+        raise ValueError(f"position: expected 1 to {length} for this trajectory, got {count}; count its tokens")
+    return count
 
 
 def check_group(

@@ -14,7 +14,7 @@ WORD = "a"  # a piece before others makes their text that of the middle of a tex
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the piece of one byte, where a vocabulary falls back to bytes
 PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # byte-level pieces hold these as Latin-1
 OTHERS = [byte for byte in range(0x100) if byte not in PRINTED]
-BYTE_OF = {chr(byte): byte for byte in PRINTED} | {chr(0x100 + place): byte for place, byte in enumerate(OTHERS)}
+BYTE_OF = {chr(byte): byte for byte in PRINTED} | {chr(0x100 + index): byte for index, byte in enumerate(OTHERS)}
 CLEANED = re.compile(".*(?:[^ ]{8}|(?<! n)(?<=\\w)(?= ))", re.DOTALL)  # of this, a clean-up does not depend on the rest
 
 
@@ -80,12 +80,12 @@ class Text:
         if not self._open:
             self._guess = "".join(part.text for part in self._held)
         self._open.append(Part(piece, shown))
-        known = self._pieces.take(piece) if shown else piece
+        text = self._pieces.take(piece) if shown else piece
         if self._pieces.whole:
             return self._released(self._settled())
         longest = max(map(len, self.stops), default=0)
-        self._guess = self._guess[-longest:] + known
-        if any(stop in self._guess for stop in self.stops) and self._place([*self._held, *self._parts()]) is not None:
+        self._guess = self._guess[-longest:] + text
+        if any(stop in self._guess for stop in self.stops) and self._stop_at([*self._held, *self._parts()]) is not None:
             return self._released(self._settled(last=True))
         return ""
 
@@ -134,32 +134,32 @@ class Text:
             if shown_one:
                 taken += 1
                 continue
-            place = max(start, len(self._pieces.text(shown[:taken], self._before)))
-            parts += [Part(whole[start:place]), Part(piece, False)]
-            start = place
+            end = max(start, len(self._pieces.text(shown[:taken], self._before)))
+            parts += [Part(whole[start:end]), Part(piece, False)]
+            start = end
         return [*parts, Part(whole[start:])]
 
     def _clean(self, parts: Sequence[Part], last: bool) -> list[Part]:
         """The parts after the clean-up that some tokenizers make of a whole text, as far as it is certain."""
         self._unclean += _shown(parts)
-        found = CLEANED.match(self._unclean)
-        end = len(self._unclean) if last else found.end() if found else 0
+        certain = CLEANED.match(self._unclean)
+        end = len(self._unclean) if last else certain.end() if certain else 0
         text, self._unclean = self._pieces.clean(self._unclean[:end]), self._unclean[end:]
         return [Part(text), *(part for part in parts if not part.shown)]
 
     def _released(self, new: Sequence[Part]) -> str:
         """The text that is neither a stop string nor the beginning of one."""
         parts = [*self._held, *new]
-        found, whole = self._place(parts), "".join(part.text for part in parts)
-        self.stopped = found is not None
+        start, whole = self._stop_at(parts), "".join(part.text for part in parts)
+        self.stopped = start is not None
         kept = max((_overlap(whole, stop) for stop in self.stops), default=0)
-        before, self._held = _split(parts, len(whole) - kept if found is None else found)
+        before, self._held = _split(parts, len(whole) - kept if start is None else start)
         return _shown(before)
 
-    def _place(self, parts: Sequence[Part]) -> int | None:
+    def _stop_at(self, parts: Sequence[Part]) -> int | None:
         """Where the first stop string begins."""
         whole = "".join(part.text for part in parts)
-        return min((place for stop in self.stops if (place := whole.find(stop)) >= 0), default=None)
+        return min((start for stop in self.stops if (start := whole.find(stop)) >= 0), default=None)
 
 
 class _Pieces:
@@ -185,7 +185,7 @@ class _Pieces:
     def bytes_of(self, piece: str) -> bytes | None:
         """The bytes that a piece stands for; None if it stands for characters."""
         if self.falls_back:
-            return bytes.fromhex(found[1]) if (found := BYTE.fullmatch(piece)) else None
+            return bytes.fromhex(match[1]) if (match := BYTE.fullmatch(piece)) else None
         if not self.byte_level:
             return None
         try:
@@ -216,13 +216,13 @@ def _shown(parts: Sequence[Part]) -> str:
     return "".join(part.text for part in parts if part.shown)
 
 
-def _split(parts: Sequence[Part], place: int) -> tuple[list[Part], list[Part]]:
+def _split(parts: Sequence[Part], at: int) -> tuple[list[Part], list[Part]]:
     """The parts before and after a place in their text."""
     before, after = list[Part](), list[Part]()
     for text, shown in parts:
-        before.append(Part(text[:place], shown))
-        after.append(Part(text[place:], shown))
-        place = max(0, place - len(text))
+        before.append(Part(text[:at], shown))
+        after.append(Part(text[at:], shown))
+        at = max(0, at - len(text))
     return before, [part for part in after if part.text]
 
 
