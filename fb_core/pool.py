@@ -116,53 +116,27 @@ def candidate_pool(
         answers = _ask(llm, prompts, 1 if pool == "slm" else min(llm_k, size), slm_ids)
         if pool == "slm":
             answers = [Candidates(ids[:0], logprob[:0], slm_scores) for ids, logprob, slm_scores in answers]
-    slm_logprob = logits.float().log_softmax(-1)
-    return [
-        Pool(ids, sources, slm_logprob[row, ids], llm_logprob)
-        for row, (ids, sources, llm_logprob) in enumerate(merge_candidates(slm_ids, answers, size))
-    ]
-
-
-def merge_candidates(
-    slm_ids: Tensor, answers: Sequence[Candidates], vocabulary: int
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The SLM's candidates of many states, then what is new among the LLM's.
-
-    Args:
-        slm_ids: [n, Ks] int64, by falling probability.
-        answers: the LLM's answer for each state, with its log-probabilities of the SLM's candidates.
-        vocabulary: ids from this one on are not shared and are left out.
-
-    Returns:
-        for each state (ids [K] int64, source bits [K] int32, log p_T [K] float32), on the device of slm_ids.
-
-    Raises:
-        ValueError: a state without candidates, or an answer that leaves out log-probabilities.
-    """
-    device = slm_ids.device
-    proposed = [answer.ids.where(answer.ids < vocabulary, -1) for answer in answers]
-    llm_ids = pad_sequence(proposed, batch_first=True, padding_value=-1).to(device)
+    proposed = [answer.ids.where(answer.ids < size, -1) for answer in answers]
+    llm_ids = pad_sequence(proposed, batch_first=True, padding_value=-1).to(logits.device)
     pool_ids, counts, sources = joint_pool(slm_ids, llm_ids)
-    merged = []
+    slm_logprob, pools = logits.float().log_softmax(-1), []
     for row, (answer, count) in enumerate(zip(answers, counts.tolist(), strict=True)):
         if not count:
             raise ValueError(
-                f"llm: expected a candidate among the {vocabulary} shared ids, got none; tell the LLM how many ids are "
-                "valid"
+                f"llm: expected a candidate among the {size} shared ids, got none; tell the LLM how many ids are valid"
             )
-        ids = pool_ids[row, :count]
+        ids, llm_logprob = pool_ids[row, :count], answer.logprob.to(logits.device)
         asked = torch.cat([slm_ids[row], llm_ids[row, : len(proposed[row])]])
-        logprobs = answer.logprob.to(device)
         if slm_ids.shape[1]:
             if answer.score_logprob is None:
                 raise ValueError(
                     f"llm: expected log-probabilities of the {slm_ids.shape[1]} score_ids, got None; return them "
                     "along with the candidates"
                 )
-            logprobs = torch.cat([answer.score_logprob.to(device), logprobs])
-        index = (ids[:, None] == asked).int().argmax(1)  # [K] index of each candidate among the ids asked about
-        merged.append((ids, sources[row, :count], logprobs[index]))
-    return merged
+            llm_logprob = torch.cat([answer.score_logprob.to(logits.device), llm_logprob])
+        index = (ids[:, None] == asked).int().argmax(1)  # [K] of each candidate among the ids asked about
+        pools.append(Pool(ids, sources[row, :count], slm_logprob[row, ids], llm_logprob[index]))
+    return pools
 
 
 def _ask(llm: LLM, prompts: Sequence[Tensor], k: int, score_ids: Tensor) -> list[Candidates]:

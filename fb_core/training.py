@@ -420,7 +420,7 @@ class _Batch:
         base = runs[0].reranker.base
         groups = [group for trajectory in trajectories for group in trajectory.groups]
         sizes = [len(group.candidates) for group in groups]
-        cu_group = hf.offsets(sizes, base.device)
+        cu_group = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=base.device)
         layout = None
         if any(run.reranker.scope == "candidate" for run in runs):
             prefixes = hf.prefill_packed(base, [_needed(trajectory) for trajectory in trajectories])

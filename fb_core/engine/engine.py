@@ -368,10 +368,9 @@ def _together(state: _State, loop: Loop, handles: dict[Task, Handle]) -> None:
         try:
             for handle in entering:
                 loop.submit(handle._task)
-            for task in (*(handle._task for handle in leaving), *(handles if closed else ())):
-                if task in handles:
-                    loop.end(task)
-                    handles.pop(task)._end(CancelledError())
+            for task in (handle._task for handle in leaving if handle._task in handles):
+                loop.end(task)
+                handles.pop(task)._end(CancelledError())
             if closed:
                 loop.close()
                 return
@@ -393,16 +392,11 @@ def _one_after_another(state: _State) -> None:
     while True:
         with state.changed:
             state.changed.wait_for(lambda: state.entering or state.closed)
+            state.leaving.clear()  # each one's `gone` says the same
             if state.closed:
-                for handle in state.entering:
-                    handle._end(CancelledError())
                 return
             handle = state.entering.popleft()
-            state.busy = handle not in state.leaving
-            state.leaving.discard(handle)
-        if not state.busy:
-            handle._end(CancelledError())
-            continue
+            state.busy = True
         decoder, task = copy.copy(state.decoder), handle._task
         decoder.policy = replace(decoder.policy, threshold=task.threshold)
         decoder.max_events = task.max_events
@@ -411,17 +405,15 @@ def _one_after_another(state: _State) -> None:
 
         def on_token(row: hf.Running, handle: Handle = handle) -> bool:
             handle._task.row = row
-            return not handle._tell() or handle in state.leaving or state.closed
+            return not handle._tell() or handle._task.gone.cancelled() or state.closed
 
         GONE.set(task.gone)
+        outcome: Generation | BaseException = CancelledError()
         try:
-            prompt = torch.tensor(task.row.tokens, device=decoder.slm.device)
-            outcome: Generation | BaseException = decoder.decode([prompt], replace(task.stop, on_token=on_token))[0]
+            if not task.gone.cancelled():
+                prompt = torch.tensor(task.row.tokens, device=decoder.slm.device)
+                outcome = decoder.decode([prompt], replace(task.stop, on_token=on_token))[0]
         except BaseException as problem:
             outcome = problem
-        with state.changed:
-            state.busy = False
-            left = state.closed or handle in state.leaving
-        handle._end(CancelledError() if left else outcome)
-        with state.changed:
-            state.leaving.discard(handle)  # whenever it was cancelled before its end
+        state.busy = False
+        handle._end(CancelledError() if state.closed or task.gone.cancelled() else outcome)

@@ -30,7 +30,7 @@ class Graphs:
         self._pool: Any = None
         self._side: Any = None  # one stream for all captures: blocks of the pool are reused on their own stream only
 
-    def ready(self, key: Hashable, compute: Callable[[], None]) -> Callable[[], None]:
+    def ready(self, key: Hashable, compute: Callable[[], object]) -> Callable[[], object]:
         """What runs the computation: `compute` itself, or a replay of its graph, which is captured now if missing.
 
         Args:
@@ -53,7 +53,7 @@ class Graphs:
         self._graphs.clear()
         self._pool, self._side, self.nbytes = None, None, 0
 
-    def _capture(self, key: Hashable, compute: Callable[[], None]) -> None:
+    def _capture(self, key: Hashable, compute: Callable[[], object]) -> None:
         if self._pool is None:
             self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
         current, side = torch.cuda.current_stream(self.device), self._side

@@ -7,7 +7,6 @@ forward is captured once and replayed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -193,7 +192,7 @@ class PagedModel:
         packed = self._buffers.setdefault(size, numbers)
         for buffer, now in zip(packed, numbers, strict=True):
             buffer.copy_(now)
-        self.graphs.ready(("extend", size), partial(self._take_last, packed))()
+        self.graphs.ready(("extend", size), lambda: self._last.copy_(self._take(packed)))()
         return self._last[: len(parts)]
 
     def _packed(self, parts: Sequence[Part], captured: bool) -> Packed:
@@ -217,9 +216,6 @@ class PagedModel:
             torch.tensor([*bounds[1:], *[size] * absent]) - 1,
         )
         return Packed(*(x.to(self.graphs.device) for x in numbers))
-
-    def _take_last(self, packed: Packed) -> None:
-        self._last.copy_(self._take(packed))
 
     def _take(self, packed: Packed) -> Tensor:
         """The residual stream [G, D] after the last row of each sequence."""

@@ -209,7 +209,7 @@ class DecodeStep:
         """The rows of a step for `count` sequences: rounded up to a power of 2 (at most all) if captured."""
         return min(self.rows, 1 << (count - 1).bit_length()) if self.model.graphs.captures else count
 
-    def _ready(self, rows: int, slot: int) -> Callable[[], None]:
+    def _ready(self, rows: int, slot: int) -> Callable[[], object]:
         graphs, key, compute = self.model.graphs, ("step", rows, slot), partial(self._compute, rows, slot)
         if not graphs.runs(key):
             return graphs.ready(key, compute)

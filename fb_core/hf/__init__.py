@@ -61,7 +61,6 @@ from fb_core.hf.packed import (
     check_packed_forward,
     check_supported,
     forward_through_modules,
-    offsets,
     packed_forward,
     packs,
     prefill_packed,

@@ -97,13 +97,6 @@ class Layout:
         )
 
 
-def offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """int32 [n + 1]: the running sum of lengths, beginning with 0."""
-    sums = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    sums[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-    return sums.to(device)
-
-
 def _fb_branch(
     module: nn.Module,
     query: Tensor,  # [1, Hq, T, E]
@@ -208,7 +201,9 @@ def packed_forward(
         ValueError: active dropout, or the model did not route every layer, with its window, through the attention
             interface.
     """
-    check_no_dropout(model)
+    for name, layer in model.named_modules() if model.training else ():
+        if isinstance(layer, nn.Dropout) and layer.training and layer.p > 0:
+            raise ValueError(f"{type(model).__name__}: expected no dropout, got {layer.p} in {name}; call .eval()")
     if not torch.is_grad_enabled() and not torch.is_autocast_enabled(ids.device.type):
         native = NativeDecoder.of(model)
         if native is not None:
@@ -237,18 +232,6 @@ def forward_through_modules(model: PreTrainedModel, ids: Tensor, positions: Tens
                 "interface, got none (the model puts it into its mask alone); use a model of a supported family"
             )
     return hidden
-
-
-def check_no_dropout(model: PreTrainedModel) -> None:
-    """Refuse a model whose hidden states are random.
-
-    Raises:
-        ValueError: a dropout layer in training mode.
-    """
-    if model.training:
-        for name, layer in model.named_modules():
-            if isinstance(layer, nn.Dropout) and layer.training and layer.p > 0:
-                raise ValueError(f"{type(model).__name__}: expected no dropout, got {layer.p} in {name}; call .eval()")
 
 
 def _sliding_layers(model: PreTrainedModel) -> list[bool]:
