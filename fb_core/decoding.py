@@ -261,7 +261,8 @@ class CollaborativeDecoder:
             **others: Any,
         ) -> Tensor:
             listener = hf.streamer_of_caller() if streamer is None else streamer
-            mask = others.get("attention_mask", torch.ones_like(input_ids))  # a parameter's name would come twice
+            mask = others.get("attention_mask")  # as a parameter of its own it would come twice
+            mask = torch.ones_like(input_ids) if mask is None else mask
             try:
                 return self._custom_generate(model, input_ids, mask, stopping_criteria, generation_config, listener)
             finally:

@@ -180,19 +180,18 @@ class NativeDecoder:
         """
         table = self.rope(positions)
         every = torch.arange(len(ids), device=ids.device)  # row i of the table is that of packed row i
-        q, k, v, residual = _by_rows(self.layers[0].before_attention, self.embedding(ids), None, every, constants=table)
-        attended = self._attended(attend, 0, q, k, v)
-        for index in range(1, len(self.layers)):
-            step = partial(self._between_attentions, index)
-            q, k, v, residual = _by_rows(step, attended, residual, every, constants=table)
-            attended = self._attended(attend, index, q, k, v)
+        step: Callable[..., tuple[Tensor, ...]] = self.layers[0].before_attention
+        hidden: Tensor = self.embedding(ids)
+        residual: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            q, k, v, residual = _by_rows(step, hidden, residual, every, constants=table)
+            hidden = attend(index, q, k, v, layer.window, layer.scale)[0]
+            step = partial(self._between_attentions, index + 1)
+        assert residual is not None
         if rows is not None:
-            attended, residual = attended[rows], residual[rows]
-        hidden, residual = _by_rows(self.layers[-1].after_attention, attended, residual)
+            hidden, residual = hidden[rows], residual[rows]
+        hidden, residual = _by_rows(self.layers[-1].after_attention, hidden, residual)
         return rms_norm(hidden, *self.norm, residual)[0]
-
-    def _attended(self, attend: Attend, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(index, q, k, v, self.layers[index].window, self.layers[index].scale)[0]
 
     def _between_attentions(
         self, index: int, attended: Tensor, residual: Tensor, positions: Tensor, cos: Tensor, sin: Tensor

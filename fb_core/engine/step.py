@@ -119,7 +119,7 @@ class DecodeStep:
 
     @torch.no_grad()
     def go_on(self, row: int, budget: int, token: int | None = None, position: int = 0) -> None:
-        """Let a row go on with `budget` events left; `token`, if given, is written at `place`, its end."""
+        """Let a row go on with `budget` events left; `token`, if given, is written at `position`, its end."""
         self.order()
         if token is not None:
             self.state.tokens[row, position] = token

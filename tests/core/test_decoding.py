@@ -37,6 +37,8 @@ from fb_core.value import ValueHead
 MARGIN = 1e-4
 NEVER, ALWAYS = math.inf, -math.inf
 
+both_loops = pytest.mark.parametrize("loop", [{}, {"max_length": 64}], ids=["plain", "fast"])
+
 
 def prompts(*lengths, seed=0):
     generator = torch.Generator().manual_seed(seed)
@@ -159,20 +161,23 @@ def test_equals_a_plain_loop_token_by_token_and_event_by_event(family, pool):
     assert ended
 
 
-def test_eos_inside_and_outside_of_events():
+@both_loops
+def test_eos_inside_and_outside_of_events(loop):
     slm, llm = tiny("qwen3", 1), tiny("qwen3", 2)
     (ids,) = prompts(5)
-    free = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(1.2), slm_k=3, llm_k=3, max_events=3)
-    slm.generation_config.eos_token_id = None
-    slm.config.eos_token_id = None
-    generation = free.generate(ids, 16)
-    tokens = generation.token_ids.tolist()
-    at_events = {event.step for event in generation.events}
+
+    def decode():
+        options = {"slm_k": 3, "llm_k": 3, "max_events": 3, **loop}
+        return CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(1.2), **options).generate(ids, 16)
+
+    slm.generation_config.eos_token_id = slm.config.eos_token_id = None
+    generation = decode()
+    tokens, at_events = generation.token_ids.tolist(), {event.step for event in generation.events}
     assert len(at_events) == 3
     for inside in (True, False):
         step = next(s for s, token in enumerate(tokens) if (s in at_events) == inside and token not in tokens[:s])
         slm.generation_config.eos_token_id = tokens[step]
-        cut = free.generate(ids, 16)
+        cut = decode()
         assert cut.token_ids.tolist() == tokens[: step + 1]
         assert cut.events == [event for event in generation.events if event.step <= step]
 
@@ -781,8 +786,9 @@ def custom(decoder, ids, **settings):
     return decoder.slm.generate(ids, custom_generate=decoder.as_custom_generate(), **settings)
 
 
-def test_custom_generate_streams_and_honours_limits():
-    decoder = decoder_of(policy=RequestPolicy(1.3))
+@both_loops
+def test_custom_generate_streams_and_honours_limits(loop):
+    decoder = decoder_of(policy=RequestPolicy(1.3), **loop)
     ids = prompts(5)[0][None]
     plainly = decoder.generate(ids, 9).token_ids.tolist()
     assert len(plainly) == 9
@@ -795,8 +801,9 @@ def test_custom_generate_streams_and_honours_limits():
     assert custom(decoder, ids, max_new_tokens=9, do_sample=True, temperature=0.3).tolist() == out.tolist()
 
 
-def test_custom_generate_honours_stopping_criteria_and_eos():
-    decoder = decoder_of(policy=RequestPolicy(1.3))
+@both_loops
+def test_custom_generate_honours_stopping_criteria_and_eos(loop):
+    decoder = decoder_of(policy=RequestPolicy(1.3), **loop)
     ids = prompts(5)[0][None]
     plainly = decoder.generate(ids, 9).token_ids.tolist()
     stop = next(token for token in plainly[2:] if token not in plainly[:2])
@@ -806,8 +813,9 @@ def test_custom_generate_honours_stopping_criteria_and_eos():
     assert custom(decoder, ids, max_new_tokens=9, eos_token_id=stop)[0, 5:].tolist() == upto
 
 
-def test_custom_generate_of_a_left_padded_batch():
-    decoder = decoder_of(policy=RequestPolicy(1.3))
+@both_loops
+def test_custom_generate_of_a_left_padded_batch(loop):
+    decoder = decoder_of(policy=RequestPolicy(1.3), **loop)
     asked = prompts(3, 6)
     generations = decoder.generate_many(asked, 7)
     stop = int(generations[0].token_ids[2])

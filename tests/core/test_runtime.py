@@ -8,9 +8,8 @@ import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from test_decoding import NEVER, SCORES, Listener, Mixed, StopOn, check, custom, plain, prompts, tokenizer_of
+from test_decoding import NEVER, SCORES, Mixed, check, plain, prompts, tokenizer_of
 from tiny import EOS, tiny
-from transformers import StoppingCriteriaList
 
 from fb_core import (
     CollaborativeDecoder,
@@ -25,7 +24,7 @@ from fb_core import (
 )
 from fb_core.decoding import LowLatencyDecoder
 from fb_core.engine.large import PagedLLM
-from fb_core.engine.merged import ROWS, MergedReranker
+from fb_core.engine.merged import MergedReranker
 from fb_core.engine.model import CHUNK, PagedModel, Part
 from fb_core.engine.pages import SIZE, pages_of
 from fb_core.engine.step import DecodeStep
@@ -121,22 +120,6 @@ def test_a_merged_reranker_scores_as_the_adapter(family, k):
             assert (mine.step, mine.pool, mine.choice) == (theirs.step, theirs.pool, theirs.choice)
             assert mine.scores == pytest.approx(theirs.scores, abs=1e-3)
         assert got.token_ids.tolist() == want.token_ids.tolist()
-
-
-def test_eos_inside_and_outside_of_events():
-    slm, llm = pair("qwen3")
-    (ids,) = prompts(5)
-    slm.generation_config.eos_token_id = slm.config.eos_token_id = None
-    options = {"slm_k": 3, "llm_k": 3, "max_events": 3}
-    generation = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.2), **options).generate(ids, 16)
-    tokens, at_events = generation.token_ids.tolist(), {event.step for event in generation.events}
-    assert len(at_events) == 3
-    for inside in (True, False):
-        step = next(s for s, token in enumerate(tokens) if (s in at_events) == inside and token not in tokens[:s])
-        slm.generation_config.eos_token_id = tokens[step]
-        cut = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.2), **options).generate(ids, 16)
-        assert cut.token_ids.tolist() == tokens[: step + 1]
-        assert cut.events == [event for event in generation.events if event.step <= step]
 
 
 def test_positions_and_buffers_bound_a_generation():
@@ -337,22 +320,6 @@ def test_an_id_that_only_the_small_model_has_is_refused_before_anything_runs():
 # --- what goes wrong, and who goes another way ------------------------------------------------------------------------
 
 
-def test_another_adapter_takes_the_same_memory():
-    slm, _ = pair("qwen2")
-    model = PagedModel(slm, 32, 3)
-    pages = held(model, [*prompts(6)[0].tolist(), 1])
-    one, two = random_reranker(slm, 1), random_reranker(slm, 2)
-    merged = MergedReranker(one, model)
-    places = [layer.qkv.weight.data_ptr() for layer in merged.layers]
-    pool = prompts(ROWS)[0].unique()
-    prefix = hf.Prefix(model.kv, 0, 6, tuple(pages))
-    for reranker in (one, two):
-        merged.load(reranker)
-        (got,) = merged.scores_many([prefix], [pool])
-        torch.testing.assert_close(got, reranker.scores(prompts(6)[0], pool).detach(), rtol=1e-4, atol=1e-4)
-    assert places == [layer.qkv.weight.data_ptr() for layer in merged.layers]
-
-
 def test_changed_weights_count_and_a_changed_dtype_is_refused():
     slm, llm = pair("llama")
     decoder = LowLatencyDecoder(slm, llm, SLMPreference(), RequestPolicy(NEVER))
@@ -531,22 +498,6 @@ def test_inference_mode_and_back():
         inside = decoder.generate(ids, 8)
     outside = decoder.generate(ids, 8)
     assert outside.token_ids.tolist() == inside.token_ids.tolist()
-
-
-def test_custom_generate_streams_stops_and_takes_a_batch():
-    slm, llm = pair("qwen3")
-    decoder = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.2), slm_k=3, llm_k=3)
-    slm.generation_config.eos_token_id = None
-    ids = prompts(5)[0][None]
-    listener = Listener()
-    out = custom(decoder, ids, max_new_tokens=9, streamer=listener)[0].tolist()
-    assert listener.heard == [ids.tolist(), *([token] for token in out[5:])]
-    assert listener.ended == 1
-    stop = next(token for token in out[7:] if token not in out[5:7])
-    upto = out[: 5 + out[5:].index(stop) + 1]
-    criteria = StoppingCriteriaList([StopOn(stop)])
-    assert custom(decoder, ids, max_new_tokens=9, stopping_criteria=criteria)[0].tolist() == upto
-    assert custom(decoder, ids, max_new_tokens=9, eos_token_id=stop)[0].tolist() == upto
 
 
 @pytest.mark.parametrize("length", [0, 1])
