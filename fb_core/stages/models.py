@@ -197,7 +197,7 @@ def splits_of(settings: ProblemSettings) -> dict[str, list[Problem]]:
     """
     problems = read_problems(settings.train, settings.limit, "train", settings.seed)
     for source in settings.held_out:
-        problems, _ = without_overlap(problems, load_problems(source))
+        problems = without_overlap(problems, load_problems(source))
     if (aside := settings.validation + settings.certification) >= len(problems):
         raise ValueError(
             f"problems: expected more than {aside} in {settings.train}, which problems.validation "

@@ -1,14 +1,8 @@
-r"""Problems with gold answers: known benchmarks from the hub or from local files, and the user's own problems.
-
-A source is a short name (``gsm8k``: from the hub or its cache), a short name with a local file that has the set's own
-fields (``gsm8k=test.jsonl``), or a local file with the fields ``problem`` (or ``question``), ``answer`` and optionally
-``id``. Files are ``.jsonl`` (one object per line), ``.json`` (one list of objects) or ``.parquet``.
-"""
+r"""Problems with gold answers: known benchmarks from the hub or local files, the user's own, and how they are asked."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import logging
 import os
@@ -19,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fb_core import hf
+from fb_core.extras import require
 from fb_core.verify import boxed
 
 log = logging.getLogger(__name__)
@@ -54,40 +49,29 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the gold answer is read from a row.
-
-    Attributes:
-        field: the row's field that holds it.
-        gold: reads it from the field's text; returns None if there is none, "" if the set itself left it empty.
-        expected: what the field should hold, for error messages.
-        unsolved: whether rows with an empty gold answer are left out instead of refused.
-    """
-
-    field: str = "answer"
-    gold: Callable[[str], str | None] = str.strip
-    expected: str = "an answer"
-    unsolved: bool = False
-
-
-@dataclass(frozen=True)
 class Benchmark:
-    """A known set of problems.
+    """A known set of problems; the defaults are those of a user's own file.
 
     Attributes:
         hub_id: the data set on the hub.
         split: its split.
         count: number of rows in that split, over all configs.
         configs: read one after the other; None is the default config.
-        layout: how the gold answer is read.
+        field: the row's field that holds the gold answer.
+        gold: reads the answer from the field's text; returns None if there is none, "" if the set left it empty.
+        expected: what the field should hold, for error messages.
+        unsolved: whether rows with an empty gold answer are left out instead of refused.
         repeats: number of runs with different seeds that an evaluation averages.
     """
 
-    hub_id: str
-    split: str
-    count: int
+    hub_id: str = ""
+    split: str = ""
+    count: int = 0
     configs: tuple[str | None, ...] = (None,)
-    layout: Layout = Layout()
+    field: str = "answer"
+    gold: Callable[[str], str | None] = str.strip
+    expected: str = "an answer"
+    unsolved: bool = False
     repeats: int = 1
 
 
@@ -114,7 +98,6 @@ def _without_zeros(text: str) -> str:
     return LEADING_ZEROS.sub("", text.strip())
 
 
-_AIME = Layout(gold=_without_zeros)
 _SUBJECTS = (
     "algebra",
     "counting_and_probability",
@@ -125,26 +108,29 @@ _SUBJECTS = (
     "precalculus",
 )
 BENCHMARKS: dict[str, Benchmark] = {
-    "gsm8k": Benchmark(
-        "openai/gsm8k", "test", 1319, ("main",), Layout(gold=_after_hashes, expected="a number after ####")
-    ),
+    "gsm8k": Benchmark("openai/gsm8k", "test", 1319, ("main",), gold=_after_hashes, expected="a number after ####"),
     "math-500": Benchmark("HuggingFaceH4/MATH-500", "test", 500),
     "olympiadbench": Benchmark(
         "Hothan/OlympiadBench",
         "train",
         674,
         ("OE_TO_maths_en_COMP",),
-        Layout("final_answer", _without_dollars, "a list of answers"),
+        field="final_answer",
+        gold=_without_dollars,
+        expected="a list of answers",
     ),
-    "aime-2024": Benchmark("HuggingFaceH4/aime_2024", "train", 30, layout=_AIME, repeats=3),
-    "aime-2025": Benchmark("math-ai/aime25", "test", 30, layout=_AIME, repeats=3),
+    "aime-2024": Benchmark("HuggingFaceH4/aime_2024", "train", 30, gold=_without_zeros, repeats=3),
+    "aime-2025": Benchmark("math-ai/aime25", "test", 30, gold=_without_zeros, repeats=3),
     # Two problems of number theory come without an answer.
     "math-train": Benchmark(
         "EleutherAI/hendrycks_math",
         "train",
         7500,
         _SUBJECTS,
-        Layout("solution", _last_box, "a solution with \\boxed{...}", unsolved=True),
+        field="solution",
+        gold=_last_box,
+        expected="a solution with \\boxed{...}",
+        unsolved=True,
     ),
 }
 
@@ -154,40 +140,30 @@ def load_problems(source: str) -> list[Problem]:
 
     Args:
         source: a name in `BENCHMARKS` (from the hub or its cache, through the `datasets` library), name=file for a
-            local .jsonl, .json or .parquet file with that set's fields, or a file with `problem` (or `question`),
-            `answer` (a text, an integer, or a list of them) and an optional `id`.
+            local file with that set's fields, or a file with `problem` (or `question`), `answer` (a text, an integer,
+            or a list of them) and an optional `id`. A file is .jsonl (one object per line), .json (one list of objects)
+            or .parquet.
 
     Returns:
         the problems in the source's order. An id is the set's own or the row's number; for a named set it starts with
         the set's name and a slash. Problems of MATH train without an answer are left out and logged.
 
     Raises:
-        TypeError: the source is no string.
+        ImportError: a library that reads the source is not installed.
         ValueError: the source cannot be found or is damaged; the message names the place and the remedy.
     """
-    if not isinstance(source, str):
-        raise TypeError(f"load_problems: source must be a string, got {type(source).__name__}; pass a name or a path.")
     name, _, path = source.partition("=")
     if name not in BENCHMARKS:
-        return _problems(source, _file_rows(source, Layout()), Layout(), "")
+        return _problems(source, _file_rows(source, Benchmark()), Benchmark(), "")
     benchmark = BENCHMARKS[name]
-    rows = _hub_rows(name) if source == name else _file_rows(path, benchmark.layout)
-    return _problems(source, rows, benchmark.layout, f"{name}/")
+    rows = _hub_rows(name) if source == name else _file_rows(path, benchmark)
+    return _problems(source, rows, benchmark, f"{name}/")
 
 
-def without_overlap(problems: Iterable[Problem], held_out: Iterable[Problem]) -> tuple[list[Problem], int]:
-    """Drop problems whose text is also held out, ignoring spacing, case and the size of fractions.
-
-    Args:
-        problems: any problems.
-        held_out: problems whose texts must not be among them.
-
-    Returns:
-        the problems that are left, in order, and the number of dropped ones.
-    """
-    problems, seen = list(problems), {_normal(problem.text) for problem in held_out}
-    left = [problem for problem in problems if _normal(problem.text) not in seen]
-    return left, len(problems) - len(left)
+def without_overlap(problems: Iterable[Problem], held_out: Iterable[Problem]) -> list[Problem]:
+    """The problems whose text is not also held out, ignoring spacing, case and the size of fractions."""
+    seen = {_normal(problem.text) for problem in held_out}
+    return [problem for problem in problems if _normal(problem.text) not in seen]
 
 
 def split(problems: Sequence[Problem], validation: int, seed: int) -> tuple[list[Problem], list[Problem]]:
@@ -205,9 +181,9 @@ def split(problems: Sequence[Problem], validation: int, seed: int) -> tuple[list
         ValueError: validation is not in 0 .. len(problems) - 1.
     """
     if not 0 <= validation < len(problems):
+        got = f"{validation} of {len(problems)}"
         raise ValueError(
-            f"split: validation must lie in 0..{len(problems) - 1} for {len(problems)} problems, got {validation}; "
-            "leave one to train on."
+            f"split: expected to set aside fewer problems than there are, got {got}; leave one to train on"
         )
     groups: dict[str, list[int]] = {}
     for index, problem in enumerate(problems):
@@ -230,22 +206,15 @@ def drawn(problems: Sequence[Problem], count: int, seed: int) -> list[Problem]:
 
 
 def prompt_ids(tokenizer: hf.Tokenizer, problem: Problem, template: str, thinking: bool = False) -> list[int]:
-    """Token ids of a problem in its prompt: a user turn if the tokenizer has a chat template, else the bare text.
+    """Token ids of a problem in a prompt, whose `{problem}` stands for its text, special tokens included.
 
-    Args:
-        tokenizer: the models' own.
-        problem: what to ask.
-        template: the prompt; `{problem}` stands for the text, other braces are kept.
-        thinking: as for `hf.chat_ids`.
-
-    Returns:
-        the ids, including special tokens.
+    It is a user turn if the tokenizer has a chat template (`thinking` as for `hf.chat_ids`), else the bare text.
     """
     asked = {"role": "user", "content": template.replace("{problem}", problem.text)}
     return hf.chat_ids(tokenizer, [asked], thinking)
 
 
-def _problems(source: str, rows: Rows, layout: Layout, prefix: str) -> list[Problem]:
+def _problems(source: str, rows: Rows, layout: Benchmark, prefix: str) -> list[Problem]:
     problems: list[Problem] = []
     places: dict[str, str] = {}
     size = unsolved = 0
@@ -283,37 +252,26 @@ def _field(where: str, row: dict[str, Any], names: Sequence[str]) -> tuple[str, 
     for name in names:
         if row.get(name) is not None:
             return name, row[name]
-    expected = "a field " + " or ".join(map(repr, names))
-    if null := [name for name in names if name in row]:
-        raise _fault(where, expected, f"null in {null[0]!r}", "give a value or delete the row")
-    has = ", ".join(map(repr, list(row)[:8])) or "no field"
-    raise _fault(
-        where,
-        expected,
-        has[:300],
-        "rename the fields, or name the set that they are of, as in gsm8k=test.jsonl",
-    )
+    has = ", ".join(f"{name!r}{' (null)' * (value is None)}" for name, value in list(row.items())[:8]) or "no field"
+    remedy = "give it, or name the set that the fields are of, as in gsm8k=test.jsonl"
+    raise _fault(where, "a field " + " or ".join(map(repr, names)), has[:300], remedy)
 
 
 def _text(where: str, name: str, value: object, kinds: type | tuple[type, ...]) -> str:
     if not isinstance(value, kinds) or isinstance(value, bool):
         raise _fault(where, f"a text in {name!r}", _kind(value), "write it as a string")
     text = str(value)
-    if found := FORBIDDEN.search(text):
-        raise _fault(where, f"a text in {name!r}", f"one with the character {found[0]!r}", "remove that")
+    if bad := FORBIDDEN.search(text):
+        raise _fault(where, f"a text in {name!r}", f"one with the character {bad[0]!r}", "remove that")
     return text.strip()
 
 
-def _file_rows(path: str, layout: Layout) -> Rows:
+def _file_rows(path: str, layout: Benchmark) -> Rows:
     readers = {".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet_rows}
     reader = readers.get(os.path.splitext(path)[1].lower())
     if reader is None or not os.path.isfile(path):
-        raise _fault(
-            "source",
-            f"{', '.join(BENCHMARKS)}, or an existing {', '.join(readers)} file",
-            repr(path[:200]),
-            "check the spelling",
-        )
+        expected = f"{', '.join(BENCHMARKS)}, or an existing {', '.join(readers)} file"
+        raise _fault("source", expected, repr(path[:200]), "check the spelling")
     return reader(path, {*TEXT_FIELDS, *ID_FIELDS, layout.field})
 
 
@@ -347,7 +305,10 @@ def _json(where: str, data: bytes) -> Any:
 
 
 def _parquet_rows(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any]]:
-    arrow, parquet = _library("pyarrow", "run"), _library("pyarrow.parquet", "run")
+    require("a .parquet file", "pyarrow")
+    import pyarrow as arrow
+    from pyarrow import parquet
+
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -357,44 +318,27 @@ def _parquet_rows(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any
                     number += 1
                     yield f"{path}, row {number}", row
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _fault(
-            f"{path} after row {number}", "a sound parquet file", _first_line(error), "write it again"
-        ) from error
+        place = f"{path} after row {number}"
+        raise _fault(place, "a sound parquet file", _first_line(error), "write it again") from error
 
 
 def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
     benchmark = BENCHMARKS[name]
-    datasets = _library("datasets", "data")
-    fields = {*TEXT_FIELDS, *ID_FIELDS, benchmark.layout.field}
+    require(name, "datasets", extra="data")
+    import datasets
+
+    fields = {*TEXT_FIELDS, *ID_FIELDS, benchmark.field}
+    files = f"give a local file of the same fields as {name}=file.jsonl or {name}=file.parquet"
     try:
         parts = [datasets.load_dataset(benchmark.hub_id, config, split=benchmark.split) for config in benchmark.configs]
     except Exception as error:  # the hub's many: offline, not cached, gone, refused
-        raise _fault(
-            name,
-            f"{benchmark.hub_id} from the hub or its cache",
-            _first_line(error),
-            f"go online, or give a local file of the same fields as {name}=file.jsonl or {name}=file.parquet",
-        ) from error
-    found = sum(map(len, parts))
-    if found != benchmark.count:
-        raise _fault(
-            name,
-            f"{benchmark.count} problems in {benchmark.hub_id}",
-            str(found),
-            f"clear its cache, or give a file as {name}=file.jsonl",
-        )
+        expected = f"{benchmark.hub_id} from the hub or its cache"
+        raise _fault(name, expected, _first_line(error), f"go online, or {files}") from error
+    if (count := sum(map(len, parts))) != benchmark.count:
+        expected = f"{benchmark.count} problems in {benchmark.hub_id}"
+        raise _fault(name, expected, str(count), f"clear its cache, or {files}")
     rows = (row for part in parts for row in part.select_columns([f for f in part.column_names if f in fields]))
     yield from ((f"{benchmark.hub_id}, row {number}", row) for number, row in enumerate(rows, 1))
-
-
-def _library(name: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        library = name.partition(".")[0]
-        raise _fault(
-            "source", f"the library {library}", _first_line(error), f"run pip install 'futurebridge[{extra}]'"
-        ) from error
 
 
 def _normal(text: str) -> str:

@@ -255,9 +255,9 @@ def plan(stage: Stage) -> str:
         if manifest is not None:
             stage.folder.check(manifest, identity)
         shards = stage.shards()
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, ImportError) as problem:
         lines = [f"{stage.name}: cannot run yet: {str(problem).removeprefix(f'{stage.name}: ')}"]
-        with suppress(OSError, ValueError):  # the settings alone may not tell
+        with suppress(OSError, ValueError, ImportError):  # the settings alone may not tell
             most = stage.most()
             lines += [f"  according to the settings, at most {most:,} {stage.unit}", _price(stage, most)]
         return "\n".join(lines)
