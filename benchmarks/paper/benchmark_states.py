@@ -13,7 +13,7 @@ from fb_core.stages.choose import ChoiceStage, RerankerStage
 from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
 from fb_core.stages.commands import Command, stages_of
 from fb_core.stages.files import Artefact
-from fb_core.stages.models import benchmark_problems, deployed_digest, file_stem, frozen_policy
+from fb_core.stages.models import POLICY, RERANKER, benchmark_problems, file_stem, frozen_policy
 from fb_core.stages.problems import Problem, drawn
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import Output, Stage, run_stage
@@ -28,7 +28,8 @@ class BenchmarkTrajectoryStage(TrajectoryStage):
     slice = (*TrajectoryStage.slice, "evaluate.benchmarks", "evaluate.limit", "experiment.benchmark_problems")
 
     def data(self) -> dict[str, Any]:
-        return {"tested": deployed_digest(self.run.parent)} | super().data()  # before any problem is read
+        tested = [Artefact(self.run.parent, stage).finished()["digest"] for stage in (POLICY, RERANKER)]
+        return {"tested": tested} | super().data()  # before any problem is read
 
     @property
     def splits(self) -> dict[str, list[Problem]]:

@@ -19,7 +19,6 @@ from fb_core.stages.models import (
     DEPLOYED_STAGE,
     Generate,
     benchmark_problems,
-    chosen_digest,
     file_stem,
     problems_hash,
 )
@@ -46,7 +45,11 @@ class CompareStage(DecodeStage):
 
     def data(self) -> dict[str, Any]:
         hashes = {name: problems_hash(problems) for name, problems in benchmark_problems(self.settings).items()}
-        chosen = {"deployed": chosen_digest(self.run)} if "deployed" in self.settings.compare.methods else {}
+        chosen = (
+            {"deployed": Artefact(self.run, DEPLOYED_STAGE).finished()["digest"]}
+            if "deployed" in self.settings.compare.methods
+            else {}
+        )
         return hashes | {"checkpoints": self._checkpoints()} | chosen
 
     def _checkpoints(self) -> dict[str, str]:
@@ -100,7 +103,9 @@ class DeploymentStage(DecodeStage):
         )
 
     def data(self) -> dict[str, Any]:
-        chosen = {"deployed": chosen_digest(self.run)} if "deployed" in self._methods else {}
+        chosen = (
+            {"deployed": Artefact(self.run, DEPLOYED_STAGE).finished()["digest"]} if "deployed" in self._methods else {}
+        )
         return {"timed": problems_hash(self._problems), "methods": self._methods} | chosen
 
     @cached_property

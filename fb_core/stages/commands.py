@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from fb_core.config import SETTINGS, RunSettings
 from fb_core.stages.choose import CHOICE, RerankerStage, SelectionStage
 from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
-from fb_core.stages.evaluate import EvaluateStage, write_page
+from fb_core.stages.evaluate import EvaluateStage
 from fb_core.stages.files import write_file
 from fb_core.stages.futures import FutureStage
 from fb_core.stages.rollouts import RolloutStage
@@ -69,10 +69,7 @@ def run_command(
         if is_main and dry_run:
             show(plan(stage))
         elif is_main:
-            manifest = run_stage(stage, engine)
-            show(stage.report(manifest))
-            if kind is EvaluateStage:
-                write_page(run, manifest)
+            show(stage.report(run_stage(stage, engine)))
         elif kind is TrainStage and not dry_run:
             run_stage(stage, is_main=False)
     if is_main and not dry_run:

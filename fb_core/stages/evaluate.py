@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from fb_core.stages.collect import PolicyStage
 from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
 from fb_core.stages.files import write_file
 from fb_core.stages.models import DEPLOYED, LABELS, benchmark_problems, file_stem, problems_hash
-from fb_core.stages.problems import BENCHMARKS
+from fb_core.stages.problems import BENCHMARKS, Benchmark
 from fb_core.stages.run import Stage
 
 SEEDED = ("futurebridge", "deployed")  # run once per reranker seed
@@ -56,15 +55,14 @@ class EvaluateStage(DecodeStage):
         size, seeds = self.settings.evaluate.per_shard, self.settings.train.seeds
         trials: dict[str, Trial] = {}
         for name, problems in benchmark_problems(self.settings).items():
-            known = BENCHMARKS.get(name.partition("=")[0])
-            if known is not None and known.repeats > len(seeds):
-                log.warning("%s: %d runs instead of %d, one per seed", name, len(seeds), known.repeats)
+            repeats = BENCHMARKS.get(name.partition("=")[0], Benchmark()).repeats
+            if repeats > len(seeds):
+                log.warning("%s: %d runs instead of %d, one per seed", name, len(seeds), repeats)
             stem = file_stem(name)
             if any(shard.startswith(f"{stem}.") for shard in trials):
                 raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
-            repeated = known is not None and known.repeats > 1
             for key in self._methods:
-                several = key in SEEDED or (repeated and key == "greedy")
+                several = key in SEEDED or (repeats > 1 and key == "greedy")
                 runs: Sequence[int | None] = seeds if several else (None,)
                 for seed in runs:
                     for start in range(0, len(problems), size):
@@ -73,7 +71,10 @@ class EvaluateStage(DecodeStage):
         return trials
 
     def summary(self) -> dict[str, Any]:
-        """Accuracy and its differences with intervals, calls and tokens, per benchmark and on their average."""
+        """Accuracy and its differences with intervals, calls and tokens, per benchmark and on their average.
+
+        Also writes them as a page into the run's folder.
+        """
         rows: dict[tuple[str, str], dict[str, list[Row]]] = {}
         for row in self.rows():
             rows.setdefault((row.benchmark, row.method), {}).setdefault(row.problem, []).append(row)
@@ -98,10 +99,11 @@ class EvaluateStage(DecodeStage):
                             f"minus {name}": None if key == name else list(statistics.average_interval(own, other))
                             for name, other in zip(REFERENCES, others, strict=True)
                         },
-                        "calls": float(np.mean([np.mean([row.calls for row in one]) for one in flat])),
-                        "tokens": float(np.mean([np.mean([len(row.tokens) for row in one]) for one in flat])),
+                        "calls": float(np.mean([np.mean([row.calls for row in each]) for each in flat])),
+                        "tokens": float(np.mean([np.mean([len(row.tokens) for row in each]) for each in flat])),
                     }
                 )
+        write_file(self.run / PAGE, page("evaluation.html", title="Evaluation", table=table_of(table)).encode())
         return {"table": table}
 
     def _shown(self) -> dict[str, list[str]]:
@@ -110,16 +112,16 @@ class EvaluateStage(DecodeStage):
         return {name: [name] for name in names} | ({AVERAGE: names} if len(names) > 1 else {})
 
     def report(self, manifest: dict[str, Any]) -> str:
-        table = table_of(manifest)
+        table = table_of(manifest["summary"]["table"])
         return "\n".join(markdown_table(table.head, table.rows, table.sides))
 
 
-def table_of(manifest: dict[str, Any]) -> Table:
-    """The table of a finished evaluation: accuracy and its differences with 95% intervals, calls and tokens."""
+def table_of(results: Sequence[dict[str, Any]]) -> Table:
+    """Accuracy and its differences with 95% intervals, calls and tokens of an evaluation's rows."""
     differences = [f"minus {name}, pp" for name in REFERENCES]
     head = ("benchmark", "method", "problems x runs", "accuracy, %", *differences, "LLM calls", "tokens")
     rows = []
-    for row in manifest["summary"]["table"]:
+    for row in results:
         spread = [
             "" if value is None else "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in value))
             for value in (row["accuracy"], *(row[f"minus {name}"] for name in REFERENCES))
@@ -128,8 +130,3 @@ def table_of(manifest: dict[str, Any]) -> Table:
         rows.append((row["benchmark"], row["method"], size, *spread, calls, tokens))
     note = "In brackets 95% intervals by resampling problems; differences are paired. Calls and tokens are per problem."
     return Table("Evaluation", head, rows, note, "ll" + "r" * (len(head) - 2))
-
-
-def write_page(run: Path, manifest: dict[str, Any]) -> None:
-    """Write the table of a finished evaluation as a page into the run's folder."""
-    write_file(run / PAGE, page("evaluation.html", title="Evaluation", table=table_of(manifest)).encode())

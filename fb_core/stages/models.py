@@ -43,27 +43,23 @@ class Models:
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
-        self._places = {"slm": checkpoint(settings.slm, "slm"), "llm": checkpoint(settings.llm, "llm")}
-        self._known: dict[str, str | int | None] = {}  # hashes by role
+        self._checkpoints = {"slm": checkpoint(settings.slm, "slm"), "llm": checkpoint(settings.llm, "llm")}
+        self._hashes: dict[str, str | int | None] = {}  # by role
 
     @cached_property
-    def _slm(self) -> tuple[hf.CausalLM, hf.Tokenizer]:
-        return self._load("slm")
-
-    @property
     def slm(self) -> hf.CausalLM:
         """The small model."""
-        return self._slm[0]
+        return self._load("slm")[0]
 
     @cached_property
     def tokenizer(self) -> hf.Tokenizer:
         """The SLM's, which the LLM must share."""
-        return hf.load_tokenizer(self._places["slm"])
+        return hf.load_tokenizer(self._checkpoints["slm"])
 
     @property
     def tokenizer_here(self) -> hf.Tokenizer | None:
         """The tokenizer if it is on this machine, else None; downloads nothing."""
-        return self.tokenizer if hf.has_tokenizer(self._places["slm"]) else None
+        return self.tokenizer if hf.has_tokenizer(self._checkpoints["slm"]) else None
 
     @property
     def vocabulary(self) -> int:
@@ -128,49 +124,46 @@ class Models:
 
         "valid_vocab" is the number of ids that are no padding, present only if the SLM's embedding has rows of padding.
         """
-        found: dict[str, Any] = {"dtype": self.settings.dtype}
         for role in roles:
-            if role not in self._known:
-                self._known[role] = self._unpadded() if role == "valid_vocab" else self._hash(role)
-            if self._known[role] is not None:
-                found[role] = self._known[role]
-        if self.settings.slm_server is not None:
-            found["slm_server"] = self.settings.slm_server.model or self.settings.slm
-        return found
+            if role not in self._hashes:
+                self._hashes[role] = self._hash(role)
+        hashes = {role: self._hashes[role] for role in roles if self._hashes[role] is not None}
+        if (server := self.settings.slm_server) is not None:
+            hashes["slm_server"] = server.model or self.settings.slm
+        return {"dtype": self.settings.dtype} | hashes
 
-    def _unpadded(self) -> int | None:
-        return self.vocabulary if self.vocabulary < hf.checkpoint_vocabulary(self._places["slm"]) else None
-
-    def _hash(self, role: str) -> str:
+    def _hash(self, role: str) -> str | int | None:
+        if role == "valid_vocab":
+            return self.vocabulary if self.vocabulary < hf.checkpoint_vocabulary(self._checkpoints["slm"]) else None
         if role == "tokenizer":
             return hf.tokenizer_hash(self.tokenizer)
         if role == "llm" and (server := self.settings.llm_server) is not None:
             return digest(["server", server.model or self.settings.llm])
-        return hf.checkpoint_hash(self._places[role])
+        return hf.checkpoint_hash(self._checkpoints[role])
 
     def parameters(self, role: str) -> int | None:
         """The number of weights of "slm" or "llm", from its files; None if a server has them or they are not here."""
         if role == "llm" and self.settings.llm_server is not None:
             return None
-        return hf.checkpoint_size(self._places[role])
+        return hf.checkpoint_size(self._checkpoints[role])
 
     def _load(self, role: str) -> tuple[hf.CausalLM, hf.Tokenizer]:
-        return hf.load_model(self._places[role], self.settings.device, self.settings.dtype)
+        return hf.load_model(self._checkpoints[role], self.settings.device, self.settings.dtype)
 
     def _server(self, server: ServerSettings, role: str) -> ServerLLM:
-        made = ServerLLM(
+        llm = ServerLLM(
             server.url,
             server.flavour,
             model=server.model or getattr(self.settings, role),
             vocabulary=self.vocabulary,
-            ends=hf.checkpoint_ends(self._places[role], self.tokenizer),
+            ends=hf.checkpoint_ends(self._checkpoints[role], self.tokenizer),
             timeout=server.timeout,
             retries=server.retries,
             in_flight=server.in_flight,
             api_key=key_in(server.api_key_variable),
         )
-        made.check_tokenizer(self.tokenizer)
-        return made
+        llm.check_tokenizer(self.tokenizer)
+        return llm
 
 
 @lru_cache(maxsize=1)
@@ -251,7 +244,7 @@ def benchmark_problems(settings: RunSettings) -> dict[str, list[Problem]]:
 def _benchmark_problems(
     benchmarks: Sequence[str], limit: int | None, verify: VerifierSettings, seed: int
 ) -> dict[str, list[Problem]]:
-    found, verifier = {}, verifier_of(verify)
+    judged, verifier = {}, verifier_of(verify)
     for name in benchmarks:
         problems = read_problems(name, limit, "test", seed)
         golds = [problem.answer for problem in problems]
@@ -259,10 +252,10 @@ def _benchmark_problems(
         if "timeout" in verdicts:
             late = problems[verdicts.index("timeout")].id
             raise ValueError(f"{name}: expected gold answers judged in time, got {late} not; raise verify.timeout")
-        found[name] = [p for p, verdict in zip(problems, verdicts, strict=True) if verdict == "correct"]
-        if left := len(problems) - len(found[name]):
+        judged[name] = [p for p, verdict in zip(problems, verdicts, strict=True) if verdict == "correct"]
+        if left := len(problems) - len(judged[name]):
             log.warning("%s: left out %d problems whose gold answer cannot be judged", name, left)
-    return found
+    return judged
 
 
 def file_stem(name: str) -> str:
@@ -296,24 +289,19 @@ def frozen_policy(run: Path) -> RequestPolicy:
     return RequestPolicy(**json.loads(folder.read("policy", "jsonl")))
 
 
-def deployed_digest(run: Path) -> list[str]:
-    """Digests of a run's policy and rerankers; raises ValueError if those stages are not finished."""
-    return [Artefact(run, stage).finished()["digest"] for stage in (POLICY, RERANKER)]
-
-
-def chosen_digest(run: Path) -> str:
-    """The digest of the recipes that a run chose; raises ValueError if it chose none."""
-    digest: str = Artefact(run, DEPLOYED_STAGE).finished()["digest"]
-    return digest
+def adapter_folder(run: Path, stage: str, seed: int) -> Path:
+    """The folder of one seed's adapter in a stage's; raises ValueError if it is not finished or is damaged."""
+    adapters, shard = Artefact(run, stage), f"seed-{seed}"
+    if adapters.receipt(shard) is None:
+        remedy = "set problems.certification and " * (stage == DEPLOYED_STAGE)
+        raise ValueError(f"{adapters.path}: expected {shard}, got none; {remedy}run `futurebridge train`")
+    return adapters.path / shard
 
 
 def chosen_reranker(settings: RunSettings, run: Path, seed: int) -> TokenReranker:
     """The chosen reranker of one seed; raises ValueError if it is not finished or is damaged."""
-    adapters, shard = Artefact(run, RERANKER), f"seed-{seed}"
-    if adapters.receipt(shard) is None:
-        raise ValueError(f"{adapters.path}: expected {shard}, got none; run `futurebridge train`")
-    slm = models_of(settings.models).slm
-    return TokenReranker.from_pretrained(adapters.path / shard, slm, scope=settings.train.scope)
+    folder, slm = adapter_folder(run, RERANKER, seed), models_of(settings.models).slm
+    return TokenReranker.from_pretrained(folder, slm, scope=settings.train.scope)
 
 
 def needs_llm(settings: RunSettings) -> bool:
@@ -365,12 +353,9 @@ class Context:
     def decoder(self, selector: Selector, *, ask: bool = True, **options: Any) -> CollaborativeDecoder:
         """A decoder with the run's models, policy, pool sizes and budget, and a selector; with `ask=False` no LLM."""
         settings, llm = self.settings, self.models.llm if ask else None
-        given: dict[str, Any] = {
-            "slm_k": settings.collect.slm_k,
-            "llm_k": settings.futures.llm_k,
-            "max_events": settings.evaluate.max_events,
-        }
-        return CollaborativeDecoder(self.models.slm, llm, selector, self.policy, **self.options, **(given | options))
+        pools = {"slm_k": settings.collect.slm_k, "llm_k": settings.futures.llm_k}
+        given: dict[str, Any] = {**self.options, **pools, "max_events": settings.evaluate.max_events, **options}
+        return CollaborativeDecoder(self.models.slm, llm, selector, self.policy, **given)
 
     def named(self, name: str, seed: int | None) -> CollaborativeDecoder:
         """The decoder of one of `LABELS`, the seed being that of its reranker, if it has one.
@@ -400,15 +385,10 @@ class Context:
         Raises:
             ValueError: the run chose no recipe.
         """
-        adapters, shard = Artefact(self.run, DEPLOYED_STAGE), f"seed-{seed}"
-        if adapters.receipt(shard) is None:
-            raise ValueError(
-                f"{adapters.path}: expected {shard}, got none; set problems.certification and run `futurebridge train`"
-            )
-        deployed = Deployed.load(adapters.path / shard)
+        folder, scope = adapter_folder(self.run, DEPLOYED_STAGE, seed), self.settings.train.scope
+        deployed = Deployed.load(folder)
         assert deployed is not None
-        scope = self.settings.train.scope
-        reranker = TokenReranker.from_pretrained(adapters.path / shard, self.models.slm, scope=scope).eval()
+        reranker = TokenReranker.from_pretrained(folder, self.models.slm, scope=scope).eval()
         return self.decoder_for(deployed, reranker)
 
     def reranking_decoder(self, reranker: TokenReranker) -> CollaborativeDecoder:
