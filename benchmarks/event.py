@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from benchmarks.theme import Theme, pictured
-from fb_core.stages.files import write_file
+from fb_core.atomic import write_file
 
 ROOT = Path(__file__).parent.parent
 EVENT = Path("docs", "event.json")

@@ -30,6 +30,7 @@ from benchmarks.paper.methods.takeover import takeover
 from benchmarks.paper.nested_runs import work_through
 from benchmarks.theme import Theme, pictured
 from fb_core import statistics
+from fb_core.atomic import write_file
 from fb_core.config import RunSettings, changed
 from fb_core.page import markdown_table
 from fb_core.pool import Pool
@@ -40,7 +41,6 @@ from fb_core.stages.choose import CertificationStage, ChoiceStage, RerankerStage
 from fb_core.stages.collect import PolicyStage, TrajectoryStage
 from fb_core.stages.commands import Command, run_command
 from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
-from fb_core.stages.files import write_file
 from fb_core.stages.models import DEPLOYED, Context, Generate, benchmark_problems, frozen_policy, pool_options
 from fb_core.stages.run import run_stage
 from fb_core.statistics import Interval

@@ -16,9 +16,9 @@ from benchmarks.paper import orderings
 from benchmarks.paper.cells import LEGEND, marked, percent
 from benchmarks.paper.rows import Result, Run, Timed, read_tables
 from benchmarks.summary import against_the_best, cost_table
+from fb_core.atomic import write_file
 from fb_core.config import RunSettings
 from fb_core.page import markdown_table
-from fb_core.stages.files import write_file
 
 ROOT = Path(__file__).parent.parent
 TABLES = Path("docs", "experiments", "tables.json")  # as `python -m benchmarks.paper report` writes it

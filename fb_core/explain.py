@@ -12,13 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from fb_core import hf
+from fb_core.atomic import write_file
 from fb_core.chat import EVENT_STYLE
 from fb_core.config import RunSettings
 from fb_core.page import Table as HtmlTable
 from fb_core.page import page
 from fb_core.pool import SLM, Event
 from fb_core.stages.decode import Row, read_rows
-from fb_core.stages.files import MANIFEST, Artefact, write_file
+from fb_core.stages.files import MANIFEST, Artefact
 from fb_core.stages.models import LABELS, models_of
 from fb_core.terminal import IN_TEXT, IN_TOKEN, escaped
 

@@ -11,9 +11,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fb_core import hf
+from fb_core.atomic import write_file
 from fb_core.policy import RequestPolicy
 from fb_core.pool import PoolKind
-from fb_core.reranker import DESCRIPTION, TokenReranker, read_description, replace_file
+from fb_core.reranker import DESCRIPTION, TokenReranker, read_description
 from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector, ValueSelector
 from fb_core.value import ValueHead
 
@@ -139,7 +140,7 @@ class Deployed:
             thinking=self.thinking,
         )
         description = read_description(path) | {"recipe": json.loads(stored.model_dump_json())}
-        replace_file(path / DESCRIPTION, lambda file: file.write_text(json.dumps(description, indent=2)))
+        write_file(path / DESCRIPTION, json.dumps(description, indent=2).encode())
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Deployed | None:

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from fb_core import hf
+from fb_core.atomic import write_file
 
 Scope = Literal["candidate", "sequence"]
 HEAD_KEY = "base_model.model.score.weight"  # where PEFT keeps the head of a sequence classifier
@@ -195,25 +196,16 @@ class TokenReranker(nn.Module):
         """Write a PEFT directory of a one-label sequence classifier, plus one file for what PEFT has no place for.
 
         adapter_config.json and adapter_model.safetensors (adapter and scalar head) load with PEFT; futurebridge.json
-        holds the scope and the base model's fingerprint. Each file is written under a temporary
-        name and then renamed.
+        holds the scope and the base model's fingerprint. Each file is there whole or not at all.
         """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: value.detach().contiguous() for name, value in self.tensors().items()}
         config = hf.classifier_config(self.adapted)
-        description = {
-            "format": FORMAT,
-            "scope": self.scope,
-            "base": hf.fingerprint(self.base),
-        }
-        replace_file(
-            folder / "adapter_model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"})
-        )
-        replace_file(
-            folder / "adapter_config.json", lambda path: path.write_text(json.dumps(config, indent=2, sort_keys=True))
-        )
-        replace_file(folder / DESCRIPTION, lambda path: path.write_text(json.dumps(description, indent=2)))
+        description = {"format": FORMAT, "scope": self.scope, "base": hf.fingerprint(self.base)}
+        write_file(folder / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
+        write_file(folder / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True).encode())
+        write_file(folder / DESCRIPTION, json.dumps(description, indent=2).encode())
 
     @classmethod
     def from_pretrained(
@@ -302,13 +294,6 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 def _shape(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else str(list(tensor.shape))
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name, then rename it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    write(temporary)
-    os.replace(temporary, path)
 
 
 def _read_json(path: Path) -> dict:

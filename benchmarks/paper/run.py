@@ -22,10 +22,11 @@ from benchmarks.paper.nested_runs import link, work_through
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import OURS, PROBLEM, TABLES, Plan, Table, Variant, plan_of, settings_of_variant
+from fb_core.atomic import write_file
 from fb_core.processes import processes
 from fb_core.progress import Board
 from fb_core.stages.commands import Command, run_command, stages_of
-from fb_core.stages.files import json_bytes, write_file
+from fb_core.stages.files import json_bytes
 from fb_core.stages.models import DEPLOYED_STAGE
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import Stage, run_stage

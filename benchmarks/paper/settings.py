@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
+from fb_core.atomic import write_file
 from fb_core.config import RunSettings, Section, checked
 
 FILE = "paper.json"  # in a run's folder: the settings of its last tables
@@ -153,6 +154,4 @@ class PaperSettings(RunSettings):
 
     def keep(self, run: Path) -> None:
         """Write them for `of_run`."""
-        from fb_core.stages.files import write_file  # imports torch, which the names of the methods do not need
-
         write_file(run / FILE, self.model_dump_json(indent=1).encode())

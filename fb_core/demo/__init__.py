@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from importlib import resources
+from typing import Literal
 
 DEMO = "demo:"  # before the name of a world
-MODELS = {  # folders of weights, by world and role
+Part = Literal["slm", "llm"]
+MODELS: dict[tuple[str, Part], str] = {  # folders of weights, by world and part
     ("plans", "slm"): "plans-slm",
     ("plans", "llm"): "plans-llm",
     ("helpful", "slm"): "style-slm",
@@ -15,7 +17,7 @@ MODELS = {  # folders of weights, by world and role
 }
 
 
-def checkpoint(name: str, role: str) -> str:
+def checkpoint(name: str, part: Part) -> str:
     """The folder of a world's "slm" or "llm" for a name such as "demo:plans"; any other name as it is.
 
     Raises:
@@ -24,7 +26,7 @@ def checkpoint(name: str, role: str) -> str:
     if not name.startswith(DEMO):
         return name
     world = name.removeprefix(DEMO)
-    if (world, role) not in MODELS:
-        known = ", ".join(dict.fromkeys(f"{DEMO}{known}" for known, _ in MODELS))
-        raise ValueError(f"{role}: expected one of {known}, got {name!r}; name one of them")
-    return str(resources.files(__package__) / "weights" / MODELS[world, role])
+    if (world, part) not in MODELS:
+        names = ", ".join(dict.fromkeys(f"{DEMO}{name}" for name, _ in MODELS))
+        raise ValueError(f"{part}: expected one of {names}, got {name!r}; name one of them")
+    return str(resources.files(__package__) / "weights" / MODELS[world, part])

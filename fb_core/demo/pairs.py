@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from numpy.random import SeedSequence, default_rng
@@ -20,13 +20,14 @@ from safetensors.torch import save
 from transformers import Qwen3Config, Qwen3ForCausalLM, get_scheduler
 
 from fb_core import hf
-from fb_core.demo import DEMO, MODELS, checkpoint
+from fb_core.atomic import write_file
+from fb_core.demo import DEMO, MODELS, Part, checkpoint
 from fb_core.demo.worlds import WORLDS, Problem, World
+from fb_core.processes import processes
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[tuple[str, int, int]], None]
 """Called with (model name, training steps done, training steps in all)."""
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
 BATCH, WARMUP = 32, 100
 
 
@@ -41,10 +42,8 @@ class DemoPair:
 
 @dataclass(frozen=True)
 class Pretraining:
-    """How one model is trained; `worlds` are the worlds that use it, and the first of them writes its corpus."""
+    """How one model is trained."""
 
-    worlds: tuple[str, ...]
-    part: Literal["slm", "llm"]
     hidden: int
     layers: int
     steps: int
@@ -53,20 +52,21 @@ class Pretraining:
 
 # Steps were chosen on role "validation": the SLMs' steps set the gap, the LLMs' steps suffice for about 100%.
 RECIPES: dict[str, Pretraining] = {
-    "plans-llm": Pretraining(("plans",), "llm", 96, 3, 1200, 3e-3),
-    "plans-slm": Pretraining(("plans",), "slm", 64, 3, 2400, 2e-3),
-    "control-llm": Pretraining(("control",), "llm", 64, 3, 2000, 4e-3),
-    "helpful-llm": Pretraining(("helpful",), "llm", 96, 3, 1300, 3e-3),
-    "style-slm": Pretraining(("helpful", "control"), "slm", 64, 3, 1450, 3e-3),
+    "plans-llm": Pretraining(96, 3, 1200, 3e-3),
+    "plans-slm": Pretraining(64, 3, 2400, 2e-3),
+    "control-llm": Pretraining(64, 3, 2000, 4e-3),
+    "helpful-llm": Pretraining(96, 3, 1300, 3e-3),
+    "style-slm": Pretraining(64, 3, 1450, 3e-3),
 }
 
 
 def load_pair(name: str, directory: Path | None = None) -> DemoPair:
     """The pair of a world ("plans", "helpful" or "control"), from the package or a directory written by `retrain`."""
-    places = [checkpoint(f"{DEMO}{name}", role) for role in ("slm", "llm")]
-    if directory is not None:
-        places = [str(place) for place in folders(name, Path(directory))]
-    slm, llm = (hf.load_model(place, "cpu", "float32")[0] for place in places)
+    shipped = (checkpoint(f"{DEMO}{name}", part) for part in get_args(Part))
+    slm, llm = (
+        hf.load_model(str(folder), "cpu", "float32")[0]
+        for folder in (shipped if directory is None else folders(name, directory))
+    )
     return DemoPair(WORLDS[name], slm, llm)
 
 
@@ -80,62 +80,31 @@ def retrain(
     seed: int = 0,
     worlds: Collection[str] = tuple(WORLDS),
     progress: Progress | None = None,
-    processes: int = 2,
+    workers: int = 2,
 ) -> None:
     """Train every model of `worlds` from scratch into `directory`, one checkpoint each; `load_pair` reads them.
 
-    Each model is trained by one thread, seeded by `seed` and its name, so the files do not depend on `processes`.
-    With `processes=1` the models are trained in the calling process.
+    Each model is trained by one thread of a process, seeded by `seed` and its name, so the files do not depend on the
+    number of processes.
     """
     if unknown := set(worlds) - set(WORLDS):
         raise ValueError(f"retrain: expected worlds among {', '.join(WORLDS)}, got {sorted(unknown)}; leave those out.")
-    report = progress or (lambda *_: None)
-    names = _model_names(worlds)
-    if processes == 1:
-        for name in names:
-            _train_model(name, RECIPES[name], Path(directory), seed, report)
-        return
-    with (
-        get_context("spawn").Manager() as manager,
-        ProcessPoolExecutor(processes, get_context("spawn")) as executor,
-    ):
+    names = {MODELS[world, part]: None for part in get_args(Part) for world in worlds}  # SLMs first
+    with get_context("spawn").Manager() as manager, processes(workers, __name__) as pool:
         steps: Any = manager.Queue()
-        jobs = [executor.submit(_train_model, n, RECIPES[n], Path(directory), seed, _Sender(steps)) for n in names]
+        jobs = [pool.submit(_train_model, name, RECIPES[name], directory, seed, steps.put) for name in names]
         while not (finished := all(job.done() for job in jobs)) or not steps.empty():
-            try:
-                report(*steps.get(timeout=0 if finished else 0.2))
-            except queue.Empty:
-                continue
+            with suppress(queue.Empty):
+                step = steps.get(timeout=0 if finished else 0.2)
+                if progress is not None:
+                    progress(step)
         for job in jobs:
             job.result()
 
 
-@dataclass
-class _Sender:
-    steps: Any
-
-    def __call__(self, *step: Any) -> None:
-        self.steps.put(step)
-
-
 def _train_model(name: str, recipe: Pretraining, directory: Path, seed: int, progress: Progress) -> None:
     """Train one model on its own stream of fresh examples and save it in float16, without a copy of the tied head."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            model = _fit(name, recipe, seed, progress)
-    finally:
-        torch.set_num_threads(threads)
-    weights = {key: value for key, value in model.half().state_dict().items() if key != "lm_head.weight"}
-    (directory / name).mkdir(parents=True, exist_ok=True)
-    model.config.to_json_file(directory / name / CONFIG)
-    (directory / name / WEIGHTS).write_bytes(save(weights, metadata={"format": "pt"}))
-    WORLDS[recipe.worlds[0]].tokenizer.save_pretrained(directory / name)
-
-
-def _fit(name: str, recipe: Pretraining, seed: int, progress: Progress) -> Qwen3ForCausalLM:
-    world = WORLDS[recipe.worlds[0]]
+    world, part = next((WORLDS[world], part) for (world, part), model in MODELS.items() if model == name)
     model_seed = int(SeedSequence([seed, *name.encode()]).generate_state(1)[0])
     torch.manual_seed(model_seed)
     model = Qwen3ForCausalLM(_config(world, recipe))
@@ -144,18 +113,21 @@ def _fit(name: str, recipe: Pretraining, seed: int, progress: Progress) -> Qwen3
         "cosine_with_min_lr", optimizer, WARMUP, recipe.steps, scheduler_specific_kwargs={"min_lr_rate": 0.05}
     )
     rng = default_rng(model_seed)
-    write = world.slm_example if recipe.part == "slm" else world.llm_example
     problems = world.problems(recipe.steps * BATCH, model_seed, "pair")
     for step in range(recipe.steps):
         batch = problems[step * BATCH : (step + 1) * BATCH]
-        ids, labels = _collate(world, batch, [write(problem, rng) for problem in batch])
+        ids, labels = _collate(world, batch, [world.example(problem, part, rng) for problem in batch])
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        progress(name, step + 1, recipe.steps)
-    return model
+        progress((name, step + 1, recipe.steps))
+    weights = {key: value for key, value in model.half().state_dict().items() if key != "lm_head.weight"}
+    (directory / name).mkdir(parents=True, exist_ok=True)
+    model.config.to_json_file(directory / name / "config.json")
+    write_file(directory / name / "model.safetensors", save(weights, metadata={"format": "pt"}))
+    world.tokenizer.save_pretrained(directory / name)
 
 
 def _config(world: World, recipe: Pretraining) -> Qwen3Config:
@@ -191,9 +163,3 @@ def _collate(
         ids[row, :end] = torch.tensor([*problem.prompt_ids, *solution])
         labels[row, start:end] = ids[row, start:end]
     return ids, labels
-
-
-def _model_names(worlds: Collection[str]) -> list[str]:
-    """Names of the models that the worlds use, SLMs first."""
-    names = [name for name, recipe in RECIPES.items() if set(recipe.worlds) & set(worlds)]
-    return sorted(names, key=lambda name: RECIPES[name].part, reverse=True)

@@ -17,6 +17,7 @@ from rich.markdown import Markdown
 from rich.progress import TimeElapsedColumn
 from rich.text import Text
 
+from fb_core.atomic import write_file
 from fb_core.config import Changes, RunSettings, changed
 from fb_core.demo import DEMO, pairs
 from fb_core.explain import find_rows, html_page, print_rows
@@ -24,7 +25,7 @@ from fb_core.processes import processes
 from fb_core.progress import Board
 from fb_core.stages.commands import Command, run_command
 from fb_core.stages.evaluate import EvaluateStage
-from fb_core.stages.files import Artefact, json_bytes, write_file
+from fb_core.stages.files import Artefact, json_bytes
 from fb_core.stages.models import LABELS, models_of
 
 WORLDS = ("tiny", "tiny-helpful", "tiny-control")  # the slowest first
@@ -34,15 +35,15 @@ LOG = "log.txt"
 
 def demo_settings(seed: int) -> dict[str, RunSettings]:
     """The shipped worlds by name, with fresh problems of a seed and one reranker."""
-    found = {}
+    worlds = {}
     for name in WORLDS:
         shipped = RunSettings.load(name)
         once: Changes = {
             "problems": {"seed": seed},
             "train": {"seeds": (seed,), "horizons": (shipped.score.horizon,)},
         }
-        found[name] = changed(shipped, once)
-    return found
+        worlds[name] = changed(shipped, once)
+    return worlds
 
 
 def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = False) -> dict[str, Any]:
@@ -64,22 +65,22 @@ def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = Fa
     if retrain:
         worlds = _retrained(worlds, out / "weights")
     after = "-retrained" if retrain else ""
-    runs = {name: out / "runs" / f"{name}-seed-{one.problems.seed}{after}" for name, one in worlds.items()}
-    _work_through({runs[name]: one for name, one in worlds.items()})
-    console, found = Console(), dict[str, Any]()
+    runs = {name: out / "runs" / f"{name}-seed-{world.problems.seed}{after}" for name, world in worlds.items()}
+    _work_through({runs[name]: world for name, world in worlds.items()})
+    console, results = Console(), dict[str, Any]()
     for name, run in runs.items():
         stage = EvaluateStage(worlds[name], run)
         manifest = Artefact(run, EvaluateStage.name).finished()
-        found[name] = manifest["summary"]["table"]
+        results[name] = manifest["summary"]["table"]
         console.print(f"\n[bold]{name}[/bold]")
         table = stage.report(manifest)
         console.print(Markdown(table) if console.is_terminal else Text(table), soft_wrap=not console.is_terminal)
-    files = {"results.json": json_bytes(found), "accuracy.png": _picture(found)}
+    files = {"results.json": json_bytes(results), "accuracy.png": _picture(results)}
     files |= _explained(worlds, runs, console)
     for name, data in files.items():
         write_file(out / name, data)
     console.print("Written: " + ", ".join(str(out / name) for name in files))
-    return found
+    return results
 
 
 def _explained(worlds: Mapping[str, RunSettings], runs: Mapping[str, Path], console: Console) -> dict[str, bytes]:
@@ -96,17 +97,17 @@ def _explained(worlds: Mapping[str, RunSettings], runs: Mapping[str, Path], cons
     return {}
 
 
-def _picture(found: Mapping[str, list[dict[str, Any]]]) -> bytes:
+def _picture(results: Mapping[str, list[dict[str, Any]]]) -> bytes:
     """Accuracies with intervals as a PNG, one panel per world; greedy decoding is a dashed line."""
-    figure = Figure(figsize=(3.2 * len(found), 2.4), layout="constrained")
-    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    figure = Figure(figsize=(3.2 * len(results), 2.4), layout="constrained")
+    panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
     labels = list(LABELS.values())
-    for panel, (name, rows) in zip(panels, found.items(), strict=True):
+    for panel, (name, rows) in zip(panels, results.items(), strict=True):
         for row in rows:
             mean, low, high = (100 * part for part in row["accuracy"])
             colour = "#d55e00" if row["method"].startswith("FutureBridge") else "#0072b2"
-            place = labels.index(row["method"])
-            panel.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="o", color=colour, capsize=2)
+            height = labels.index(row["method"])
+            panel.errorbar(mean, height, xerr=[[mean - low], [high - mean]], fmt="o", color=colour, capsize=2)
             if row["method"] == LABELS["greedy"]:
                 panel.axvline(mean, color="#5d6670", linestyle="--", linewidth=1)
         panel.set_title(name, loc="left", fontsize=9)
@@ -120,19 +121,20 @@ def _picture(found: Mapping[str, list[dict[str, Any]]]) -> bytes:
 
 def _retrained(worlds: Mapping[str, RunSettings], weights: Path) -> dict[str, RunSettings]:
     """The worlds' settings with newly trained pairs, which are ordinary checkpoints."""
-    names = {name: one.models.slm.removeprefix(DEMO) for name, one in worlds.items()}
+    names = {name: world.models.slm.removeprefix(DEMO) for name, world in worlds.items()}
     with Board(TimeElapsedColumn(), transient=True) as board:
 
-        def show(model: str, done: int, of: int) -> None:
+        def show(step: tuple[str, int, int]) -> None:
+            model, done, of = step
             board.show(model, done, of)
             board.say(model, "training")
 
         pairs.retrain(weights, worlds=set(names.values()), progress=show)
-    found = {}
-    for name, one in worlds.items():
+    retrained = {}
+    for name, world in worlds.items():
         slm, llm = map(str, pairs.folders(names[name], weights))
-        found[name] = changed(one, {"models": {"slm": slm, "llm": llm, "device": "cpu", "dtype": "float32"}})
-    return found
+        retrained[name] = changed(world, {"models": {"slm": slm, "llm": llm, "device": "cpu", "dtype": "float32"}})
+    return retrained
 
 
 def _work_through(runs: Mapping[Path, RunSettings]) -> None:

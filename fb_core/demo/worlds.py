@@ -12,14 +12,15 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from numpy.random import Generator, SeedSequence, default_rng
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-WorldName = Literal["plans", "helpful", "control"]
+from fb_core.demo import Part
+
 Role = Literal["pair", "train", "validation", "test"]
 StepRule = Callable[[int, int, int, Generator], str]
 
@@ -56,24 +57,20 @@ class World:
     """A task and its two corpora; `WORLDS` holds the three worlds of the demo.
 
     Attributes:
-        name: the key in `WORLDS`.
         steps: operations in a problem; all prompts of a world have the same length.
         families: the words that start a step, grouped by the way of working that the SLM's corpus ties to them.
         marks: further single-character tokens, such as the operators.
         max_new_tokens: length of the longest correct solution, including the end token.
         slm_step: writes one step of the SLM's corpus from (value, multiplier, addend, rng).
         llm_step: the same for the LLM's corpus.
-        worked_family: index of the family after which the SLM works out a step with this multiplier.
     """
 
-    name: WorldName
     steps: int
     families: tuple[tuple[str, ...], ...]
     marks: str
     max_new_tokens: int
     slm_step: StepRule
     llm_step: StepRule
-    worked_family: Callable[[int], int]
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -106,10 +103,6 @@ class World:
         """Token text to id."""
         return self.tokenizer.get_vocab()
 
-    def worked_words(self, multiplier: int) -> tuple[str, ...]:
-        """The words after which the SLM works out a step with this multiplier instead of guessing its result."""
-        return self.families[self.worked_family(multiplier)]
-
     def problems(self, n: int, seed: int, role: Role) -> list[Problem]:
         """`n` different problems, drawn from the role's own part of the problem space.
 
@@ -118,10 +111,8 @@ class World:
         For one seed and role, fewer problems are a prefix of more.
 
         Raises:
-            ValueError: an unknown role, or `n` is negative or more than half of the role's part.
+            ValueError: `n` is negative or more than half of the role's part.
         """
-        if role not in _TENTHS:
-            raise ValueError(f"problems: role must be one of {get_args(Role)}, got {role!r}; name what they are for.")
         space = 100 * _OPERATIONS**self.steps
         # Beyond half of a role's part, drawing without repeats would become slow.
         if not 0 <= n <= (limit := space * len(_TENTHS[role]) // 20):
@@ -133,13 +124,15 @@ class World:
             drawn |= dict.fromkeys(codes[np.isin(_tenth(codes), _TENTHS[role])].tolist())
         return [self._problem(code) for code in list(drawn)[:n]]
 
-    def slm_example(self, problem: Problem, rng: Generator) -> list[int]:
-        """Token ids of a solution as the SLM's corpus writes it, including the end token."""
-        return self._example(problem, self.slm_step, rng)
-
-    def llm_example(self, problem: Problem, rng: Generator) -> list[int]:
-        """Token ids of a solution as the LLM's corpus writes it, including the end token."""
-        return self._example(problem, self.llm_step, rng)
+    def example(self, problem: Problem, part: Part, rng: Generator) -> list[int]:
+        """Token ids of a solution as the SLM's or the LLM's corpus writes it, including the end token."""
+        step = self.slm_step if part == "slm" else self.llm_step
+        value, operations = problem.operations
+        text = ""
+        for a, b in operations:
+            text += step(value, a, b, rng)
+            value = (value * a + b) % 100
+        return self._encode(f"{text}\\boxed{{{value:02d}}}{END}")
 
     def _problem(self, code: int) -> Problem:
         code, value = divmod(code, 100)
@@ -151,14 +144,6 @@ class World:
             value = (value * a + b) % 100
         prompt += ";"
         return Problem(prompt, tuple(self._encode(BEGIN + prompt)), f"{value:02d}")
-
-    def _example(self, problem: Problem, step: StepRule, rng: Generator) -> list[int]:
-        value, operations = problem.operations
-        text = ""
-        for a, b in operations:
-            text += step(value, a, b, rng)
-            value = (value * a + b) % 100
-        return self._encode(f"{text}\\boxed{{{value:02d}}}{END}")
 
     def _encode(self, text: str) -> list[int]:
         return [self.vocabulary[token] for token in re.findall(_TOKEN, text)]
@@ -172,17 +157,33 @@ def _tenth(codes: np.ndarray) -> np.ndarray:
     return (mixed ^ (mixed >> np.uint64(31))) % np.uint64(10)
 
 
+def _step(word: str, working: int | Literal["careful"] | None, value: int, a: int, b: int) -> str:
+    """One step: only its result, or worked out by a plan (units first, tens first, product before sum) or carefully."""
+    tens, units = divmod(value, 10)
+    low = units * a + b
+    high = tens * a + low // 10
+    restated, result = f"{value:02d}*{a}+{b}", f"{high % 10}{low % 10}"
+    body = {
+        None: f"{restated}={result}",
+        0: f"{restated}|{low:02d},{high:02d}>{result}",
+        1: f"{restated}~{tens * a:02d},{low:02d},{low // 10}>{result}",
+        2: f"{restated}&{units * a:02d},{low:02d},{high:02d}>{result}",
+        "careful": f"{units}*{a}+{b}={low:02d},{tens}*{a}+{low // 10}={high:02d}>{result}",
+    }[working]
+    return f"{word} {body}. "
+
+
 # The plans world: a worked step follows one of three plans, and every multiplier has a house plan.
 
 _PLAN_WORDS = (("so", "thus", "then"), ("hence", "since", "note"), ("as", "because", "for"))
-_HOUSE_PLAN = {2: 0, 4: 0, 8: 0, 3: 1, 6: 1, 9: 1, 5: 2, 7: 2}
+HOUSE_PLAN = {2: 0, 4: 0, 8: 0, 3: 1, 6: 1, 9: 1, 5: 2, 7: 2}
 
 
 def _word_habits(seed: int, house_bonus: float) -> dict[int, np.ndarray]:
     """[9] word probabilities by multiplier: softmax(N(0, 1) + bonus for words of the house plan's family)."""
     rng = default_rng(seed)
     family = np.repeat(np.arange(len(_PLAN_WORDS)), [len(words) for words in _PLAN_WORDS])
-    weights = {a: np.exp(rng.normal(size=family.size) + house_bonus * (family == _HOUSE_PLAN[a])) for a in MULTIPLIERS}
+    weights = {a: np.exp(rng.normal(size=family.size) + house_bonus * (family == HOUSE_PLAN[a])) for a in MULTIPLIERS}
     return {a: weight / weight.sum() for a, weight in weights.items()}
 
 
@@ -190,29 +191,16 @@ _PLANS_SLM_HABITS = _word_habits(1, house_bonus=0.2)
 _PLANS_LLM_HABITS = _word_habits(2, house_bonus=1.3)
 
 
-def _plans_step(family: int, word: int, plan: int | None, value: int, a: int, b: int) -> str:
-    """One step by a plan (units first, tens first, or product before sum); without a plan, only the result."""
-    tens, units = divmod(value, 10)
-    low = units * a + b
-    high = tens * a + low // 10
-    working = {
-        None: "=",
-        0: f"|{low:02d},{high:02d}>",
-        1: f"~{tens * a:02d},{low:02d},{low // 10}>",
-        2: f"&{units * a:02d},{low:02d},{high:02d}>",
-    }[plan]
-    return f"{_PLAN_WORDS[family][word]} {value:02d}*{a}+{b}{working}{high % 10}{low % 10}. "
-
-
 def _plans_slm_step(value: int, a: int, b: int, rng: Generator) -> str:
     family, word = divmod(int(rng.choice(9, p=_PLANS_SLM_HABITS[a])), 3)
-    return _plans_step(family, word, family if family == _HOUSE_PLAN[a] else None, value, a, b)
+    return _step(_PLAN_WORDS[family][word], family if family == HOUSE_PLAN[a] else None, value, a, b)
 
 
 def _plans_llm_step(value: int, a: int, b: int, rng: Generator) -> str:
     family, word = divmod(int(rng.choice(9, p=_PLANS_LLM_HABITS[a])), 3)
     draw = rng.random()
-    return _plans_step(family, word, _HOUSE_PLAN[a] if draw < 0.6 else family if draw < 0.8 else None, value, a, b)
+    plan = HOUSE_PLAN[a] if draw < 0.6 else family if draw < 0.8 else None
+    return _step(_PLAN_WORDS[family][word], plan, value, a, b)
 
 
 # The style task: a step is terse or careful; for the SLM the word decides which.
@@ -224,19 +212,10 @@ _HELPFUL_LOW = (0.35, 0.10, 0.20, 0.05, 0.20, 0.05, 0.03, 0.02)
 _HELPFUL_HIGH = (0.35, 0.17, 0.20, 0.13, 0.05, 0.04, 0.03, 0.03)
 
 
-def _style_step(word: str, careful: bool, value: int, a: int, b: int) -> str:
-    tens, units = divmod(value, 10)
-    low = units * a + b
-    high = tens * a + low // 10
-    if careful:
-        return f"{word} {units}*{a}+{b}={low:02d},{tens}*{a}+{low // 10}={high:02d}>{high % 10}{low % 10}. "
-    return f"{word} {value:02d}*{a}+{b}={high % 10}{low % 10}. "
-
-
 def _coupled_style_step(terse_share: float, value: int, a: int, b: int, rng: Generator) -> str:
     if rng.random() < terse_share:
-        return _style_step(str(rng.choice(_STYLE_WORDS[0], p=_TERSE_WEIGHTS)), False, value, a, b)
-    return _style_step(str(rng.choice(_STYLE_WORDS[1])), True, value, a, b)
+        return _step(str(rng.choice(_STYLE_WORDS[0], p=_TERSE_WEIGHTS)), None, value, a, b)
+    return _step(str(rng.choice(_STYLE_WORDS[1])), "careful", value, a, b)
 
 
 def _style_slm_step(value: int, a: int, b: int, rng: Generator) -> str:
@@ -245,39 +224,19 @@ def _style_slm_step(value: int, a: int, b: int, rng: Generator) -> str:
 
 def _helpful_llm_step(value: int, a: int, b: int, rng: Generator) -> str:
     habit = _HELPFUL_ODD if a % 2 else _HELPFUL_LOW if a <= 4 else _HELPFUL_HIGH
-    return _style_step(str(rng.choice(sum(_STYLE_WORDS, ()), p=habit)), rng.random() < 0.75, value, a, b)
+    word = str(rng.choice(sum(_STYLE_WORDS, ()), p=habit))
+    return _step(word, "careful" if rng.random() < 0.75 else None, value, a, b)
 
 
 def _control_llm_step(value: int, a: int, b: int, rng: Generator) -> str:
     return _coupled_style_step(0.8, value, a, b, rng)
 
 
-def _house_family(multiplier: int) -> int:
-    return _HOUSE_PLAN[multiplier]
-
-
-def _careful_family(_: int) -> int:
-    return 1
-
-
-def _style_world(name: WorldName, llm_step: StepRule) -> World:
-    return World(name, 3, _STYLE_WORDS, "*+=>,;", 71, _style_slm_step, llm_step, _careful_family)
-
-
 WORLDS: Mapping[str, World] = {
     # Every step has one plan that the SLM can carry out, and which words lead to it changes from state to state.
-    "plans": World(
-        "plans",
-        2,
-        _PLAN_WORDS,
-        "*+=>,;|~&",
-        45,
-        _plans_slm_step,
-        _plans_llm_step,
-        _house_family,
-    ),
+    "plans": World(2, _PLAN_WORDS, "*+=>,;|~&", 45, _plans_slm_step, _plans_llm_step),
     # The LLM works carefully whatever the word, so its futures point the SLM to the words it can follow.
-    "helpful": _style_world("helpful", _helpful_llm_step),
+    "helpful": World(3, _STYLE_WORDS, "*+=>,;", 71, _style_slm_step, _helpful_llm_step),
     # The LLM is right but terse, so its futures point the SLM to a style that it cannot carry out.
-    "control": _style_world("control", _control_llm_step),
+    "control": World(3, _STYLE_WORDS, "*+=>,;", 71, _style_slm_step, _control_llm_step),
 }

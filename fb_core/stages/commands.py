@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
+from fb_core.atomic import write_file
 from fb_core.config import SETTINGS, RunSettings
 from fb_core.stages.choose import CHOICE, RerankerStage, SelectionStage
 from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
 from fb_core.stages.evaluate import EvaluateStage
-from fb_core.stages.files import write_file
 from fb_core.stages.futures import FutureStage
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import Engine, Stage, plan, run_stage

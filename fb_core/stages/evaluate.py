@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from fb_core import statistics
+from fb_core.atomic import write_file
 from fb_core.config import AVERAGE
 from fb_core.page import Table, markdown_table, page
 from fb_core.stages.choose import ChoiceStage, RerankerStage
 from fb_core.stages.collect import PolicyStage
 from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
-from fb_core.stages.files import write_file
 from fb_core.stages.models import DEPLOYED, LABELS, benchmark_problems, file_stem, problems_hash
 from fb_core.stages.problems import BENCHMARKS, Benchmark
 from fb_core.stages.run import Stage

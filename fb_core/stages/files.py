@@ -7,12 +7,10 @@ Receipts and manifests hold a hash of their contents; an edited or damaged file 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import json
 import logging
-import os
 import platform
 import reprlib
 import subprocess
@@ -29,38 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-PART = ".part"  # ends the name of a file that is being written
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file atomically: it is there whole or not at all, also after a power cut.
-
-    Raises:
-        OSError: it cannot be written, for example because the disk is full; what was there before is untouched.
-    """
-    temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}{PART}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as problem:
-        with suppress(OSError):
-            temporary.unlink()
-        remedy = "make room" if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "fix that"
-        raise OSError(
-            problem.errno,
-            f"{path}: expected to write {len(data)} bytes, got: {problem.strerror}; {remedy} and run the command "
-            "again, finished shards are kept",
-        ) from problem
-    with suppress(OSError):  # not every file system can sync a folder
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
+from fb_core.atomic import PART, write_file
 
 try:
     import fcntl

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fb_core.atomic import write_file
 from fb_core.extras import require
 from fb_core.reranker import TokenReranker
 from fb_core.stages.collect import StateStage, TrajectoryStage
-from fb_core.stages.files import Artefact, tensor_bytes, write_file
+from fb_core.stages.files import Artefact, tensor_bytes
 from fb_core.stages.futures import FutureStage
 from fb_core.stages.records import Examples, Group
 from fb_core.stages.run import Cost, Output, Stage

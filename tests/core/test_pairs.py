@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
+from worked import worked_words
 
 from fb_core import hf
 from fb_core.demo import pairs
@@ -59,7 +60,7 @@ class _ForcedWords(LogitsProcessor):
         for row, problem in enumerate(problems):
             for step, (multiplier, _) in enumerate(problem.operations[1]):
                 for word in world.words:
-                    if (word in world.worked_words(multiplier)) != worked:
+                    if (word in worked_words(world, multiplier)) != worked:
                         forbidden[row, step, world.vocabulary[f"{word} "]] = True
         self.forbidden = forbidden
 
@@ -83,9 +84,9 @@ def contents(directory: Path) -> dict[str, bytes]:
 def test_retrain_writes_the_same_bytes_for_the_same_seed(short_recipes, tmp_path):
     calls = []
     random_state = torch.get_rng_state()
-    retrain(tmp_path / "a", 0, ["plans"], lambda *call: calls.append(call), processes=1)
-    retrain(tmp_path / "b", 0, ["plans"], processes=1)
-    retrain(tmp_path / "c", 1, ["plans"], processes=1)
+    retrain(tmp_path / "a", 0, ["plans"], calls.append, workers=1)
+    retrain(tmp_path / "b", 0, ["plans"], workers=1)
+    retrain(tmp_path / "c", 1, ["plans"], workers=1)
     assert torch.equal(random_state, torch.get_rng_state())
     assert calls == [(name, step, 3) for name in ("plans-slm", "plans-llm") for step in (1, 2, 3)]
     assert contents(tmp_path / "a") == contents(tmp_path / "b") != contents(tmp_path / "c")
@@ -99,7 +100,7 @@ def test_retrain_writes_the_same_bytes_for_the_same_seed(short_recipes, tmp_path
 
 
 def test_style_worlds_share_their_slm(short_recipes, tmp_path):
-    retrain(tmp_path, 0, ["helpful", "control"], processes=1)
+    retrain(tmp_path, 0, ["helpful", "control"], workers=1)
     assert {folder.name for folder in tmp_path.iterdir()} == {"style-slm", "helpful-llm", "control-llm"}
     helpful, control = load_pair("helpful", tmp_path), load_pair("control", tmp_path)
     assert all(map(torch.equal, helpful.slm.parameters(), control.slm.parameters()))
@@ -110,8 +111,8 @@ def test_two_processes_write_what_one_does(tmp_path, monkeypatch):
     calls = []
     tiny = {name: dataclasses.replace(recipe, steps=2) for name, recipe in pairs.RECIPES.items()}
     monkeypatch.setattr(pairs, "RECIPES", tiny)
-    retrain(tmp_path / "two", 0, ["plans"], lambda *call: calls.append(call), processes=2)
-    retrain(tmp_path / "one", 0, ["plans"], processes=1)
+    retrain(tmp_path / "two", 0, ["plans"], calls.append, workers=2)
+    retrain(tmp_path / "one", 0, ["plans"], workers=1)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     assert sorted(calls) == [(name, step, 2) for name in ("plans-llm", "plans-slm") for step in (1, 2)]
 

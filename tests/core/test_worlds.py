@@ -3,6 +3,7 @@ import re
 import numpy as np
 import pytest
 from math_verify import parse, verify
+from worked import worked_family, worked_words
 
 from fb_core.demo.worlds import WORLDS, World
 from fb_core.stages.rollouts import token_kind
@@ -16,9 +17,8 @@ def world(request: pytest.FixtureRequest) -> World:
 
 
 def solutions(world: World, part: str, n: int, seed: int = 0) -> list[tuple]:
-    write = world.slm_example if part == "slm" else world.llm_example
     rng = np.random.default_rng(seed)
-    return [(p, write(p, rng)) for p in world.problems(n, seed, "pair")]
+    return [(p, world.example(p, part, rng)) for p in world.problems(n, seed, "pair")]
 
 
 def sentences(world: World, part: str, n: int) -> list[tuple[int, str, str]]:
@@ -47,8 +47,6 @@ def test_roles_never_share_a_problem(world):
 
 
 def test_problems_refuses_what_it_cannot_draw(world):
-    with pytest.raises(ValueError, match="role must be one of"):
-        world.problems(1, 0, "holdout")
     with pytest.raises(ValueError, match="n must lie in"):
         world.problems(10**9, 0, "test")
 
@@ -121,17 +119,17 @@ def test_plans_slm_works_a_step_only_behind_a_word_of_the_house_plan():
     world = WORLDS["plans"]
     steps = sentences(world, "slm", 1500)
     for a, word, body in steps:
-        house = word in world.worked_words(a)
+        house = word in worked_words(world, a)
         assert ("=" not in body) == house
-        assert not house or "|~&"[world.worked_family(a)] in body
+        assert not house or "|~&"[worked_family(world, a)] in body
     assert {word for _, word, _ in steps} == set(world.words)
 
 
 def test_plans_llm_word_does_not_bind_the_plan():
     world = WORLDS["plans"]
     steps = sentences(world, "llm", 3000)
-    off_house = [(a, word, body) for a, word, body in steps if word not in world.worked_words(a)]
-    house = np.mean(["|~&"[world.worked_family(a)] in body for a, _, body in off_house])
+    off_house = [(a, word, body) for a, word, body in steps if word not in worked_words(world, a)]
+    house = np.mean(["|~&"[worked_family(world, a)] in body for a, _, body in off_house])
     skipped = np.mean(["=" in body for _, _, body in off_house])
     assert abs(house - 0.6) < 0.05
     assert abs(skipped - 0.2) < 0.05
