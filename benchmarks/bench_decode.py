@@ -142,7 +142,7 @@ def settled(model: PreTrainedModel, wide: PreTrainedModel, ids: Tensor, new: Ten
     """How many greedy tokens after ids come before the first near tie: two largest logits that rounding may swap."""
     sequence = torch.cat([ids, new])[None, :-1]
     with torch.no_grad():
-        plain, truth = (each(sequence, logits_to_keep=len(new)).logits[0].double() for each in (model, wide))
+        plain, truth = (lm(sequence, logits_to_keep=len(new)).logits[0].double() for lm in (model, wide))
     top = truth.topk(2).values
     near = (top[:, 0] - top[:, 1] <= 2 * harness.max_error(plain, truth)).nonzero()
     return int(near[0]) if len(near) else len(new)
@@ -211,13 +211,13 @@ def test_generate_beside_llama_cpp(compare: Callable, tmp_path: Path, dtype: tor
     ids = tokens(model, PROMPT)
     greedy = {"attention_mask": torch.ones_like(ids[None]), "max_new_tokens": new, "do_sample": False}
 
-    def truth(each: PreTrainedModel) -> Tensor:
-        wide = copy.deepcopy(each).to(shapes.WIDE)
-        found = wide.generate(ids[None], **greedy)[0, PROMPT:]
-        return found[: settled(each, wide, ids, found)]
+    def truth(lm: PreTrainedModel) -> Tensor:
+        wide = copy.deepcopy(lm).to(shapes.WIDE)
+        written = wide.generate(ids[None], **greedy)[0, PROMPT:]
+        return written[: settled(lm, wide, ids, written)]
 
     expected = truth(model)
-    ours, in_single = (LowLatencyDecoder(each, None, None, NEVER, max_events=0) for each in (model, single))
+    ours, in_single = (LowLatencyDecoder(lm, None, None, NEVER, max_events=0) for lm in (model, single))
     weights = torch.ones(sum(weight.nbytes for weight in model.parameters()) // 4)
     runs = {
         OURS: Implementation(lambda: ours.generate(ids, new).token_ids, expected),

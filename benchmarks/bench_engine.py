@@ -20,11 +20,12 @@ THRESHOLD = 1.7  # nats: about two events per problem
 ALONE, PLAIN, IN_STEP = "one at a time", "one at a time, plain loop", "plain loop in step"
 
 
-def facts(found: Sequence[Generation]) -> Tensor:
+def facts(generations: Sequence[Generation]) -> Tensor:
     """Tokens and events of all problems, concatenated."""
-    events: list[list[Event]] = [one.events for one in found]
+    events: list[list[Event]] = [generation.events for generation in generations]
     numbers = [
-        [*one.token_ids.tolist(), *(event.step for event in own)] for one, own in zip(found, events, strict=True)
+        [*generation.token_ids.tolist(), *(event.step for event in own)]
+        for generation, own in zip(generations, events, strict=True)
     ]
     return torch.tensor([number for own in numbers for number in [*own, -1]])
 
@@ -51,8 +52,8 @@ def test_problems_at_once(compare: Callable, name: str) -> None:
         PLAIN: one_by_one(decoder()),
         IN_STEP: together(decoder()),
     }
-    found = decoder().generate_many(prompts, NEW)
-    expected = facts(found)
+    generations = decoder().generate_many(prompts, NEW)
+    expected = facts(generations)
     compare(
         "problems_at_once",
         f"{PROBLEMS} of the demo pair, {name}",
@@ -63,5 +64,5 @@ def test_problems_at_once(compare: Callable, name: str) -> None:
         dtype=torch.float32,
         goals=[Goal(ALONE, 4), Goal(IN_STEP, 1.5)],
         per=PROBLEMS,
-        notes=[f"{sum(len(one.events) for one in found) / PROBLEMS:.1f} events a problem"],
+        notes=[f"{sum(len(generation.events) for generation in generations) / PROBLEMS:.1f} events a problem"],
     )

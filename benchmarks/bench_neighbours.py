@@ -249,8 +249,8 @@ def test_branch_attention_qkv(compare: Callable, held: int, rows: int) -> None:
         randn(held + 1, KV_HEADS, HEAD_DIM),
         randn(held + 1, KV_HEADS, HEAD_DIM, seed=1),
     )
-    place = torch.full((rows,), held, dtype=torch.int32, device=DEVICE)
-    one = place[:1]
+    positions = torch.full((rows,), held, dtype=torch.int32, device=DEVICE)
+    position = positions[:1]
 
     def plain(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor, *caches: Tensor) -> Tensor:
         q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], 1)
@@ -268,9 +268,9 @@ def test_branch_attention_qkv(compare: Callable, held: int, rows: int) -> None:
 
     def ours() -> Tensor:
         *first, k_cache, v_cache = tensors
-        slots = one if rows == 1 else None
+        slots = position if rows == 1 else None
         return branch_attention_qkv(
-            *first, place, k_cache, v_cache, one, slots, num_heads=HEADS, num_kv_heads=KV_HEADS, eps=EPS
+            *first, positions, k_cache, v_cache, position, slots, num_heads=HEADS, num_kv_heads=KV_HEADS, eps=EPS
         )
 
     expected = plain(*(value.to(shapes.WIDE) for value in tensors))

@@ -209,7 +209,7 @@ def sample(model: PreTrainedModel) -> list[tuple[Tensor, list[BranchGroup]]]:
 def test_sample(compare: Callable, models: Models) -> None:
     """Time per group over trajectories of all lengths, as in a run's scoring."""
     given = sample(models.model)
-    groups = [(ids[: group.position], group.candidates, group.future) for ids, found in given for group in found]
+    groups = [(ids[: group.position], group.candidates, group.future) for ids, states in given for group in states]
 
     def flat(matrices: Iterable[Tensor]) -> Tensor:
         return torch.cat([matrix.flatten() for matrix in matrices])
@@ -225,7 +225,8 @@ def test_sample(compare: Callable, models: Models) -> None:
         f"K={shapes.POOLS[0]} to {shapes.POOLS[1]} H={shapes.SAMPLE[3]}, time of a group",
         {
             OURS: Implementation(
-                lambda: flat(matrix for found in models.scorer.score_trajectories(given) for matrix in found), expected
+                lambda: flat(matrix for matrices in models.scorer.score_trajectories(given) for matrix in matrices),
+                expected,
             ),
             f"{REPEATED}, one group at a time": Implementation(lambda: one_at_a_time(models.model, groups), expected),
         },
@@ -256,17 +257,17 @@ def compare_packed(
     """All groups in one forward against one group after the other."""
     repeated = f"{REPEATED}, one group at a time"
 
-    def each(score: Callable[..., Tensor]) -> Callable[[], Tensor]:
+    def in_turn(score: Callable[..., Tensor]) -> Callable[[], Tensor]:
         return lambda: torch.stack([score(*group) for group in groups])
 
     runs = packed | {
-        SEPARATELY: each(models.scorer.score),
-        repeated: each(partial(peers.repeated_cache, models.model)),
+        SEPARATELY: in_turn(models.scorer.score),
+        repeated: in_turn(partial(peers.repeated_cache, models.model)),
     }
     if ON_GPU:
-        runs[LOOP] = each(partial(peers.full_forwards, models.model))
+        runs[LOOP] = in_turn(partial(peers.full_forwards, models.model))
         goals = [*goals, Goal(repeated, 2.0), Goal(LOOP, 10.0)]
-    expected = each(partial(peers.repeated_cache, models.wide))()
+    expected = in_turn(partial(peers.repeated_cache, models.wide))()
     compare(
         op,
         shape,
@@ -341,11 +342,11 @@ def packed_rows(model: PreTrainedModel, t: int, h: int, positions: list[int]) ->
     """(ids, positions, layout) of a trajectory of t tokens with K branches of h tokens after each of its states."""
     device = model.device
     groups = [([t], 0, 0), *(([h] * CANDIDATES, 0, position) for position in positions)]
-    places = [torch.arange(t), *(torch.arange(position, position + h).repeat(CANDIDATES) for position in positions)]
-    place = torch.cat(places).to(device)
+    parts = [torch.arange(t), *(torch.arange(position, position + h).repeat(CANDIDATES) for position in positions)]
+    row_positions = torch.cat(parts).to(device)
     generator = torch.Generator().manual_seed(t)
-    ids = torch.randint(model.config.vocab_size, place.shape, generator=generator).to(device)
-    return ids, place, hf.Layout.build(groups, device)
+    ids = torch.randint(model.config.vocab_size, row_positions.shape, generator=generator).to(device)
+    return ids, row_positions, hf.Layout.build(groups, device)
 
 
 @torch.no_grad()

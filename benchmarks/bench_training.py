@@ -53,13 +53,13 @@ def peft_step(
 ) -> torch.Tensor:
     """[R] losses with plain PEFT: for every run and state the prefix, then the candidates over its cache."""
     losses = []
-    groups = sum(len(one.groups) for one in given)
+    groups = sum(len(trajectory.groups) for trajectory in given)
     for adapted, head in runs:
         total = torch.zeros((), dtype=head.dtype, device=head.device)
-        for one in given:
-            for group in one.groups:
+        for trajectory in given:
+            for group in trajectory.groups:
                 with torch.no_grad():
-                    cache = peers.prefill(slm, one.tokens[: group.position])
+                    cache = peers.prefill(slm, trajectory.tokens[: group.position])
                 scores = peers.candidate_scores(adapted, head, group.candidates, cache)
                 loss = -(group.target.to(scores.dtype) * scores.log_softmax(0)).sum() / groups
                 if optimizer is not None:
@@ -74,17 +74,17 @@ def peft_step(
 
 def test_training_step(compare: Callable, slm: PreTrainedModel) -> None:
     given = trajectories(slm)
-    groups = sum(len(one.groups) for one in given)
+    groups = sum(len(trajectory.groups) for trajectory in given)
     alone, plain = rerankers(slm), rerankers(slm)
-    together = Sweep([Run(one) for one in rerankers(slm)], given, FROZEN)
-    apart = [Sweep([Run(one)], given, FROZEN) for one in alone]
-    trained = [parameter for one in plain for parameter in one.parameters() if parameter.requires_grad]
+    together = Sweep([Run(reranker) for reranker in rerankers(slm)], given, FROZEN)
+    apart = [Sweep([Run(reranker)], given, FROZEN) for reranker in alone]
+    trained = [parameter for reranker in plain for parameter in reranker.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0)
     wide = copy.deepcopy(plain[0].adapted).to(shapes.WIDE)
     with torch.no_grad():  # of the first run: all are equal
         base = copy.deepcopy(slm).to(shapes.WIDE)
         expected = peft_step(base, [(wide, plain[0].head.detach().to(shapes.WIDE))], given, None)
-    runs = [(one.adapted, one.head) for one in plain]
+    runs = [(reranker.adapted, reranker.head) for reranker in plain]
     compare(
         "training_step",
         f"R={shapes.RUNS} G={groups} K={CANDIDATES} P<={len(given[0].tokens)} (a group and run)",

@@ -61,14 +61,18 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def ran() -> Iterator[Mapping[str, str]]:
     """Which implementation ran our ops in this case."""
-    with backend.seen() as found:
-        yield found
+    with backend.seen() as implementations:
+        yield implementations
 
 
 def asked(implementations: Mapping[str, Implementation], peers: str) -> dict[str, Implementation]:
     """Ours, and the peers that the command line asks for."""
     kept = {"all": (True, False), "eager": (False,), "compiled": (True,)}[peers]
-    return {name: each for name, each in implementations.items() if name == harness.OURS or each.compiled in kept}
+    return {
+        name: implementation
+        for name, implementation in implementations.items()
+        if name == harness.OURS or implementation.compiled in kept
+    }
 
 
 @pytest.fixture

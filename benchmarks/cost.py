@@ -48,13 +48,13 @@ class Row:
 
     stage: str
     work: str
-    one: float
-    four: float
+    one_gpu: float
+    four_gpus: float
     most: int = 64
 
     def wall(self, gpus: int) -> float:
         """Hours on this many GPUs."""
-        return self.four / min(gpus, self.most)
+        return self.four_gpus / min(gpus, self.most)
 
 
 def decoded(problems: float, gpus: int) -> float:
@@ -86,7 +86,7 @@ def rows() -> list[Row]:
     step = RUNS * TRAINED * EPOCHS * GROUP_STEP / 3600
     passes = 18 + 32 + 11
     share, learned = RolloutSettings().train, STATES - VALIDATION * ratio
-    found = [
+    estimates = [
         ("collect", f"{PROBLEMS:,} trajectories, {STATES:,} states", *[collected(PROBLEMS)] * 2),
         ("futures", f"{STATES:,} continuations by the LLM", futures(STATES, 1), futures(STATES, 4)),
         ("score", f"{GROUPS:,} groups of {CANDIDATES} at 9 ms", *[GROUPS * GROUP / 3600] * 2),
@@ -128,7 +128,7 @@ def rows() -> list[Row]:
             *(decoded(SEEDS * BENCHMARKS, n) for n in (1, 4)),
         ),
     ]
-    return [Row(*one) for one in found]
+    return [Row(*estimate) for estimate in estimates]
 
 
 def table() -> list[str]:
@@ -145,9 +145,14 @@ def table() -> list[str]:
     lines = []
     for row in rows():
         paper = PAPER.get(row.stage)
-        hours = [row.one, row.wall(8), row.wall(64), row.four]
+        hours = [row.one_gpu, row.wall(8), row.wall(64), row.four_gpus]
         lines.append(
-            [row.stage, row.work, *(f"{each:.2g}" for each in hours), "not known here" if paper is None else f"{paper}"]
+            [
+                row.stage,
+                row.work,
+                *(f"{value:.2g}" for value in hours),
+                "not known here" if paper is None else f"{paper}",
+            ]
         )
     return markdown_table(head, lines)
 

@@ -55,18 +55,18 @@ def profile(op: str) -> str:
 def table(printed: str) -> list[str]:
     """One line per kernel launch, in Markdown."""
     lines = printed.splitlines()
-    begin = next((place for place, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    begin = next((index for index, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     launches: dict[str, dict[str, str]] = {}
     for row in csv.DictReader(lines[begin:]):
-        found = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"].split("(")[0], "grid": row["Grid Size"]})
+        launch = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"].split("(")[0], "grid": row["Grid Size"]})
         name = COLUMNS.get(row["Metric Name"])
         if name == "us":
             microseconds = float(row["Metric Value"].replace(",", "")) * MICROSECONDS[row["Metric Unit"]]
-            found[name] = f"{microseconds:.1f}"
+            launch[name] = f"{microseconds:.1f}"
         elif name is not None:
-            found[name] = row["Metric Value"]
+            launch[name] = row["Metric Value"]
     heads = ["kernel", "grid", *COLUMNS.values()]
-    rows = [" | ".join(found.get(head, "") for head in heads) for found in launches.values()]
+    rows = [" | ".join(launch.get(head, "") for head in heads) for launch in launches.values()]
     return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {row} |" for row in rows)]
 
 

@@ -24,7 +24,7 @@ COLUMNS = (("SLM", "slm", 0.135), ("LLM", "llm", 0.225), ("reranker", "reranker"
 BAR, WRITTEN, TOP, LINE = 0.075, 0.425, 0.555, 0.105  # a full bar's width, where the continuation begins, rows
 
 
-def made(run: Path, problem: str) -> dict[str, Any]:
+def made(run: Path, problem_id: str) -> dict[str, Any]:
     """The first event of a problem's FutureBridge generation, and what the SLM writes after each candidate."""
     import torch
 
@@ -35,33 +35,38 @@ def made(run: Path, problem: str) -> dict[str, Any]:
 
     settings = RunSettings.model_validate_json((run / "settings.json").read_text())
     models = models_of(settings.models)
-    (one,) = (each for problems in benchmark_problems(settings).values() for each in problems if each.id == problem)
+    (problem,) = (
+        problem
+        for problems in benchmark_problems(settings).values()
+        for problem in problems
+        if problem.id == problem_id
+    )
     files = sorted((run / "variants" / "futurebridge" / "comparison").glob("*.futurebridge.*.jsonl"))
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    row = next(row for row in rows if row["problem"] == problem)  # of the first seed
+    row = next(row for row in rows if row["problem"] == problem_id)  # of the first seed
     event = row["events"][0]
-    (prompt,) = models.prompts([one], settings.problems.prompt, settings.problems.thinking)
+    (prompt,) = models.prompts([problem], settings.problems.prompt, settings.problems.thinking)
     prefix = [*prompt.tolist(), *row["tokens"][: event["step"]]]
     greedy = CollaborativeDecoder(models.slm, None, None, RequestPolicy(0.0), max_events=0, tokenizer=models.tokenizer)
     share = torch.tensor(event["scores"]).softmax(0).tolist()
     with Verifier(workers=1) as verifier:
         candidates = []
-        for place, token in enumerate(event["pool"]):
+        for index, token in enumerate(event["pool"]):
             new = greedy.generate([*prefix, token], settings.evaluate.max_new_tokens).token_ids.tolist()
             text = models.tokenizer.decode([*row["tokens"][: event["step"]], token, *new], skip_special_tokens=True)
             candidates.append(
                 {
                     "token": models.tokenizer.decode([token]),
-                    "slm": math.exp(event["slm_logprob"][place]),
-                    "llm": math.exp(event["llm_logprob"][place]),
-                    "reranker": share[place],
+                    "slm": math.exp(event["slm_logprob"][index]),
+                    "llm": math.exp(event["llm_logprob"][index]),
+                    "reranker": share[index],
                     "written": models.tokenizer.decode(new, skip_special_tokens=True),
-                    "right": verifier.verify(text, one.answer) == "correct",
+                    "right": verifier.verify(text, problem.answer) == "correct",
                 }
             )
     return {
-        "from": {"run": run.name, "problem": problem, "row": row["method"], "seed": row["seed"]},
-        "problem": one.text,
+        "from": {"run": run.name, "problem": problem_id, "row": row["method"], "seed": row["seed"]},
+        "problem": problem.text,
         "before": models.tokenizer.decode(row["tokens"][: event["step"]]),
         "entropy": event["entropy"],
         "choice": event["choice"],
@@ -82,23 +87,25 @@ def figure(event: dict[str, Any], theme: Theme) -> Figure:
     asks = f"?  {event['entropy']:.1f} nats: the LLM is asked for candidates"
     end = 0.06 + len(event["before"].strip()) * 0.602 * 11 / (72 * 9.6)  # width of a character in DejaVu Sans Mono
     axis.text(end + 0.018, 0.82, asks, fontsize=10, color=theme.ground, backgroundcolor=theme.ours)
-    for head, _, place in (*COLUMNS, ("what the SLM writes after it", "", WRITTEN)):
-        axis.text(place, 0.675, head, color=theme.faint, fontsize=9)
-    for row, one in enumerate(event["candidates"]):
+    for head, _, x in (*COLUMNS, ("what the SLM writes after it", "", WRITTEN)):
+        axis.text(x, 0.675, head, color=theme.faint, fontsize=9)
+    for row, candidate in enumerate(event["candidates"]):
         height, picked = TOP - LINE * row, row == event["choice"]
         if picked:
             box = FancyBboxPatch((0.012, height - 0.03), 0.976, 0.088, boxstyle="round,pad=0,rounding_size=0.01")
             box.set(facecolor="none", edgecolor=theme.ours, linewidth=1.6)
             axis.add_patch(box)
         weight = "bold" if picked else "normal"
-        axis.text(0.022, height, one["token"].strip(), fontsize=11, family="monospace", weight=weight)
-        for _, key, place in COLUMNS:
-            axis.barh(height + 0.012, BAR, 0.045, place, color=theme.line)
+        axis.text(0.022, height, candidate["token"].strip(), fontsize=11, family="monospace", weight=weight)
+        for _, key, x in COLUMNS:
+            axis.barh(height + 0.012, BAR, 0.045, x, color=theme.line)
             color = theme.ours if key == "reranker" else theme.others
-            axis.barh(height + 0.012, BAR * one[key], 0.045, place, color=color)
-        mark, color = ("\N{CHECK MARK}", theme.good) if one["right"] else ("\N{BALLOT X}", theme.bad)
+            axis.barh(height + 0.012, BAR * candidate[key], 0.045, x, color=color)
+        mark, color = ("\N{CHECK MARK}", theme.good) if candidate["right"] else ("\N{BALLOT X}", theme.bad)
         axis.text(WRITTEN, height, mark, color=color, fontsize=11, family="DejaVu Sans")
-        axis.text(WRITTEN + 0.025, height, one["written"].strip(), fontsize=9.5, family="monospace", weight=weight)
+        axis.text(
+            WRITTEN + 0.025, height, candidate["written"].strip(), fontsize=9.5, family="monospace", weight=weight
+        )
     return drawn
 
 

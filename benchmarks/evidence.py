@@ -156,8 +156,8 @@ def make(world: str, seed: int, quantiles: Sequence[float], out: Path, problems:
                 run_command(command, settings, run)
             tests = TestStage(settings, run)
             run_stage(tests)
-        found = record(settings, tests, world) | {"processor_seconds": round(time.process_time() - began, 1)}
-        write_file(cell, json.dumps(found).encode())
+        contents = record(settings, tests, world) | {"processor_seconds": round(time.process_time() - began, 1)}
+        write_file(cell, json.dumps(contents).encode())
     for run in runs.values():
         shutil.rmtree(run, ignore_errors=True)
 
@@ -177,11 +177,11 @@ def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any
         "words": chosen["tested"][0]["words"],
         "rows": {
             name: {
-                "correct": "".join("01"[row.correct] for row in found),
-                "calls": float(np.mean([row.calls for row in found])),
-                "llm_tokens": float(np.mean([row.llm_tokens for row in found])),
+                "correct": "".join("01"[row.correct] for row in own_rows),
+                "calls": float(np.mean([row.calls for row in own_rows])),
+                "llm_tokens": float(np.mean([row.llm_tokens for row in own_rows])),
             }
-            for name, found in rows.items()
+            for name, own_rows in rows.items()
         },
     }
 
@@ -196,13 +196,13 @@ class Cells:
         found: records as `record` makes them.
     """
 
-    def __init__(self, found: Iterable[Mapping[str, Any]]) -> None:
-        self.found = sorted(found, key=lambda one: (WORLDS.index(one["world"]), one["seed"], one["quantile"]))
-        self.worlds = [world for world in WORLDS if any(one["world"] == world for one in self.found)]
+    def __init__(self, records: Iterable[Mapping[str, Any]]) -> None:
+        self.records = sorted(records, key=lambda cell: (WORLDS.index(cell["world"]), cell["seed"], cell["quantile"]))
+        self.worlds = [world for world in WORLDS if any(cell["world"] == world for cell in self.records)]
 
     def of(self, world: str) -> list[Mapping[str, Any]]:
         """The cells of a world."""
-        return [one for one in self.found if one["world"] == world]
+        return [cell for cell in self.records if cell["world"] == world]
 
     def correct(self, cell: Mapping[str, Any], name: str) -> Outcomes:
         """[n]: which problems a row got right."""
@@ -210,16 +210,15 @@ class Cells:
 
     def row(self, cell: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         """A row by its label; "deployed" is the chosen recipe's."""
-        found: Mapping[str, Any] = cell["rows"][cell["deployed"] if name == "deployed" else name]
-        return found
+        return cell["rows"][cell["deployed"] if name == "deployed" else name]
 
     def mean(self, world: str, name: str, column: str) -> float:
         """The mean of a column over the cells that have the row."""
-        return float(np.mean([self.row(one, name)[column] for one in self.of(world) if self.has(one, name)]))
+        return float(np.mean([self.row(cell, name)[column] for cell in self.of(world) if self.has(cell, name)]))
 
     def mean_accuracy(self, world: str, name: str) -> float:
         """The mean accuracy over all cells of a world."""
-        return float(np.mean([self.correct(one, name).mean() for one in self.of(world)]))
+        return float(np.mean([self.correct(cell, name).mean() for cell in self.of(world)]))
 
     def has(self, cell: Mapping[str, Any], name: str) -> bool:
         """Whether a cell has a row."""
@@ -274,9 +273,9 @@ def below(cells: Cells, world: str, name: str, delta: float) -> Below:
         ]
         for cell in cells.of(world)
     ]
-    seen = sum(any(gap.mean < -delta for gap in one) for one in gaps)
-    significant = sum(any(gap.high < -delta for gap in one) for one in gaps)
-    return Below(len(gaps), seen, significant, min(gap.mean for one in gaps for gap in one))
+    seen = sum(any(gap.mean < -delta for gap in pair) for pair in gaps)
+    significant = sum(any(gap.high < -delta for gap in pair) for pair in gaps)
+    return Below(len(gaps), seen, significant, min(gap.mean for pair in gaps for gap in pair))
 
 
 def times_below(cells: Cells, name: str, delta: float) -> int:
@@ -291,9 +290,9 @@ def safety(cells: Cells, delta: float) -> list[str]:
     rows = []
     for world in cells.worlds:
         for name in ("published", "value", "deployed", ALONE):
-            found = below(cells, world, name, delta)
-            counts = [f"{count} of {found.cells}" for count in (found.seen, found.significant)]
-            rows.append([world, SHOWN[name], *counts, f"{100 * found.worst:+.1f}"])
+            shortfall = below(cells, world, name, delta)
+            counts = [f"{count} of {shortfall.cells}" for count in (shortfall.seen, shortfall.significant)]
+            rows.append([world, SHOWN[name], *counts, f"{100 * shortfall.worst:+.1f}"])
     return markdown_table(head, rows)
 
 
@@ -327,9 +326,9 @@ def parts(cells: Cells) -> list[str]:
 def needed(cells: Cells) -> str:
     """In which worlds the value with the reranker is above the head without it, in a sentence."""
     gaps = {world: cells.interval(world, lambda cell: gap(cells, cell, "value", ALONE)) for world in cells.worlds}
-    found = [world for world, each in gaps.items() if each.low > 0]
-    rest = [world for world in gaps if world not in found]
-    words = f"The reranker adds accuracy in {', '.join(found) or 'no world'}"
+    worlds = [world for world, interval in gaps.items() if interval.low > 0]
+    rest = [world for world in gaps if world not in worlds]
+    words = f"The reranker adds accuracy in {', '.join(worlds) or 'no world'}"
     return f"{words}; not shown in {', '.join(rest)}." if rest else f"{words}."
 
 
@@ -353,9 +352,9 @@ def above_the_line(cells: Cells, cell: Mapping[str, Any]) -> Outcomes:
 
 def goals(cells: Cells, delta: float, level: float) -> list[str]:
     """The goals and the results, in sentences."""
-    lines, total = [], len(cells.found)
+    lines, total = [], len(cells.records)
     counts = [below(cells, world, "deployed", delta) for world in cells.worlds]
-    seen, sure = sum(one.seen for one in counts), sum(one.significant for one in counts)
+    seen, sure = sum(shortfall.seen for shortfall in counts), sum(shortfall.significant for shortfall in counts)
     met = "met" if seen <= (1 - level) * total else "missed"
     lines.append(
         f"- Below greedy decoding or the direct score by more than {100 * delta:g} points in {seen} of {total} cells "
@@ -384,9 +383,9 @@ def figure(cells: Cells, theme: Theme) -> Figure:
     kinds = [(name, other) for name in ("published", "deployed") for other in REFERENCES]
     delta = 100 * RunSettings.load(WORLDS[0]).choice.delta
     for axis, world in zip(panels, cells.worlds, strict=True):
-        for place, (name, other) in enumerate(kinds):
-            gaps = [100 * (cells.correct(one, name) - cells.correct(one, other)).mean() for one in cells.of(world)]
-            beside = place + np.linspace(-0.3, 0.3, len(gaps))
+        for index, (name, other) in enumerate(kinds):
+            gaps = [100 * (cells.correct(cell, name) - cells.correct(cell, other)).mean() for cell in cells.of(world)]
+            beside = index + np.linspace(-0.3, 0.3, len(gaps))
             ours = name == "deployed"
             look = {"color": theme.ours if ours else theme.others, "marker": "o" if ours else "s"}
             axis.plot(beside, gaps, linestyle="none", markersize=3.5, alpha=0.8, **look)
@@ -419,15 +418,15 @@ def dropped(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
     """docs/evidence.md."""
     choice = RunSettings.load(WORLDS[0]).choice
-    seeds = sorted({cell["seed"] for cell in cells.found})
-    quantiles = sorted({cell["quantile"] for cell in cells.found})
-    problems = len(cells.correct(cells.found[0], "greedy"))
-    alone = sum(cell["deployed"] == "greedy" for cell in cells.found)
-    hours = sum(cell["processor_seconds"] for cell in cells.found) / 3600
+    seeds = sorted({cell["seed"] for cell in cells.records})
+    quantiles = sorted({cell["quantile"] for cell in cells.records})
+    problems = len(cells.correct(cells.records[0], "greedy"))
+    alone = sum(cell["deployed"] == "greedy" for cell in cells.records)
+    hours = sum(cell["processor_seconds"] for cell in cells.records) / 3600
     deployed = {world: Counter(cell["deployed"] for cell in cells.of(world)) for world in cells.worlds}
     counted = "; ".join(
-        f"{world}: " + ", ".join(f"{name} {count}" for name, count in found.most_common())
-        for world, found in deployed.items()
+        f"{world}: " + ", ".join(f"{name} {count}" for name, count in recipes.most_common())
+        for world, recipes in deployed.items()
     )
     gained = max(row["minus value"][0] for row in before if row["recipe"] == "as it was deployed")
     lines = [
@@ -435,7 +434,7 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
         "",
         "*Written by `python -m benchmarks.evidence --report` from [the cells](evidence/cells.json).*",
         "",
-        f"{len(cells.found)} runs: worlds {', '.join(cells.worlds)}, seeds {', '.join(map(str, seeds))}, request "
+        f"{len(cells.records)} runs: worlds {', '.join(cells.worlds)}, seeds {', '.join(map(str, seeds))}, request "
         f"quantiles {', '.join(f'{quantile:g}' for quantile in quantiles)}, {problems} test problems per cell, "
         f"at least {hours:.1f} hours of CPU time. A seed draws the problems for training, validation, certification "
         "and test, and initialises the reranker. The seeds were written down before the run, and the models of a world "
@@ -492,10 +491,10 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def report(found: Sequence[Mapping[str, Any]], docs: Path) -> None:
+def report(records: Sequence[Mapping[str, Any]], docs: Path) -> None:
     """Write the cells, the page and its figure."""
-    cells = Cells(found)
-    lines = ",\n".join(json.dumps(cell, sort_keys=True) for cell in cells.found)
+    cells = Cells(records)
+    lines = ",\n".join(json.dumps(cell, sort_keys=True) for cell in cells.records)
     write_file(docs / "evidence" / CELLS, f"[\n{lines}\n]\n".encode())
     before = json.loads((docs / "evidence" / DROPPED).read_text())
     write_file(docs / "evidence.md", page(cells, before).encode())
@@ -516,8 +515,8 @@ def main(
 ) -> None:
     """Make every cell that is still missing."""
     if write:
-        found = [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
-        report(found, Path("docs"))
+        records = [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
+        report(records, Path("docs"))
         return
     (out / "cells").mkdir(parents=True, exist_ok=True)
     jobs = [(world, seed) for seed in seeds or SEEDS for world in WORLDS]

@@ -59,8 +59,8 @@ def accuracy(cells: Cells, worlds: Sequence[Run]) -> list[str]:
     """Mean accuracy of ways to decode over the runs of the evidence, with the large model's tokens per problem."""
     head = ["accuracy, % (LLM tokens per problem)", *(SHOWN[world] for world in cells.worlds)]
     rows = [[label, *(_accuracy(cells, world, name) for world in cells.worlds)] for label, name in ACCURACY]
-    runs, problems = len(cells.found), len(cells.correct(cells.found[0], DEPLOYED))
-    seeds, quantiles = (len({cell[key] for cell in cells.found}) for key in ("seed", "quantile"))
+    runs, problems = len(cells.records), len(cells.correct(cells.records[0], DEPLOYED))
+    seeds, quantiles = (len({cell[key] for cell in cells.records}) for key in ("seed", "quantile"))
     plain = ", ".join(f"{100 * cells.mean_accuracy(world, 'published'):.1f}" for world in cells.worlds)
     delta = RunSettings.load(cells.worlds[0]).choice.delta
     ours, theirs = (times_below(cells, name, delta) for name in (DEPLOYED, "published"))
@@ -75,8 +75,8 @@ def accuracy(cells: Cells, worlds: Sequence[Run]) -> list[str]:
 
 
 def _accuracy(cells: Cells, world: str, name: str) -> str:
-    found = cells.interval(world, lambda cell: cells.correct(cell, name))
-    return f"{percent(found)} ({cells.mean(world, name, 'llm_tokens'):.1f})"
+    interval = cells.interval(world, lambda cell: cells.correct(cell, name))
+    return f"{percent(interval)} ({cells.mean(world, name, 'llm_tokens'):.1f})"
 
 
 def _why_not_take_over(cells: Cells) -> str:
@@ -101,14 +101,14 @@ def _why_not_take_over(cells: Cells) -> str:
 def _times(worlds: Sequence[Run]) -> str:
     """The time of takeover and of the deployed recipe next to greedy decoding; empty if they were not timed."""
     relative: dict[str, list[str]] = {TAKEOVER: [], DEPLOYED: []}
-    for one in worlds:
-        fastest = _fastest(one)
-        for key, found in relative.items():
+    for run in worlds:
+        fastest = _fastest(run)
+        for key, factors in relative.items():
             if key in fastest and "greedy" in fastest:
-                found.append(f"{fastest[key].seconds / fastest['greedy'].seconds:.1f}")
+                factors.append(f"{fastest[key].seconds / fastest['greedy'].seconds:.1f}")
     if not all(relative.values()):
         return ""
-    theirs, ours = (", ".join(found) for found in relative.values())
+    theirs, ours = (", ".join(factors) for factors in relative.values())
     return (
         f" In seconds too, since both models are small here: one problem at a time, takeover takes {theirs} times as "
         f"long as the SLM alone, FutureBridge {ours} times ([accuracy against tokens, calls and "
@@ -118,11 +118,11 @@ def _times(worlds: Sequence[Run]) -> str:
 
 def _fastest(run: Run) -> dict[str, Timed]:
     """The time of every method in its fastest loop, by key, the slowest method first."""
-    found: dict[str, Timed] = {}
-    for one in run.timed:
-        if one.key not in found or one.seconds < found[one.key].seconds:
-            found[one.key] = one
-    return dict(sorted(found.items(), key=lambda item: item[1].seconds, reverse=True))
+    fastest: dict[str, Timed] = {}
+    for timing in run.timed:
+        if timing.key not in fastest or timing.seconds < fastest[timing.key].seconds:
+            fastest[timing.key] = timing
+    return dict(sorted(fastest.items(), key=lambda item: item[1].seconds, reverse=True))
 
 
 def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -134,7 +134,7 @@ def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
         best = roofline.best_peers(cases)
         ours = [case for case in cases if case["impl"] == OURS and case["median_us"] and (op, case["shape"]) in best]
         if ours:
-            case = max(ours, key=lambda one: one["median_us"])
+            case = max(ours, key=lambda case: case["median_us"])
             peer = best[op, case["shape"]]
             time, ratio = case["median_us"] / 1e3, peer["median_us"] / case["median_us"]
             lines.append(f"| {label} | {case['shape']} | {time:.1f} ms | {peer['impl']} | {ratio:.2f}x |")
@@ -142,16 +142,16 @@ def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
             changed = "+" * made["commit"].endswith("+")  # of a tree with changes of its own
             stamp = f"{made['date'][:10]} at {made['commit'][:7]}{changed}"
             where.setdefault(f"{made['device']}, torch {made['torch']}", []).append(stamp)
-    found = (f"{machine} ({', '.join(dict.fromkeys(stamps))})" for machine, stamps in where.items())
-    return [*lines, "", f"*Measured on {'; '.join(found)}.*"]
+    machines = (f"{machine} ({', '.join(dict.fromkeys(stamps))})" for machine, stamps in where.items())
+    return [*lines, "", f"*Measured on {'; '.join(machines)}.*"]
 
 
 def render_worlds(text: str, root: Path = ROOT) -> str:
     """docs/worlds.md with its tables of orderings, quantiles and times regenerated."""
-    found = root / TABLES
-    if not found.is_file():
+    path = root / TABLES
+    if not path.is_file():
         return text
-    worlds = read_tables(found)
+    worlds = read_tables(path)
     for name, lines in (("orderings", paper_orderings), ("quantiles", quantiles), ("times", times)):
         text = _replace(text, name, lines(worlds), TABLES)
     return text
@@ -159,12 +159,14 @@ def render_worlds(text: str, root: Path = ROOT) -> str:
 
 def paper_orderings(worlds: Sequence[Run]) -> list[str]:
     """The paper's orderings in every world, those that are reversed in one first."""
-    columns = {SHOWN.get(one.name, one.name): one.results for one in worlds}
-    found = orderings.by_words(columns)
-    counts = "; ".join(f"{head}: {orderings.counted(found, [head])}" for head in columns)
+    columns = {SHOWN.get(run.name, run.name): run.results for run in worlds}
+    named_orderings = orderings.by_words(columns)
+    counts = "; ".join(f"{head}: {orderings.counted(named_orderings, [head])}" for head in columns)
     rows = []
-    for words, by_head in found.items():
-        cells = [f"{one.shown} {one.verdict()}" if (one := by_head.get(head)) else "" for head in columns]
+    for words, by_head in named_orderings.items():
+        cells = [
+            f"{ordering.shown} {ordering.verdict()}" if (ordering := by_head.get(head)) else "" for head in columns
+        ]
         rows.append([words, next(iter(by_head.values())).published, *map(str.strip, cells)])
     head = ["", "paper, pp", *(f"{head}, pp [95%]" for head in columns)]
     return [f"Verdicts: {counts}.", "", *markdown_table(head, rows), "", f"*{orderings.NOTE}*"]
@@ -172,14 +174,14 @@ def paper_orderings(worlds: Sequence[Run]) -> list[str]:
 
 def times(worlds: Sequence[Run]) -> list[str]:
     """Milliseconds per problem of every method that was timed in all worlds."""
-    found = {SHOWN.get(one.name, one.name): _fastest(one) for one in worlds}
-    first = next(iter(found.values()))
+    by_world = {SHOWN.get(run.name, run.name): _fastest(run) for run in worlds}
+    first = next(iter(by_world.values()))
     rows = []
     for key in reversed(first):  # the fastest first
-        if all(key in known for known in found.values()):
-            seconds = (known[key].seconds for known in found.values())
-            rows.append([f"{first[key].method}, {first[key].loop}", *(f"{1000 * each:.1f}" for each in seconds)])
-    return markdown_table(["milliseconds per problem, loop", *found], rows)
+        if all(key in timings for timings in by_world.values()):
+            seconds = (timings[key].seconds for timings in by_world.values())
+            rows.append([f"{first[key].method}, {first[key].loop}", *(f"{1000 * value:.1f}" for value in seconds)])
+    return markdown_table(["milliseconds per problem, loop", *by_world], rows)
 
 
 def draw_worlds(root: Path) -> None:
@@ -193,10 +195,10 @@ def draw_worlds(root: Path) -> None:
 
 def render_evidence(text: str, root: Path = ROOT) -> str:
     """docs/evidence.md, all of it."""
-    found, before = root / CELLS, root / CELLS.with_name(DROPPED)
-    if not found.is_file():
+    path, before = root / CELLS, root / CELLS.with_name(DROPPED)
+    if not path.is_file():
         return text
-    return page(Cells(json.loads(found.read_text())), json.loads(before.read_text()))
+    return page(Cells(json.loads(path.read_text())), json.loads(before.read_text()))
 
 
 def render_benchmarks(text: str, root: Path = ROOT) -> str:
@@ -222,15 +224,15 @@ def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def quantiles(worlds: Sequence[Run]) -> list[str]:
     """Accuracy of the methods that were tried at every request quantile, a row for each world and quantile."""
     labels: dict[str, str] = {}
-    found: dict[tuple[str, float], dict[str, Result]] = {}
-    for one in worlds:
-        for row in one.of("quantiles"):
+    groups: dict[tuple[str, float], dict[str, Result]] = {}
+    for run in worlds:
+        for row in run.of("quantiles"):
             if row.quantile is not None and row.accuracy:
                 labels.setdefault(row.key, row.label)
-                found.setdefault((SHOWN.get(one.name, one.name), row.quantile), {})[row.key] = row
-    keys = [key for key in labels if all(key in rows for rows in found.values())]
-    body = [[world, f"{at:g}", *(marked(rows[key]) for key in keys)] for (world, at), rows in found.items()]
-    problems = ", ".join(sorted({str(row.problems) for rows in found.values() for row in rows.values()}))
+                groups.setdefault((SHOWN.get(run.name, run.name), row.quantile), {})[row.key] = row
+    keys = [key for key in labels if all(key in rows for rows in groups.values())]
+    body = [[world, f"{at:g}", *(marked(rows[key]) for key in keys)] for (world, at), rows in groups.items()]
+    problems = ", ".join(sorted({str(row.problems) for rows in groups.values() for row in rows.values()}))
     note = f"*Accuracy, % [95%], of {problems} problems in each row. {LEGEND}*"
     return [*markdown_table(["world", "quantile", *(labels[key] for key in keys)], body), "", note]
 
@@ -254,14 +256,14 @@ def gpu_headline(scorer: dict[str, Any]) -> list[str]:
     case = max(packs, key=lambda case: (_groups(case), case["median_us"]))
     best = roofline.best_peers(scorer["cases"]).get((case["op"], case["shape"]))
     compared = f"; {best['impl']} takes **{best['median_us'] / case['median_us']:.1f}x** as long" if best else ""
-    each = case["median_us"] / _groups(case) / 1e3
-    return [f"Measured on {scorer['device']}: a group ({case['shape']}) is scored in **{each:.1f} ms**{compared}."]
+    time = case["median_us"] / _groups(case) / 1e3
+    return [f"Measured on {scorer['device']}: a group ({case['shape']}) is scored in **{time:.1f} ms**{compared}."]
 
 
 def _groups(case: dict[str, Any]) -> int:
     """How many groups are packed in a case; 0 if the shape does not say."""
-    found = re.search(r"\bG=(\d+)", case["shape"])
-    return int(found.group(1)) if found else 0
+    match = re.search(r"\bG=(\d+)", case["shape"])
+    return int(match.group(1)) if match else 0
 
 
 def headline(scorer: dict[str, Any], head: dict[str, Any], decode: dict[str, Any], gpu: bool) -> str:
@@ -307,8 +309,8 @@ def _replace(text: str, name: str, lines: list[str], source: Path | None = None)
 
 def render_scale(text: str, root: Path = ROOT) -> str:
     """docs/scale.md with its table of measured stages regenerated."""
-    found = sorted((root / "benchmarks" / "results" / "stages").glob("*.json"))
-    tables = [[*stages.table(json.loads(file.read_text())), ""] for file in found]
+    files = sorted((root / "benchmarks" / "results" / "stages").glob("*.json"))
+    tables = [[*stages.table(json.loads(file.read_text())), ""] for file in files]
     return _replace(text, "stage table", [line for lines in tables for line in lines])
 
 

@@ -134,9 +134,9 @@ def measured(
     truth = [value.clone() for value in passes.run(op, THEIRS, given, g)]
     errors, seconds = {}, {name: [] for name in ways}  # type: ignore[var-annotated]
     for name, (kind, rows) in ways.items():
-        found = truth if (kind, rows) == (THEIRS, g) else passes.run(op, kind, given, rows)
-        errors[name] = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, truth, strict=True))
-        del found
+        outputs = truth if (kind, rows) == (THEIRS, g) else passes.run(op, kind, given, rows)
+        errors[name] = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(outputs, truth, strict=True))
+        del outputs
     if max(errors.values()) > TOLERANCE:
         raise ValueError(
             f"{op} {shape}: expected all ways to agree, got relative differences {errors}; do not time them"
@@ -179,7 +179,7 @@ def sweep(folder: str, rounds: int) -> None:
 def curves(folder: str, rounds: int) -> None:
     """STEPS steps of a tiny random model with both trainers and the toy reward: rewards and losses of every step."""
     words = {"<pad>": 0, "<eos>": 1, "<bos>": 2, **{f"w{i}": i for i in range(3, 64)}}
-    found = {}
+    histories = {}
     for name, kind in KINDS.items():
         torch.manual_seed(0)
         config = Qwen3Config(
@@ -190,19 +190,18 @@ def curves(folder: str, rounds: int) -> None:
             model = AutoModelForCausalLM.from_config(config)
             model.save_pretrained(scratch)
             model.config._name_or_path = scratch  # TRL loads the reference from here
-            one = trainer(
+            grpo_trainer = trainer(
                 kind, model, word_tokenizer(words), scratch,
                 num_generations=8, per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=STEPS,
                 max_completion_length=16, learning_rate=2e-3, beta=0.02, logging_steps=1, lr_scheduler_type="constant",
             )  # fmt: skip
-            one.train()
-        logs = [entry for entry in one.state.log_history if "loss" in entry]
-        found[name] = {key: [entry[key] for entry in logs] for key in ("reward", "loss", "kl", "entropy")}
-    apart = {
-        key: max(abs(a - b) for a, b in zip(found[OURS][key], found[THEIRS][key], strict=True)) for key in found[OURS]
-    }
-    print(f"reward {found[OURS]['reward'][0]:.3f} to {found[OURS]['reward'][-1]:.3f}; largest differences {apart}")
-    write([], {"curves": {"steps": STEPS, "largest_difference": apart, **found}})
+            grpo_trainer.train()
+        logs = [entry for entry in grpo_trainer.state.log_history if "loss" in entry]
+        histories[name] = {key: [entry[key] for entry in logs] for key in ("reward", "loss", "kl", "entropy")}
+    ours, theirs = histories[OURS], histories[THEIRS]
+    apart = {key: max(abs(a - b) for a, b in zip(ours[key], theirs[key], strict=True)) for key in ours}
+    print(f"reward {ours['reward'][0]:.3f} to {ours['reward'][-1]:.3f}; largest differences {apart}")
+    write([], {"curves": {"steps": STEPS, "largest_difference": apart, **histories}})
 
 
 def word_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:

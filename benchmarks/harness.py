@@ -236,15 +236,15 @@ def kernels_of(
     op: str, shape: str, implementations: Mapping[str, Implementation], timing: Timing
 ) -> list[dict[str, str]]:
     """The longest-running GPU kernel of each implementation that runs here, by the profiler."""
-    found = []
+    kernels = []
     for name, implementation in implementations.items():
         try:
             implementation.run()
             kernel = longest_kernel(implementation.run)
         except Exception:  # absent, or not for this size: the results show that
             continue
-        found.append({"op": op, "shape": f"{shape} ({timing.value})", "impl": name, "kernel": kernel})
-    return found
+        kernels.append({"op": op, "shape": f"{shape} ({timing.value})", "impl": name, "kernel": kernel})
+    return kernels
 
 
 def longest_kernel(run: Callable[[], Output]) -> str:
@@ -511,8 +511,8 @@ def write_results(directory: Path, results: Mapping[str, Sequence[Result | dict[
     about = machine() | ({"ceilings": asdict(ceilings())} if DEVICE == "cuda" else {})  # before a file changes
     for bench, rows in results.items():
         path = folder / f"{bench}.json"
-        each = [row if isinstance(row, dict) else asdict(row) for row in rows]
-        cases = [{key: value for key, value in row.items() if key != "details" or value} for row in each]
+        records = [row if isinstance(row, dict) else asdict(row) for row in rows]
+        cases = [{key: value for key, value in row.items() if key != "details" or value} for row in records]
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, path)
@@ -522,14 +522,14 @@ def write_results(directory: Path, results: Mapping[str, Sequence[Result | dict[
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     """{bench: its file} of a device; compiled peers and the kernels that ran are merged into the cases."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    for name in [name for name in found if name.endswith(COMPILED)]:
-        alone = found.pop(name)
-        whole = found.setdefault(name.removesuffix(COMPILED), alone)
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    for name in [name for name in results if name.endswith(COMPILED)]:
+        alone = results.pop(name)
+        whole = results.setdefault(name.removesuffix(COMPILED), alone)
         if whole is not alone:
             whole["cases"] += [case for case in alone["cases"] if case["impl"] not in (OURS, FLOOR)]
-    for name in [name for name in found if name.endswith(KERNELS)]:
-        ran = {(case["op"], case["shape"], case["impl"]): case["kernel"] for case in found.pop(name)["cases"]}
-        for case in found.get(name.removesuffix(KERNELS), {"cases": ()})["cases"]:
+    for name in [name for name in results if name.endswith(KERNELS)]:
+        ran = {(case["op"], case["shape"], case["impl"]): case["kernel"] for case in results.pop(name)["cases"]}
+        for case in results.get(name.removesuffix(KERNELS), {"cases": ()})["cases"]:
             case["kernel"] = ran.get((case["op"], case["shape"], case["impl"]), "")
-    return found
+    return results

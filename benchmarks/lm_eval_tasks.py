@@ -46,8 +46,8 @@ def requests(name: str, documents: int, model: HFLM) -> list[Instance]:
 def differences(ours: Answers, theirs: Answers) -> tuple[float, bool]:
     """(largest difference of log-likelihoods, whether they are equal up to rounding and all greedy flags agree)."""
     pairs = [
-        ((one, True), (other, True)) if isinstance(one, float) else (one, other)
-        for one, other in zip(ours, theirs, strict=True)
+        ((mine, True), (other, True)) if isinstance(mine, float) else (mine, other)
+        for mine, other in zip(ours, theirs, strict=True)
     ]
     equal = all(a[1] == b[1] and math.isclose(a[0], b[0], rel_tol=RELATIVE) for a, b in pairs)
     return max(abs(a[0] - b[0]) for a, b in pairs), equal
@@ -67,13 +67,13 @@ def measured(name: str, documents: int, rounds: int, ours: FutureBridgeLM, their
     runs: dict[str, Callable[[], Any]] = {OURS: lambda: getattr(ours, kind)(asked, disable_tqdm=True)}
     for lm in theirs:
         runs[f"hf, batch {lm.batch_size}"] = lambda lm=lm: getattr(lm, kind)(asked, disable_tqdm=True)
-    found, times, checks = runs[OURS](), dict[str, list[float]](), {OURS: (0.0, True)}
+    our_answers, times, checks = runs[OURS](), dict[str, list[float]](), {OURS: (0.0, True)}
     for impl, run in runs.items():
         if impl != OURS:
             start = time.perf_counter()
             answers = run()
             times[impl] = [time.perf_counter() - start]
-            checks[impl] = differences(found, answers)
+            checks[impl] = differences(our_answers, answers)
     quickest = min(times, key=lambda impl: times[impl][0])
     times[OURS] = []
     checks[OURS] = max(check[0] for check in checks.values()), all(check[1] for check in checks.values())
@@ -107,8 +107,8 @@ def main() -> None:
     rows: list[Result] = []
     print("| task | ours, s | hf, s | hf / ours |\n|---|---|---|---|")
     for name in options.tasks:
-        rows += (found := measured(name, options.documents, options.rounds, ours, theirs))
-        mine, *others = found
+        mine, *others = measured(name, options.documents, options.rounds, ours, theirs)
+        rows += [mine, *others]
         if mine.median_us is None:
             raise SystemExit(f"{name}: log-likelihoods differ from those of hf by {mine.max_error:.1e}")
         best = min(others, key=lambda row: row.median_us or math.inf)

@@ -207,14 +207,14 @@ def trl_chunked_logprob() -> Callable[..., Tensor]:
     """TRL's log-probs over chunks of the vocabulary; the function's arguments differ between versions."""
     function = importlib.import_module("trl.trainer.utils")._ChunkedLogProbFunction
     names = list(inspect.signature(function.forward).parameters)[1:]
-    known = {"temperature": 1.0, "chunk_size": 8192, "bias": None, "logit_scale": 1.0}
+    defaults = {"temperature": 1.0, "chunk_size": 8192, "bias": None, "logit_scale": 1.0}
     given = {"last_hidden": 0, "hidden": 0, "weight": 1, "targets": 2, "target": 2}
-    unknown = [name for name in names if name not in known and name not in given and "softcap" not in name]
+    unknown = [name for name in names if name not in defaults and name not in given and "softcap" not in name]
     if unknown:
         raise TypeError(f"this version of trl wants {', '.join(unknown)}")
 
     def run(*tensors: Tensor) -> Tensor:
-        return function.apply(*(tensors[given[name]] if name in given else known.get(name) for name in names))[0]
+        return function.apply(*(tensors[given[name]] if name in given else defaults.get(name) for name in names))[0]
 
     return torch.no_grad()(run)
 

@@ -163,8 +163,8 @@ OPTIONAL = {"linear_logprob": ("bias",), "linear_logprob_partials": ("bias",), "
 def kernels(op: str) -> list[str]:
     """The kinds of kernels that an op has."""
     call = SHAPED[op](**{name: SMALL[name] for name in bench.dimensions()[op]})
-    found = vars(importlib.import_module(f"fb_kernels.{call.op}")).values()
-    (kinds,) = (each.kinds for each in found if isinstance(each, Op) and each.name == op)
+    members = vars(importlib.import_module(f"fb_kernels.{call.op}")).values()
+    (kinds,) = (member.kinds for member in members if isinstance(member, Op) and member.name == op)
     return kinds
 
 
@@ -175,10 +175,10 @@ def gradients(row: Row) -> list[str]:
     names = []
     for name, x in zip(row.floats, floats, strict=False):
         try:
-            outputs = call.ours(*(each.detach().requires_grad_(each is x) for each in floats), *indices)
+            outputs = call.ours(*(tensor.detach().requires_grad_(tensor is x) for tensor in floats), *indices)
         except ValueError:  # expected an argument that requires no grad
             continue
-        if any(each.requires_grad for each in (outputs if isinstance(outputs, tuple) else (outputs,))):
+        if any(output.requires_grad for output in (outputs if isinstance(outputs, tuple) else (outputs,))):
             names.append(name)
     return [*names, *OPTIONAL.get(row.op, ())]
 
@@ -221,7 +221,7 @@ def layout_picture() -> str:
     def text(x: float, y: float, said: str, anchor: str = "middle") -> str:
         return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{said}</text>'
 
-    def place(column: int) -> int:
+    def x_of(column: int) -> int:
         return LEFT + column * CELL + (10 if column >= keys else 0)
 
     lines = [
@@ -229,16 +229,16 @@ def layout_picture() -> str:
         f'font-family="sans-serif" font-size="13" fill="{GREY}">',
         "<title>Which keys each row of two groups sees</title>",
         text(LEFT + keys * CELL / 2, 20, "keys of the prefix"),
-        text(place(keys) + len(grid) * CELL / 2, 20, "keys of the branches' own rows"),
+        text(x_of(keys) + len(grid) * CELL / 2, 20, "keys of the branches' own rows"),
     ]
     for group, (start, length) in enumerate(PREFIXES):
-        x = place(start)
+        x = x_of(start)
         lines.append(text(x + length * CELL / 2, 44, f"of group {group}"))
         lines.append(f'<rect x="{x + 2}" y="52" width="{length * CELL - 4}" height="3" fill="{COLOURS[group]}"/>')
     for column in range(len(grid[0])):
-        lines.append(text(place(column) + CELL / 2, TOP - 12, str(column if column < keys else column - keys)))
+        lines.append(text(x_of(column) + CELL / 2, TOP - 12, str(column if column < keys else column - keys)))
     first = 0
-    branches = [(group, rows) for group, each in enumerate(BRANCHES) for rows in each]
+    branches = [(group, rows) for group, lengths in enumerate(BRANCHES) for rows in lengths]
     for branch, (group, rows) in enumerate(branches):
         y = TOP + first * CELL + rows * CELL / 2 + 4
         lines.append(text(LEFT - 36, y, f"group {group}, branch {branch}", "end"))
@@ -251,7 +251,7 @@ def layout_picture() -> str:
         lines.append(text(LEFT - 12, TOP + row * CELL + CELL / 2 + 4, str(row)))
         for column, sees in enumerate(columns):
             fill = f'fill="{COLOURS[groups[row]]}"' if sees else f'fill="none" stroke="{GREY}" stroke-opacity="0.5"'
-            x, y, side = place(column) + 2, TOP + row * CELL + 2, CELL - 4
+            x, y, side = x_of(column) + 2, TOP + row * CELL + 2, CELL - 4
             lines.append(f'<rect x="{x}" y="{y}" width="{side}" height="{side}" rx="3" {fill}/>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
@@ -290,9 +290,11 @@ def bounds(field: FieldInfo) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥"}
 
     def of(metadata: Any) -> Iterator[str]:
-        for one in metadata:
-            yield from (f"{sign} {getattr(one, name)}" for name, sign in signs.items() if hasattr(one, name))
-            yield from of(getattr(one, "metadata", ()))
+        for constraint in metadata:
+            yield from (
+                f"{sign} {getattr(constraint, name)}" for name, sign in signs.items() if hasattr(constraint, name)
+            )
+            yield from of(getattr(constraint, "metadata", ()))
 
     def inside(annotation: Any) -> Iterator[str]:
         yield from of(getattr(annotation, "__metadata__", ()))
@@ -333,9 +335,9 @@ def sections(kind: type[BaseModel], name: str) -> Iterator[str]:
         meaning = re.sub(r"\bNone\b", "null", " ".join((field.description or "").split()))
         rows.append([f"`{key}`", shown, default, bounds(field), meaning])
     yield from markdown_table(["key", "type", "default", "bounds", "meaning"], rows)
-    for inner, place in dict.fromkeys(below):
-        if inner not in {each for each, _ in below[: below.index((inner, place))]}:
-            yield from sections(inner, place)
+    for inner, path in dict.fromkeys(below):
+        if inner not in {other for other, _ in below[: below.index((inner, path))]}:
+            yield from sections(inner, path)
 
 
 def settings_tables() -> list[str]:

@@ -55,15 +55,15 @@ def plots(results: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
 
 def sweeps(cases: Sequence[Case], size: str) -> dict[str, Curves]:
     """{the other sizes: {implementation: [(size, microseconds)]}}, where the size takes several values."""
-    found: dict[str, Curves] = defaultdict(lambda: defaultdict(list))
+    by_title: dict[str, Curves] = defaultdict(lambda: defaultdict(list))
     for case in cases:
         value = re.search(rf"\b{size}=(\d+) ?", case["shape"])
         if value:
             rest = case["shape"][: value.start()] + case["shape"][value.end() :]
-            found[f"{case['op']}\n{rest.strip()}"][case["impl"]].append((int(value.group(1)), case["median_us"]))
+            by_title[f"{case['op']}\n{rest.strip()}"][case["impl"]].append((int(value.group(1)), case["median_us"]))
     return {
         title: {impl: sorted(points) for impl, points in curves.items()}
-        for title, curves in found.items()
+        for title, curves in by_title.items()
         if len({x for points in curves.values() for x, _ in points}) > 1
     }
 
@@ -72,9 +72,9 @@ def best_peers(cases: Sequence[Case]) -> dict[tuple[str, str], Case]:
     """The fastest peer that was timed, by (op, shape)."""
     best: dict[tuple[str, str], Case] = {}
     for case in cases:
-        place = case["op"], case["shape"]
-        if is_peer(case) and (place not in best or case["median_us"] < best[place]["median_us"]):
-            best[place] = case
+        key = case["op"], case["shape"]
+        if is_peer(case) and (key not in best or case["median_us"] < best[key]["median_us"]):
+            best[key] = case
     return best
 
 
@@ -123,13 +123,13 @@ def _bars(reached: Sequence[Case], best: Mapping[tuple[str, str], Case]) -> Any:
     from matplotlib import pyplot as plt
 
     figure, axis = plt.subplots(figsize=(8.5, 0.28 * len(reached) + 1.2), layout="constrained")
-    places = range(len(reached))
-    axis.barh(places, [case["fraction_of_ceiling"] for case in reached], height=0.65, color=COLOURS[0], label=OURS)
+    ys = range(len(reached))
+    axis.barh(ys, [case["fraction_of_ceiling"] for case in reached], height=0.65, color=COLOURS[0], label=OURS)
     theirs = [best.get((case["op"], case["shape"])) for case in reached]
-    marked = [(case["fraction_of_ceiling"], y) for case, y in zip(theirs, places, strict=True) if case]
+    marked = [(case["fraction_of_ceiling"], y) for case, y in zip(theirs, ys, strict=True) if case]
     if marked:
         axis.scatter(*zip(*marked, strict=True), color=COLOURS[1], marker="|", s=90, label="best peer", zorder=3)
-    axis.set_yticks(places, [f"{case['op']}  {case['shape']}" for case in reached])
+    axis.set_yticks(ys, [f"{case['op']}  {case['shape']}" for case in reached])
     axis.invert_yaxis()
     axis.set(xlabel="fraction of the measured ceiling", xlim=(0, 1))
     axis.grid(color=GREY, alpha=0.25, axis="x")

@@ -47,7 +47,7 @@ class MachineCode:
 
     @classmethod
     def of(cls, code: Code) -> MachineCode:
-        products = [place for place, (_, text) in enumerate(code) if "HGMMA" in text]
+        products = [index for index, (_, text) in enumerate(code) if "HGMMA" in text]
         after = len(code) - 1 - products[-1] if products else 0
         return cls(tuple(_loop(part) for part in inner_loops(code, "HGMMA")), after, _loop(code).local)
 
@@ -68,21 +68,21 @@ def functions(listing: str) -> dict[tuple[str, str], list[tuple[int, str]]]:
 
 
 def loops(code: Code) -> list[range]:
-    """Every loop as a range of places in the code, from its first instruction to the jump back."""
-    places = {address: place for place, (address, _) in enumerate(code)}
-    last = max((place for place, (_, text) in enumerate(code) if "EXIT" in text), default=len(code))
-    found = []
+    """Every loop as a range of indices into the code, from its first instruction to the jump back."""
+    indices = {address: index for index, (address, _) in enumerate(code)}
+    last = max((index for index, (_, text) in enumerate(code) if "EXIT" in text), default=len(code))
+    ranges = []
     for end, (address, text) in enumerate(code[:last]):  # the jumps back after EXIT only reconverge divided warps
         branch = _BRANCH.search(text)
         if branch and int(branch["target"], 16) < address:
-            found.append(range(places[int(branch["target"], 16)], end + 1))
-    return found
+            ranges.append(range(indices[int(branch["target"], 16)], end + 1))
+    return ranges
 
 
 def inner_loops(code: Code, holding: str = "") -> list[Code]:
     """The loops that hold such an instruction and contain no other such loop."""
-    found = [loop for loop in loops(code) if any(holding in code[place][1] for place in loop)]
-    inner = [loop for loop in found if not any(contains(loop, other) for other in found)]
+    candidates = [loop for loop in loops(code) if any(holding in code[index][1] for index in loop)]
+    inner = [loop for loop in candidates if not any(contains(loop, other) for other in candidates)]
     return [code[loop.start : loop.stop] for loop in inner]
 
 
@@ -97,7 +97,7 @@ def counted(code: Code) -> int:
 
 
 def _loop(code: Code) -> Loop:
-    names = [found[1].split(".") for _, text in code if (found := _NAME.match(text))]
+    names = [match[1].split(".") for _, text in code if (match := _NAME.match(text))]
     counts = Counter(".".join(name[:2]) if name[0] == "WARPGROUP" else name[0] for name in names)
     return Loop(
         counted(code),

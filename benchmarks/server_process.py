@@ -38,10 +38,10 @@ class Server:
         )
         assert self.process.stdout is not None
         try:
-            found = re.search(r"at http://(\S+):(\d+)/v1", self.process.stdout.readline())
-            if found is None:
+            match = re.search(r"at http://(\S+):(\d+)/v1", self.process.stdout.readline())
+            if match is None:
                 raise RuntimeError(f"{' '.join(command)}: expected an address, got none; run it to see why")
-            self.host, self.port = found[1], int(found[2])
+            self.host, self.port = match[1], int(match[2])
             self.metrics()  # after this answer it has opened all files that it opens without clients
             time.sleep(0.5)
             self.files = self.open_files()
@@ -99,9 +99,11 @@ class Server:
         """
         names = [f"futurebridge_{name}" for name in ("waiting", "running", "asking", "kv_pages_used")]
         stop = time.monotonic() + seconds
-        while any((found := self.metrics())[name] for name in names):
+        while any((metrics := self.metrics())[name] for name in names):
             if time.monotonic() > stop:
-                raise TimeoutError(f"server: expected nothing under way, got { {name: found[name] for name in names} }")
+                raise TimeoutError(
+                    f"server: expected nothing under way, got { {name: metrics[name] for name in names} }"
+                )
             time.sleep(0.05)
         while self.open_files() > self.files:
             if time.monotonic() > stop:
@@ -132,8 +134,13 @@ def alone(pair: DemoPair, prompts: Sequence[Sequence[int]], new: int = NEW, max_
         max_events=max_events,
     )
     end = pair.world.tokenizer.eos_token_id
-    found = [decoder.generate(list(prompt), new) for prompt in prompts]
+    generations = [decoder.generate(list(prompt), new) for prompt in prompts]
     return [
-        Truth(one.text or "", len(one.token_ids), int(one.token_ids[-1]) == end, [event.step for event in one.events])
-        for one in found
+        Truth(
+            generation.text or "",
+            len(generation.token_ids),
+            int(generation.token_ids[-1]) == end,
+            [event.step for event in generation.events],
+        )
+        for generation in generations
     ]

@@ -52,8 +52,8 @@ class Reply:
         assert lines[-2] == "data: [DONE]", lines
         *pieces, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
         choices = [piece["choices"][0] for piece in pieces]
-        events = [event["step"] for one in choices for event in one.get("futurebridge", {}).get("events", ())]
-        text, ended = "".join(one["text"] for one in choices), choices[-1]["finish_reason"] == "stop"
+        events = [event["step"] for choice in choices for event in choice.get("futurebridge", {}).get("events", ())]
+        text, ended = "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"] == "stop"
         return Truth(text, last["usage"]["completion_tokens"], ended, events)
 
 
@@ -70,8 +70,8 @@ class Load:
 async def ask(host: str, port: int, requests: Iterator[tuple[int, bytes]], replies: dict[int, Reply]) -> None:
     """One client: one connection; it sends the next request as soon as it has an answer."""
     reader, writer = await asyncio.open_connection(host, port)
-    for place, body in requests:
-        reply = replies[place] = Reply(time.perf_counter())
+    for index, body in requests:
+        reply = replies[index] = Reply(time.perf_counter())
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         got = await reader.readuntil(b"\r\n\r\n")
@@ -87,7 +87,7 @@ async def ask(host: str, port: int, requests: Iterator[tuple[int, bytes]], repli
 def served(server: Server, prompts: Sequence[list[int]], clients: int) -> Load:
     """A load over HTTP."""
     about = {"model": MODEL, "max_tokens": NEW, "stream": True, "stream_options": {"include_usage": True}}
-    bodies = iter([(place, json.dumps(about | {"prompt": ids}).encode()) for place, ids in enumerate(prompts)])
+    bodies = iter([(index, json.dumps(about | {"prompt": ids}).encode()) for index, ids in enumerate(prompts)])
     replies: dict[int, Reply] = {}
 
     async def all_of_them() -> None:
@@ -97,8 +97,8 @@ def served(server: Server, prompts: Sequence[list[int]], clients: int) -> Load:
     asyncio.run(all_of_them())
     seconds = time.perf_counter() - began
     used = {"client cpu": time.process_time() - own, "server cpu": server.cpu_seconds() - cpu}
-    found = [replies[place] for place in range(len(prompts))]
-    return Load(seconds, [reply.truth() for reply in found], used, found)
+    ordered = [replies[index] for index in range(len(prompts))]
+    return Load(seconds, [reply.truth() for reply in ordered], used, ordered)
 
 
 def in_process(engine: Engine, pair: DemoPair, prompts: Sequence[list[int]], clients: int) -> Load:
@@ -107,23 +107,23 @@ def in_process(engine: Engine, pair: DemoPair, prompts: Sequence[list[int]], cli
     assert loop is not None
     steps, began = loop.step.begun, time.perf_counter()
     with ThreadPoolExecutor(clients) as threads:
-        found = list(threads.map(lambda ids: engine.submit(ids, NEW).result(), prompts))
+        generations = list(threads.map(lambda ids: engine.submit(ids, NEW).result(), prompts))
     seconds = time.perf_counter() - began
-    batch = sum(len(one.token_ids) for one in found) / (loop.step.begun - steps)
-    return Load(seconds, [_truth(pair, one) for one in found], {"mean batch": batch})
+    batch = sum(len(generation.token_ids) for generation in generations) / (loop.step.begun - steps)
+    return Load(seconds, [_truth(pair, generation) for generation in generations], {"mean batch": batch})
 
 
 def one_at_a_time(decoder: CollaborativeDecoder, pair: DemoPair, prompts: Sequence[list[int]], _: int) -> Load:
     """`CollaborativeDecoder.generate` one prompt at a time, over pages like the engine."""
     began = time.perf_counter()
-    found = [decoder.generate(ids, NEW) for ids in prompts]
-    return Load(time.perf_counter() - began, [_truth(pair, one) for one in found])
+    generations = [decoder.generate(ids, NEW) for ids in prompts]
+    return Load(time.perf_counter() - began, [_truth(pair, generation) for generation in generations])
 
 
-def _truth(pair: DemoPair, one: Any) -> Truth:
-    text = pair.world.tokenizer.decode(one.token_ids, skip_special_tokens=True)
-    ended = int(one.token_ids[-1]) == pair.world.tokenizer.eos_token_id
-    return Truth(text, len(one.token_ids), ended, [event.step for event in one.events])
+def _truth(pair: DemoPair, generation: Any) -> Truth:
+    text = pair.world.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+    ended = int(generation.token_ids[-1]) == pair.world.tokenizer.eos_token_id
+    return Truth(text, len(generation.token_ids), ended, [event.step for event in generation.events])
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
@@ -135,24 +135,25 @@ def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
 def row(clients: int, impl: str, loads: Sequence[Load], wanted: Sequence[Truth]) -> Result:
     """The result of all rounds; without figures if an answer differs from that of its prompt alone."""
     asked = len(loads[0].answers)
-    wrong = sum(got != wanted[place % PROBLEMS] for load in loads for place, got in enumerate(load.answers))
+    wrong = sum(got != wanted[index % PROBLEMS] for load in loads for index, got in enumerate(load.answers))
     shape = f"{clients} client{'s' * (clients > 1)}"
     if wrong:
         return Result("serving", shape, impl, "float32", None, None, None, float(wrong), False)
     seconds = sum(load.seconds for load in loads)
-    tokens = sum(one.tokens for load in loads for one in load.answers)
+    tokens = sum(answer.tokens for load in loads for answer in load.answers)
     details = {"requests": float(asked), "requests/s": len(loads) * asked / seconds, "tokens/s": tokens / seconds}
     for name in loads[0].details:
-        found = sum(load.details[name] for load in loads)
-        details[name] = found / len(loads) if name == "mean batch" else found / seconds  # of a core
+        total = sum(load.details[name] for load in loads)
+        details[name] = total / len(loads) if name == "mean batch" else total / seconds  # of a core
     if replies := [reply for load in loads for reply in load.replies]:
-        answers = [one for load in loads for one in load.answers]
-        each = [
-            (reply.times[-1] - reply.times[0]) / (one.tokens - 1) for reply, one in zip(replies, answers, strict=True)
+        answers = [answer for load in loads for answer in load.answers]
+        per_token = [
+            (reply.times[-1] - reply.times[0]) / (answer.tokens - 1)
+            for reply, answer in zip(replies, answers, strict=True)
         ]
         details |= percentiles("first token", [reply.times[0] - reply.began for reply in replies])
         details |= percentiles("latency", [reply.times[-1] - reply.began for reply in replies])
-        details |= percentiles("token", each)
+        details |= percentiles("token", per_token)
         details["pieces/token"] = sum(len(reply.pieces) - 3 for reply in replies) / tokens  # less reason, usage and end
     times = harness.quantiles_us([load.seconds / asked for load in loads])
     return Result("serving", shape, impl, "float32", *times, 0.0, True, details=details)
@@ -169,14 +170,14 @@ def measured(server: Server, engine: Engine, pair: DemoPair, requests: int, roun
         SINGLE: lambda asked, clients: one_at_a_time(decoder, pair, asked[:PROBLEMS], clients),
     }
     loads: dict[tuple[int, str], list[Load]] = {}
-    for place in range(-1, rounds):
+    for round_number in range(-1, rounds):
         for clients in CLIENTS:
             asked = [prompts[number % PROBLEMS] for number in range(max(PROBLEMS, requests * clients // CLIENTS[-1]))]
             for impl, way in ways.items():
-                load = way(asked if place >= 0 else asked[: 2 * clients], clients)  # the first round warms up
-                if place >= 0:
+                load = way(asked if round_number >= 0 else asked[: 2 * clients], clients)  # the first round warms up
+                if round_number >= 0:
                     loads.setdefault((clients, impl), []).append(load)
-    return [row(clients, impl, found, wanted) for (clients, impl), found in loads.items()]
+    return [row(clients, impl, own_loads, wanted) for (clients, impl), own_loads in loads.items()]
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
@@ -193,16 +194,16 @@ def table(result: Mapping[str, Any]) -> list[str]:
         *(f"{name}, requests/s (relative to ours)" for name in (ENGINE, SINGLE)),
     ]
     rows = []
-    for shape, found in _by_shape(result).items():
-        if OURS not in found:
+    for shape, by_impl in _by_shape(result).items():
+        if OURS not in by_impl:
             continue
-        ours = found[OURS]
+        ours = by_impl[OURS]
         about = [shape.partition(" ")[0], f"{ours['requests/s']:.0f}", f"{ours['tokens/s']:,.0f}"]
         for name in ("first token", "latency"):
             about.append(" / ".join(f"{ours[f'{name} p{share}']:.0f}" for share in SHARES))
         about += [f"{ours['token p50']:.1f}", f"{ours['server cpu']:.0%}, {ours['client cpu']:.0%}"]
         for name in (ENGINE, SINGLE):
-            other = found.get(name, {}).get("requests/s")
+            other = by_impl.get(name, {}).get("requests/s")
             about.append("" if other is None else f"{other:.0f} ({other / ours['requests/s']:.2f}x)")
         rows.append(about)
     wrong = [f"{case['shape']}, {case['impl']}" for case in result["cases"] if not case["ok"]]
@@ -213,11 +214,11 @@ def table(result: Mapping[str, Any]) -> list[str]:
 
 def _by_shape(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
     """{shape: {implementation: details}} of the loads that were right."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    by_shape: dict[str, dict[str, dict[str, float]]] = {}
     for case in result["cases"]:
         if case["ok"]:
-            found.setdefault(case["shape"], {})[case["impl"]] = case["details"]
-    return found
+            by_shape.setdefault(case["shape"], {})[case["impl"]] = case["details"]
+    return by_shape
 
 
 def plot(result: Mapping[str, Any], path: Path) -> Path:
@@ -225,14 +226,14 @@ def plot(result: Mapping[str, Any], path: Path) -> Path:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-    shapes = {int(shape.partition(" ")[0]): found for shape, found in _by_shape(result).items() if OURS in found}
+    shapes = {int(shape.partition(" ")[0]): by_impl for shape, by_impl in _by_shape(result).items() if OURS in by_impl}
     clients = sorted(shapes)
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4), layout="constrained")
         rates = [shapes[count][OURS]["requests/s"] for count in clients]
-        for place, share in enumerate(SHARES):
+        for index, share in enumerate(SHARES):
             late = [shapes[count][OURS][f"latency p{share}"] for count in clients]
-            look = {"color": COLOURS[0], "alpha": 1 - 0.3 * place, "marker": MARKERS[place]}
+            look = {"color": COLOURS[0], "alpha": 1 - 0.3 * index, "marker": MARKERS[index]}
             left.plot(rates, late, markersize=4, label=f"p{share}", **look)
             if share == SHARES[0]:
                 for count, x, y in zip(clients, rates, late, strict=True):

@@ -89,9 +89,9 @@ def questions(pair: DemoPair, problems: int, count: int, seed: int) -> Iterator[
     truths = {(limit, events): alone(pair, ids, limit, events) for limit in LIMITS for events in EVENTS}
     draw = Random(seed)
     for _ in range(count):
-        kind, place = draw.choices(KINDS, WEIGHTS)[0], draw.randrange(problems)
+        kind, index = draw.choices(KINDS, WEIGHTS)[0], draw.randrange(problems)
         limit, events = draw.choice(LIMITS), draw.choice(EVENTS)
-        want = truths[limit, events][place]
+        want = truths[limit, events][index]
         body: dict[str, Any] = {"max_tokens": limit, "n": draw.choice((1, 1, 1, 2))}
         if not events:
             body["extra_body"] = {"futurebridge": {"max_events": 0}}
@@ -102,9 +102,9 @@ def questions(pair: DemoPair, problems: int, count: int, seed: int) -> Iterator[
             text = text[: text.index(text[begin : begin + 3])]
         chat = kind != "refused" and draw.random() < 0.3
         if chat:
-            body["messages"] = [{"role": "user", "content": asked[place].prompt}]
+            body["messages"] = [{"role": "user", "content": asked[index].prompt}]
         else:
-            body["prompt"] = draw.choice((asked[place].prompt, ids[place]))
+            body["prompt"] = draw.choice((asked[index].prompt, ids[index]))
         yield Question(kind, chat, body | draw.choice(BAD) if kind == "refused" else body, want, text)
 
 
@@ -147,7 +147,7 @@ async def ask(client: openai.AsyncOpenAI, question: Question) -> str | None:
 def _answer(pieces: Sequence[Any], index: int) -> tuple[str, str | None, list[int]]:
     """(text, finish reason, steps of events) of one of the answers, whole or streamed."""
     text, reason, steps = "", None, []
-    for choice in (one for piece in pieces for one in piece.choices if one.index == index):
+    for choice in (option for piece in pieces for option in piece.choices if option.index == index):
         said = getattr(choice, "delta", None) or getattr(choice, "message", None)
         text += (said.content or "") if said is not None else getattr(choice, "text", "")
         reason = choice.finish_reason or reason
@@ -169,31 +169,31 @@ def soak(requests: int, every: int, *, problems: int = 64, clients: int = 64, se
         TimeoutError: the server still holds something while no request is in progress.
     """
     pair = load_pair(PAIR)
-    asked, found = list(questions(pair, problems, requests, seed)), Soak(clients)
+    asked, result = list(questions(pair, problems, requests, seed)), Soak(clients)
     with Server(**CACHES) as server:
         for first in range(0, requests, every):
             began = time.perf_counter()
-            asyncio.run(_together(server.url, iter(asked[first : first + every]), found))
-            found.seconds += time.perf_counter() - began
+            asyncio.run(_together(server.url, iter(asked[first : first + every]), result))
+            result.seconds += time.perf_counter() - began
             server.wait_until_idle()
             done = min(first + every, requests)
-            found.held.append(Held(done, server.resident_bytes(), server.open_files(), server.threads()))
+            result.held.append(Held(done, server.resident_bytes(), server.open_files(), server.threads()))
         for name, count in server.metrics().items():
             if status := re.fullmatch(r'futurebridge_requests_total{path="/v1/.*",status="(\d+)"}', name):
-                found.statuses[status[1]] = found.statuses.get(status[1], 0) + int(count)
-    return found
+                result.statuses[status[1]] = result.statuses.get(status[1], 0) + int(count)
+    return result
 
 
-async def _together(url: str, asked: Iterator[Question], found: Soak) -> None:
+async def _together(url: str, asked: Iterator[Question], result: Soak) -> None:
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
 
         async def one_after_another() -> None:
             for question in asked:
-                found.kinds[question.kind] += 1
+                result.kinds[question.kind] += 1
                 if wrong := await ask(client, question):
-                    found.wrong.append(wrong)
+                    result.wrong.append(wrong)
 
-        await asyncio.gather(*(one_after_another() for _ in range(found.clients)))
+        await asyncio.gather(*(one_after_another() for _ in range(result.clients)))
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
@@ -202,8 +202,13 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in result["kinds"].items())
     statuses = ", ".join(f"{count:,} of {status}" for status, count in sorted(result["statuses"].items()))
     rows = [
-        [f"{one['requests']:,}", f"{one['resident_bytes'] / 2**20:.1f}", f"{one['open_files']}", f"{one['threads']}"]
-        for one in result["held"]
+        [
+            f"{held['requests']:,}",
+            f"{held['resident_bytes'] / 2**20:.1f}",
+            f"{held['open_files']}",
+            f"{held['threads']}",
+        ]
+        for held in result["held"]
     ]
     more = (last["resident_bytes"] - first["resident_bytes"]) / 2**20
     return [

@@ -19,13 +19,13 @@ PASSES = {"grpo_no_grad": "no gradients", "grpo_gradient": "gradients"}
 def pairs(result: Result, op: str) -> dict[str, tuple[Result, Result]]:
     """{shape: (ours, the fastest peer)} of an op's timed cases."""
     cases = [case for case in result["cases"] if case["op"] == op and case["median_us"]]
-    found = {}
+    by_shape = {}
     for shape in dict.fromkeys(case["shape"] for case in cases):
         here = [case for case in cases if case["shape"] == shape]
         peers = [case for case in here if case["impl"] != OURS]
         (ours,) = (case for case in here if case["impl"] == OURS)
-        found[shape] = ours, min(peers, key=lambda case: case["median_us"])
-    return found
+        by_shape[shape] = ours, min(peers, key=lambda case: case["median_us"])
+    return by_shape
 
 
 def sizes(shape: str) -> Sizes:
@@ -45,7 +45,7 @@ def grpo_table(result: Result) -> list[str]:
     for op, label in PASSES.items():
         cases = [case for case in result["cases"] if case["op"] == op and case.get("peak_bytes")]
         for case in cases:
-            (ours,) = (each for each in cases if each["impl"] == OURS and each["shape"] == case["shape"])
+            (ours,) = (other for other in cases if other["impl"] == OURS and other["shape"] == case["shape"])
             time, memory = case["median_us"] / ours["median_us"], ours["peak_bytes"] / case["peak_bytes"]
             name = "**ours**" if case is ours else case["impl"]
             peak = f"{case['peak_bytes'] / 2**20:,.0f}"
@@ -89,15 +89,15 @@ def plot(result: Result, path: Path) -> Path:
             1, len(completions), figsize=(4.2 * len(completions), 3.4), squeeze=False, sharey=True, layout="constrained"
         )
         for axis, completion in zip(axes.flat, completions, strict=True):
-            for place, group in enumerate(sorted({group for group, _, _ in points})):
+            for index, group in enumerate(sorted({group for group, _, _ in points})):
                 prompts = sorted(p for g, p, r in points if (g, r) == (group, completion))
                 ratios = [p / completion for p in prompts]
-                found = [points[group, p, completion] for p in prompts]
-                measured = [trl["median_us"] / ours["median_us"] for ours, trl in found]
-                look = {"color": COLOURS[place], "marker": MARKERS[place]}
+                compared = [points[group, p, completion] for p in prompts]
+                measured = [trl["median_us"] / ours["median_us"] for ours, trl in compared]
+                look = {"color": COLOURS[index], "marker": MARKERS[index]}
                 axis.plot(ratios, measured, markersize=4, label=f"G = {group}", **look)
                 tokens = [saved(group, p, completion) for p in prompts]
-                axis.plot(ratios, tokens, color=COLOURS[place], linestyle="--", linewidth=0.8)
+                axis.plot(ratios, tokens, color=COLOURS[index], linestyle="--", linewidth=0.8)
             axis.axhline(1, color=GREY, linewidth=0.8)
             axis.set(title=f"R = {completion}", xlabel="P / R", xscale="log")
             ticks = sorted({p / r for _, p, r in points if r == completion})

@@ -46,15 +46,15 @@ def rates(settings: RunSettings, run: Path) -> list[dict[str, Any]]:
 
 def logged_groups(settings: RunSettings, run: Path) -> list[tuple[Tensor, BranchGroup]]:
     """(trajectory, group) of the run's first scored states."""
-    found = []
+    groups = []
     for shard in TrajectoryStage(settings, run).shards():
         examples = Examples(run, shard)
         futures = examples.futures()
         for name, scored in examples.groups.items():
             if scored.logprob is not None:
                 state, future = scored.state, futures[name].tokens[: settings.score.horizon]
-                found.append((state.trajectory.tokens, BranchGroup(state.position, state.pool.ids, future)))
-    return found[:GROUPS]
+                groups.append((state.trajectory.tokens, BranchGroup(state.position, state.pool.ids, future)))
+    return groups[:GROUPS]
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def scoring(settings: RunSettings, run: Path) -> dict[str, Any]:
         for tokens, group in groups:
             one_candidate_at_a_time(model, tokens, group, valid)
         seconds["loop"].append(time.perf_counter() - began)
-    return {"groups": len(groups), "worst_difference": worst, **{name: min(found) for name, found in seconds.items()}}
+    return {"groups": len(groups), "worst_difference": worst, **{name: min(times) for name, times in seconds.items()}}
 
 
 def table(result: dict[str, Any]) -> list[str]:
@@ -108,12 +108,12 @@ def table(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {row['stage']} | {row['units']:,} {row['unit']} | {row['seconds']:.1f} | {rate:.1f} | {tokens} |"
         )
-    found = result["scoring"]
+    times = result["scoring"]
     lines += [
         "",
-        f"{found['groups']} of these groups: {found['groups'] / found['packed']:,.0f} per second packed by trajectory, "
-        f"{found['groups'] / found['loop']:,.0f} per second with a full forward pass for every candidate, "
-        f"**{found['loop'] / found['packed']:.1f}x** (both agree to {found['worst_difference']:.0e} nats).",
+        f"{times['groups']} of these groups: {times['groups'] / times['packed']:,.0f} per second packed by trajectory, "
+        f"{times['groups'] / times['loop']:,.0f} per second with a full forward pass for every candidate, "
+        f"**{times['loop'] / times['packed']:.1f}x** (both agree to {times['worst_difference']:.0e} nats).",
     ]
     return lines
 

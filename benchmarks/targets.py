@@ -62,9 +62,9 @@ def chosen(cases: Sequence[Case], op: str, shape: str, impl: str = OURS) -> Iter
 
 def size(case: Case, name: str) -> int:
     """A size in a case's shape, such as G in "G=3 K=13"."""
-    found = re.search(rf"\b{name}=(\d+)", case["shape"])
-    assert found is not None, case["shape"]
-    return int(found.group(1))
+    match = re.search(rf"\b{name}=(\d+)", case["shape"])
+    assert match is not None, case["shape"]
+    return int(match.group(1))
 
 
 def slowest(cases: Sequence[Case], *, op: str, shape: str, per: str | None = None, scale: float = 1.0) -> float | None:
@@ -75,13 +75,13 @@ def slowest(cases: Sequence[Case], *, op: str, shape: str, per: str | None = Non
 
 def ratio(cases: Sequence[Case], *, op: str, shape: str, peer: str, ours_over: bool = False) -> float | None:
     """The peer's time / ours, or ours / the peer's, in the worst case that has both."""
-    found = []
+    times = []
     for case in chosen(cases, op, shape):
         for other in chosen(cases, op, f"^{re.escape(case['shape'])}$", peer):
-            found.append((case["median_us"], other["median_us"]))
+            times.append((case["median_us"], other["median_us"]))
     if ours_over:
-        return max((ours / theirs for ours, theirs in found), default=None)
-    return min((theirs / ours for ours, theirs in found), default=None)
+        return max((ours / theirs for ours, theirs in times), default=None)
+    return min((theirs / ours for ours, theirs in times), default=None)
 
 
 def least_of_ceiling(cases: Sequence[Case], *, op: str, shape: str) -> float | None:

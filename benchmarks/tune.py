@@ -252,8 +252,8 @@ def search(op: str, seconds: float) -> tuple[dict[str, Launch], set[str], list[s
         if not users:
             lines.append(f"{op}: looks up no launch here (no kernel, or another backend)")
         stop = time.monotonic() + seconds
-        for place, key in enumerate(users):
-            share = (stop - time.monotonic()) / (len(users) - place)
+        for index, key in enumerate(users):
+            share = (stop - time.monotonic()) / (len(users) - index)
             lines.append(improve(table, key, users[key], time.monotonic() + share))
             if ruined():
                 lines.append(f"{op}: a candidate ruined the process; what was found before it is kept")
@@ -305,12 +305,12 @@ def ruined() -> bool:
     return False
 
 
-def write(folder: Path, found: Mapping[str, Launch], looked_up: set[str]) -> Path:
+def write(folder: Path, better: Mapping[str, Launch], looked_up: set[str]) -> Path:
     """Write the launches found to the device's file; keys that were searched without success are removed."""
     name = harness.device_name()
     path = folder / f"{name}.json"
     before = json.loads(path.read_text(encoding="utf-8")).get("launches", {}) if path.exists() else {}
-    launches = {key: launch for key, launch in before.items() if key not in looked_up} | dict(found)
+    launches = {key: launch for key, launch in before.items() if key not in looked_up} | dict(better)
     about = {
         name: value for name, value in harness.machine().items() if name in ("device", "torch", "triton", "commit")
     }
@@ -333,12 +333,12 @@ def main() -> None:
     for op in options.ops or OPS:
         try:
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                found, looked_up, lines = process.submit(search, op, options.seconds).result()
+                better, looked_up, lines = process.submit(search, op, options.seconds).result()
         except (BrokenProcessPool, RuntimeError) as reason:
             print(f"{op}: given up: {type(reason).__name__}: {reason}", flush=True)
             continue
         print(
-            *lines, f"{op}: wrote {write(options.output or devices.folder(), found, looked_up)}", sep="\n", flush=True
+            *lines, f"{op}: wrote {write(options.output or devices.folder(), better, looked_up)}", sep="\n", flush=True
         )
 
 

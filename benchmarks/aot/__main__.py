@@ -48,12 +48,12 @@ def gated(row: Compiled, most: Mapping[str, float]) -> Compiled:
 def line(row: Compiled) -> str:
     predicted = "" if row.predicted_us is None else f"{row.predicted_us:9.2f}"
     loop, after = ("/".join(map(str, row.loop)), row.epilogue) if row.hgmma else ("", "")
-    each = "" if row.per_unit is None else f"{row.per_unit:.1f}"
+    per_unit = "" if row.per_unit is None else f"{row.per_unit:.1f}"
     rate = "" if row.of_rate is None else f"{row.of_rate:.0%}"
     target = "" if row.target is None else f"{row.target:.0%}"
     return (
         f"{row.kernel:<44} {row.shape:<44} {row.arch:<7}{row.variant:<10}{row.warps:>5}{row.stages:>7}{row.grid:>8}"
-        f"{row.registers:>6}{row.stack:>6}{row.spills:>7}{row.shared:>8}{row.hgmma:>6}{loop:>15}{after:>6}{each:>7}"
+        f"{row.registers:>6}{row.stack:>6}{row.spills:>7}{row.shared:>8}{row.hgmma:>6}{loop:>15}{after:>6}{per_unit:>7}"
         f"{predicted:>10}{rate:>6}{target:>7}" + "".join(f"  FAULT {fault}" for fault in row.faults)
     )
 
@@ -76,22 +76,24 @@ def main() -> None:
             f"{'rate':>6}{'target':>7}"
         )
     count = faults = 0
-    missed, found = [], {}
+    missed, per_unit = [], {}
     table = {} if options.record else json.loads(TABLE.read_text(encoding="utf-8"))
     most = table["most"] if table.get("triton") == triton.__version__ else {}  # other compilers give other counts
     chosen = representative if options.quick else every_variant
     for row in (gated(compiled(*pair), most) for pair in chosen(launched(options.ops or OPS, options.arch))):
         if row.per_unit is not None:
-            found[key(row)] = math.ceil(100 * row.per_unit) / 100
+            per_unit[key(row)] = math.ceil(100 * row.per_unit) / 100
         count, faults = count + 1, faults + bool(row.faults)
         if row.of_rate is not None and row.target is not None and row.of_rate < row.target:
             missed.append(f"{key(row)}: {row.of_rate:.0%} predicted, {row.target:.0%} wanted")
         print(json.dumps(asdict(row)) if options.json else line(row), flush=True)
     if not options.json:
-        print(*(f"target missed: {each}" for each in missed), sep="\n")
+        print(*(f"target missed: {target}" for target in missed), sep="\n")
         print(f"{count} compiled, {faults} with a fault")
     if options.record:
-        TABLE.write_text(json.dumps({"triton": triton.__version__, "most": found}, indent=1) + "\n", encoding="utf-8")
+        TABLE.write_text(
+            json.dumps({"triton": triton.__version__, "most": per_unit}, indent=1) + "\n", encoding="utf-8"
+        )
     sys.exit(faults > 0)
 
 

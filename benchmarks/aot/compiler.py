@@ -194,10 +194,10 @@ class Launch:
 
 def launches(case: Case, arch: Architecture) -> list[Launch]:
     """The launches of a case, recorded instead of run."""
-    found: list[Launch] = []
+    recorded: list[Launch] = []
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        found.append(Launch(case, arch, self, args, grid, kwargs))
+        recorded.append(Launch(case, arch, self, args, grid, kwargs))
 
     with (
         patch.object(JITFunction, "run", record),
@@ -205,22 +205,22 @@ def launches(case: Case, arch: Architecture) -> list[Launch]:
         patch.object(tuning, "_capability", lambda: arch.capability),
     ):
         case.call()
-    if not found:
+    if not recorded:
         raise ValueError(f"{case.op} {case.shape}: expected a kernel launch, got none")
-    return found
+    return recorded
 
 
-def every_variant(found: Iterable[Launch]) -> Iterator[tuple[Launch, str]]:
+def every_variant(recorded: Iterable[Launch]) -> Iterator[tuple[Launch, str]]:
     """Each launch with each variant that is compiled for its architecture."""
-    for launch in found:
+    for launch in recorded:
         for variant in VARIANTS if launch.arch.name == FRONT_END else VARIANTS[:2]:
             yield launch, variant
 
 
-def representative(found: Iterable[Launch]) -> Iterator[tuple[Launch, str]]:
+def representative(recorded: Iterable[Launch]) -> Iterator[tuple[Launch, str]]:
     """A kernel's first launch in every variant; later ones, aligned, only with a constant or type not yet seen."""
     met: dict[tuple[str, str], set[tuple[str, object]]] = {}
-    for launch in found:
+    for launch in recorded:
         before = met.get((launch.arch.name, launch.name))
         if before is None:
             yield from every_variant([launch])

@@ -90,9 +90,9 @@ def test_the_page_shows_what_was_deployed_missed_and_dropped(cells):
 def test_the_report_is_written_from_the_cells(cells, tmp_path):
     (tmp_path / "evidence").mkdir()
     (tmp_path / "evidence" / "dropped.json").write_text(json.dumps(BEFORE))
-    evidence.report(cells.found, tmp_path)
+    evidence.report(cells.records, tmp_path)
     again = json.loads((tmp_path / "evidence" / "cells.json").read_text())
-    assert again == cells.found
+    assert again == cells.records
     assert (tmp_path / "evidence.md").read_text() == evidence.page(Cells(again), BEFORE)
     picture = (tmp_path / "evidence" / "cells.svg").read_text()
     assert picture.startswith("<svg")
