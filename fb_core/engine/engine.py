@@ -35,12 +35,7 @@ class Token(NamedTuple):
     id: int
     event: Event | None
     seconds: float | None = None  # that the event took; None if unknown
-    ranked: Ranked | None = None  # the SLM's likeliest tokens there; None if not requested
-
-    @property
-    def logprob(self) -> float | None:
-        """The SLM's log-probability of the token, in nats; None if it was not requested."""
-        return None if self.ranked is None else self.ranked.taken
+    ranked: Ranked | None = None  # the SLM's likeliest tokens there, and its own log-prob; None if not requested
 
 
 class Load(NamedTuple):

@@ -79,11 +79,11 @@ class Answer:
 
     def _logprobs(self, token: Token) -> list[TokenLogprobs]:
         """A token's log-prob and likeliest alternatives; empty if they were not requested."""
-        if self.ranking is None or token.ranked is None or token.logprob is None:
+        if self.ranking is None or token.ranked is None:
             return []
         ids, logprobs = token.ranked.ids[: self.ranking], token.ranked.logprobs[: self.ranking]
         own, *names = [self.text.name(each) for each in (token.id, *ids)]
-        logprob = dict(zip(ids, logprobs, strict=True)).get(token.id, token.logprob)
+        logprob = dict(zip(ids, logprobs, strict=True)).get(token.id, token.ranked.taken)
         return [TokenLogprobs(own, logprob, list(zip(names, logprobs, strict=True)), self.text.decoded)]
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from dialects import FAMILY, OLD, SEED, byte_tokenizer
 from limits import HANG
+from test_llm import BAD_CALLS
 from tiny import EOS, V, tiny
 
 from fb_core import ServerError, ServerLLM, cli, http, server
@@ -1056,30 +1057,7 @@ def test_bad_settings(arguments, kind, sentence):
         ServerLLM(**{"url": "http://localhost:1", "vocabulary": V} | arguments)
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "sentence"),
-    [
-        (lambda llm: llm.candidates([], 3), ValueError, "ids: expected at least one token"),
-        (lambda llm: llm.candidates([5], 0), ValueError, "k: expected 1 or more"),
-        (lambda llm: llm.candidates([5], 3, [V]), ValueError, "score_ids: expected ids from 0 below 50, got 50"),
-        (lambda llm: llm.candidates([3, -1], 3), ValueError, "ids: expected ids from 0 below 50, got -1"),
-        (lambda llm: llm.candidates(torch.ones(2), 3), TypeError, "ids: expected int64 token ids, got torch.float32"),
-        (lambda llm: llm.candidates(torch.ones(2, 2).long(), 3), ValueError, "ids: expected one dimension"),
-        (lambda llm: llm.candidates("text", 3), TypeError, "ids: expected a sequence of token ids"),
-        (lambda llm: llm.candidates_many([[5], []], 3), ValueError, "ids: expected at least one token"),
-        (lambda llm: llm.candidates_many([[5]], 3, [[1], [2]]), ValueError, "score_ids: expected one for each of 1"),
-        (lambda llm: llm.complete([5], 0), ValueError, "max_new_tokens: expected 1 or more"),
-        (lambda llm: llm.complete([5], 1.5), TypeError, "max_new_tokens: expected an int"),
-        (lambda llm: llm.complete(None, 3), TypeError, "ids: expected a sequence of token ids"),
-        (lambda llm: llm.complete_branches([[5]], [[V]], 3), ValueError, "ids: expected ids from 0 below 50, got 50"),
-        (lambda llm: llm.complete_branches([[5]], [], 3), ValueError, "branches: expected one list for each of 1"),
-        (lambda llm: llm.sample_many([[5]], 0, 3), ValueError, "n: expected 1 or more samples, got 0"),
-        (lambda llm: llm.sample_many([[5]], 1, 0), ValueError, "max_new_tokens: expected 1 or more"),
-        (lambda llm: llm.sample_many([[]], 1, 3), ValueError, "ids: expected at least one token"),
-        (lambda llm: llm.sample_many([[5]], 1, 3, temperature=0.0), ValueError, "temperature, top_p, top_k: expected"),
-        (lambda llm: llm.sample_many([[5]], 1, 3, top_k=-1), ValueError, "temperature, top_p, top_k: expected"),
-    ],
-)
+@pytest.mark.parametrize(("call", "kind", "sentence"), BAD_CALLS)
 def test_bad_arguments_send_nothing(call, kind, sentence):
     with scripted(says(FINE)) as there:
         with pytest.raises(kind, match=sentence):
