@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import zoo
-from tiny import EOS, FAMILIES, V, tiny
+from tiny import EOS, FAMILIES, V, prompts, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import DynamicCache, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
@@ -38,11 +38,6 @@ MARGIN = 1e-4
 NEVER, ALWAYS = math.inf, -math.inf
 
 both_loops = pytest.mark.parametrize("loop", [{}, {"max_length": 64}], ids=["plain", "fast"])
-
-
-def prompts(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, V, (n,), generator=generator) for n in lengths]
 
 
 class Mixed(ScoringSelector):

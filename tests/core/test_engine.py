@@ -18,8 +18,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decoding import NEVER, Mixed, prompts
-from tiny import EOS, V, tiny
+from test_decoding import NEVER, Mixed
+from tiny import EOS, V, prompts, tiny
 
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy, SLMPreference
 from fb_core.engine.engine import Engine

@@ -3,18 +3,13 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny import EOS, FAMILIES, V, tiny
+from tiny import EOS, FAMILIES, V, prompts, tiny
 
 from fb_core import hf
 from fb_core.hf import batches
 from fb_core.llm import LLM, Candidates, LocalLLM
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
-
-
-def prompts(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, V, (n,), generator=generator) for n in lengths]
 
 
 @torch.no_grad()

@@ -8,8 +8,8 @@ import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from test_decoding import NEVER, SCORES, Mixed, check, plain, prompts, tokenizer_of
-from tiny import EOS, tiny
+from test_decoding import NEVER, SCORES, Mixed, check, plain, tokenizer_of
+from tiny import EOS, prompts, tiny
 
 from fb_core import (
     CollaborativeDecoder,

@@ -18,8 +18,8 @@ import pytest
 import torch
 from dialects import FAMILY, OLD, SEED, byte_tokenizer
 from limits import HANG
-from test_llm import BAD_CALLS
-from tiny import EOS, V, tiny
+from test_llm import BAD_CALLS, lists
+from tiny import EOS, V, prompts, tiny
 
 from fb_core import ServerError, ServerLLM, cli, http, server
 from fb_core.config import PairSettings, RunSettings, ServerSettings
@@ -35,11 +35,6 @@ SERVED = [("vllm", ""), ("vllm", OLD), ("sglang", "")]  # llama.cpp's own server
 served = pytest.mark.parametrize(("flavour", "prefix"), SERVED, ids=["vllm", "vllm-old", "sglang"])
 stand_ins = pytest.mark.parametrize("flavour", ["vllm", "sglang"])
 flavours = pytest.mark.parametrize("flavour", ["vllm", "sglang", "llama.cpp"])
-
-
-def prompts(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, V, (n,), generator=generator) for n in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +110,8 @@ def test_branches_equal_those_of_the_model_in_process(url, local, flavour, prefi
     prefixes, branches = prompts(4, 6, 1, seed=1), [[5, EOS, 9], [], torch.tensor([7])]
     wanted = local.complete_branches(prefixes, branches, 8)
     found = ServerLLM(url + prefix, flavour, vocabulary=V, ends=[EOS]).complete_branches(prefixes, branches, 8)
-    assert as_lists(found) == as_lists(wanted)
+    assert lists(found) == lists(wanted)
     assert len(wanted[0][1]) == 0 < len(wanted[0][0])
-
-
-def as_lists(written):
-    return [[new.tolist() for new in group] for group in written]
 
 
 @stand_ins
@@ -128,17 +119,17 @@ def test_samples_repeat_with_their_seed(url, local, flavour):
     asked, settings = prompts(3, 8, 5), {"temperature": 1.5, "top_p": 0.95, "top_k": 0}
     llm = ServerLLM(url, flavour, vocabulary=V, ends=[EOS])
     first = llm.sample_many(asked, 4, 6, seed=3, **settings)
-    assert as_lists(first) == as_lists(llm.sample_many([ids.tolist() for ids in asked], 4, 6, seed=3, **settings))
-    assert as_lists(first) != as_lists(llm.sample_many(asked, 4, 6, seed=4, **settings))
-    assert as_lists(llm.sample_many(asked[1:2], 2, 6, seed=3, **settings)) == [as_lists(first)[1][:2]]
-    for samples in as_lists(first):
+    assert lists(first) == lists(llm.sample_many([ids.tolist() for ids in asked], 4, 6, seed=3, **settings))
+    assert lists(first) != lists(llm.sample_many(asked, 4, 6, seed=4, **settings))
+    assert lists(llm.sample_many(asked[1:2], 2, 6, seed=3, **settings)) == [lists(first)[1][:2]]
+    for samples in lists(first):
         assert len(samples) == 4 == len({tuple(sample) for sample in samples})
         for sample in samples:
             assert len(sample) == 6 or sample[-1] == EOS
             assert EOS not in sample[:-1]
     assert {sample.dtype for samples in first for sample in samples} == {torch.int64}
     greedy = [[new] * 2 for new in local.complete_many(asked, 6)]
-    assert as_lists(llm.sample_many(asked, 2, 6, top_k=1)) == as_lists(greedy)
+    assert lists(llm.sample_many(asked, 2, 6, top_k=1)) == lists(greedy)
     assert llm.sample_many([], 2, 6) == []
 
 
@@ -747,7 +738,7 @@ def test_what_is_sent_for_samples(flavour, answer, sent):
     with scripted(says(answer)) as there:
         llm = ServerLLM(there.url, flavour, vocabulary=V, ends=[EOS])
         drawn = llm.sample_many([[5, 6]], 3, 9, temperature=1.5, top_p=0.9, top_k=0, seed=2)
-        assert as_lists(drawn) == [[[7], [7], [7]]]
+        assert lists(drawn) == [[[7], [7], [7]]]
     seeds = [
         fields["sampling_params"].pop("sampling_seed") if flavour == "sglang" else fields.pop("seed")
         for fields in there.asked

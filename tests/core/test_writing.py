@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import EOS, V, tiny
+from tiny import EOS, V, prompts, tiny
 
 from fb_core import hf
 from fb_core.engine import writing
@@ -15,11 +15,6 @@ from fb_core.engine.pages import SIZE, pages_of
 from fb_core.llm import LocalLLM
 
 ROOM = 24
-
-
-def prompts(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, V, (n,), generator=generator) for n in lengths]
 
 
 def greedy(rows, logits):

@@ -82,3 +82,9 @@ def tiny(family: str = "qwen3", seed: int = 0, *, spread: float = 3.0, **overrid
             else:
                 head.mul_(gain)
     return model.eval()
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
+    """Random prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, V, (n,), generator=generator) for n in lengths]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from tiny import EOS, V, tiny
+from tiny import EOS, V, prompts, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -30,12 +30,6 @@ from fb_core.stages import models
 from fb_core.targets import KL_WEIGHT, MARGIN, group_targets, selection_target
 from fb_core.training import _hinge
 from fb_kernels import group_cross_entropy
-
-
-def prompts(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, V, (n,), generator=generator) for n in lengths]
-
 
 ALWAYS, NEVER = RequestPolicy(-math.inf), RequestPolicy(math.inf)
 

@@ -8,7 +8,7 @@ import zoo
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny import EOS, V, tiny
+from tiny import EOS, V, prompts, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.nn import functional as F
@@ -24,11 +24,6 @@ from fb_core.pool import LARGE, SLM
 from fb_core.verify import Verifier
 
 SMALL = {"logits_size": 10, "width": 16, "blocks": 2}
-
-
-def prompts(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, V, (n,), generator=generator) for n in lengths]
 
 
 @functools.cache

@@ -2,7 +2,7 @@ import functools
 
 import pytest
 import torch
-from tiny import EOS, V, tiny
+from tiny import EOS, V, prompts, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -22,11 +22,6 @@ def words():
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split("", "isolated")
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>")
-
-
-def prompts(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, V, (n,), generator=generator) for n in lengths]
 
 
 @functools.cache
