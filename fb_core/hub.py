@@ -76,12 +76,8 @@ def push_to_hub(directory: str | os.PathLike[str], repo_id: str, *, private: boo
         repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id  # with its owner
         if private and not api.model_info(repo_id).private:
             raise ValueError(f"{repo_id}: expected a private repository, got a public one; choose another name")
-        message = "FutureBridge reranker"
         commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=directory,
-            allow_patterns=files,
-            commit_message=message,
+            repo_id=repo_id, folder_path=directory, allow_patterns=files, commit_message="FutureBridge reranker"
         )
     except (OSError, httpx.HTTPError) as problem:
         reason = str(problem).strip().partition("\n")[0]

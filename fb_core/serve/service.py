@@ -131,13 +131,12 @@ class Reply:
     def usage(self, copies: int) -> dict[str, Any]:
         """The request's tokens, and what it asked of the large model; completion tokens count once for each copy."""
         prompt, completion = (sum(getattr(each, name) for each in self.answers) for name in ("prompt", "completion"))
-        usages = [Usage.of(answer.events) for answer in self.answers]
-        large = {"calls": sum(each.calls for each in usages), "tokens": sum(each.appended for each in usages)}
+        large = Usage.of([event for answer in self.answers for event in answer.events])
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion * copies,
             "total_tokens": prompt + completion * copies,
-            "large_model": large,
+            "large_model": {"calls": large.calls, "tokens": large.appended},
         }
 
     def cancel(self) -> None:
