@@ -137,7 +137,7 @@ class TokenReranker(nn.Module):
             state = hf.prefill_packed(self.base, [tokens])[0]
         else:
             state = hf.cached_prefix(cache, self.base, len(tokens))
-        return self._packed_scores([state], [pool])
+        return self.packed_scores([state], [pool])
 
     def scores_many(self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
         """Score the candidates of many states in one packed forward over their cached prefixes (scope "candidate").
@@ -157,10 +157,10 @@ class TokenReranker(nn.Module):
         if not prefixes:
             return []
         self.check_base()
-        return list(self._packed_scores(prefixes, candidates).split([len(pool) for pool in candidates]))
+        return list(self.packed_scores(prefixes, candidates).split([len(pool) for pool in candidates]))
 
-    def _packed_scores(self, prefixes: Sequence[hf.Prefix], pools: Sequence[Tensor]) -> Tensor:
-        """[sum K]: one branch per candidate, adapters on; gradients reach adapter and head."""
+    def packed_scores(self, prefixes: Sequence[hf.Prefix], pools: Sequence[Tensor]) -> Tensor:
+        """`scores_many` without its checks, [sum K]: gradients reach adapter and head."""
         kv, device = prefixes[0].kv, self.base.device
         paged = kv.layers[0][0].ndim == 4
         layout = hf.Layout.build(
@@ -169,8 +169,8 @@ class TokenReranker(nn.Module):
             prefix=kv,
             pages=[prefix.pages for prefix in prefixes] if paged else None,
         )
-        places = [prefix.length for prefix, pool in zip(prefixes, pools, strict=True) for _ in pool]
-        positions = torch.tensor(places, device=device)
+        lengths = [prefix.length for prefix, pool in zip(prefixes, pools, strict=True) for _ in pool]
+        positions = torch.tensor(lengths, device=device)
         hidden = hf.packed_forward(hf.causal_lm(self.adapted), torch.cat(list(pools)), positions, layout)
         return self.score_hidden(hidden)
 

@@ -207,19 +207,19 @@ class Sweep:
             weight.grad = gradient[:-1]
             norms.append(nn.utils.clip_grad_norm_(weight, self.recipe.clip))
             losses.append(gradient[-1])
-        found = torch.stack([torch.stack(losses), torch.stack(norms)]).tolist()
+        measured = torch.stack([torch.stack(losses), torch.stack(norms)]).tolist()
         names = ("loss: expected a finite number", "gradient: expected a finite norm")
-        for name, values in zip(names, found, strict=True):
+        for name, values in zip(names, measured, strict=True):
             for run, value in enumerate(values):
                 if not math.isfinite(value):
                     raise ValueError(f"{name}, got {value} in step {self.step + 1} of run {run}; lower the rate")
-        self.norms = found[1]
+        self.norms = measured[1]
         self.rate = self.recipe.learning_rate * _linear(self.step, self.total, self.recipe.warmup)
         self._optimizer.param_groups[0]["lr"] = self.rate
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self.losses.append(found[0])
-        return list(found[0])
+        self.losses.append(measured[0])
+        return list(measured[0])
 
     def state(self) -> dict[str, Tensor]:
         """Everything needed to resume, as copies on the CPU for one safetensors file.
@@ -244,7 +244,11 @@ class Sweep:
         Raises:
             ValueError: the state of another sweep, or a damaged one; nothing is changed then.
         """
-        theirs = _read_about(state)
+        again = "take the file that state was saved to"
+        try:
+            theirs = dict(json.loads(bytes(state[ABOUT].tolist())))
+        except (KeyError, TypeError, ValueError, RecursionError) as problem:
+            raise ValueError(f"state: expected the state of a sweep, got {problem!r} in {ABOUT}; {again}") from problem
         for name in self._about | theirs:
             if self._about.get(name) != theirs.get(name):
                 raise ValueError(
@@ -252,17 +256,13 @@ class Sweep:
                     "resume with the runs, trajectories and recipe that it was saved with"
                 )
         losses = state.get("losses", torch.empty(0))
-        if losses.ndim != 2 or losses.shape[1] != len(self.runs) or len(losses) > self.total:
-            raise ValueError(
-                f"state: expected losses [at most {self.total}, {len(self.runs)}], got {list(losses.shape)}; "
-                "take the file that state was saved to"
-            )
-        for name, tensor in self._tensors.items():
+        steps = min(losses.numel() // len(self.runs), self.total)
+        for name, tensor in (self._tensors | {"losses": torch.empty(steps, len(self.runs))}).items():
             saved = state.get(name, torch.empty(0))
             if saved.shape != tensor.shape or saved.dtype != tensor.dtype or not bool(saved.isfinite().all()):
                 raise ValueError(
                     f"state: expected finite float32 {list(tensor.shape)} in {name}, got {saved.dtype} "
-                    f"{list(saved.shape)}; take the file that state was saved to"
+                    f"{list(saved.shape)}; {again}"
                 )
         for name, tensor in self._tensors.items():
             tensor.copy_(state[name])
@@ -304,13 +304,13 @@ class Sweep:
         trajectories = self._steps[self.step]
         groups = sum(len(trajectory.groups) for trajectory in trajectories)
         pieces = _pieces(trajectories, self.recipe.microbatches)
-        place, stride = 0, 1
+        index, stride = 0, 1
         if self._processes is not None:
-            place, stride = self._processes.process_index, self._processes.num_processes
+            index, stride = self._processes.process_index, self._processes.num_processes
         sums: list[list[Tensor]] = [[] for _ in self.runs]
         with _training(self._dropouts, self._device):
             for first in range(0, len(pieces), stride):
-                mine = first + place
+                mine = first + index
                 batch = None  # frees its prefixes before the next ones are computed
                 batch = _Batch.build(self.runs, pieces[mine]) if mine < len(pieces) else None
                 for run, total in enumerate(sums):
@@ -405,51 +405,32 @@ def validate(
 
 @dataclass(frozen=True)
 class _Batch:
-    """Trajectories as the branches of one packed forward, N candidates of G groups, the same for all R runs."""
+    """The G groups of some trajectories with N candidates, and their prefixes, the same for all R runs."""
 
     trajectories: Sequence[TrainingTrajectory]
     groups: list[TrainingGroup]
+    prefixes: list[hf.Prefix]  # frozen, one a group; none where no run is of scope "candidate"
     cu_group: Tensor  # [G + 1]
     target: Tensor  # [N, R]
-    layout: hf.Layout | None  # over the frozen prefixes; None where no run is of scope "candidate"
-    ids: Tensor  # [N] of the candidates
-    positions: Tensor  # [N]
 
     @classmethod
     def build(cls, runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory]) -> _Batch:
         base = runs[0].reranker.base
         groups = [group for trajectory in trajectories for group in trajectory.groups]
-        sizes = [len(group.candidates) for group in groups]
-        cu_group = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=base.device)
-        layout = None
+        prefixes: list[hf.Prefix] = []
         if any(run.reranker.scope == "candidate" for run in runs):
-            prefixes = hf.prefill_packed(base, [_needed(trajectory) for trajectory in trajectories])
-            starts = [
-                whole.start for whole, trajectory in zip(prefixes, trajectories, strict=True) for _ in trajectory.groups
-            ]
-            states = zip(sizes, starts, groups, strict=True)
-            layout = hf.Layout.build(
-                [([1] * size, start, group.position) for size, start, group in states],
-                base.device,
-                prefix=prefixes[0].kv,
-            )
-        positions = [group.position for group in groups for _ in group.candidates]
-        return cls(
-            trajectories,
-            groups,
-            cu_group,
-            torch.cat([group.target for group in groups]),
-            layout,
-            torch.cat([group.candidates for group in groups]),
-            torch.tensor(positions, device=base.device),
-        )
+            lengths = [max(group.position for group in trajectory.groups) for trajectory in trajectories]
+            cut = [trajectory.tokens[:length] for trajectory, length in zip(trajectories, lengths, strict=True)]
+            for whole, trajectory in zip(hf.prefill_packed(base, cut), trajectories, strict=True):
+                prefixes += [hf.Prefix(whole.kv, whole.start, group.position) for group in trajectory.groups]
+        ends = accumulate(len(group.candidates) for group in groups)
+        cu_group = torch.tensor([0, *ends], dtype=torch.int32, device=base.device)
+        return cls(trajectories, groups, prefixes, cu_group, torch.cat([group.target for group in groups]))
 
     def scores(self, reranker: TokenReranker) -> Tensor:
         """float32 [N]."""
-        if reranker.scope == "candidate" and self.layout is not None:
-            model = hf.causal_lm(reranker.adapted)
-            hidden = hf.packed_forward(model, self.ids, self.positions, self.layout)
-            return reranker.score_hidden(hidden)
+        if reranker.scope == "candidate":
+            return reranker.packed_scores(self.prefixes, [group.candidates for group in self.groups])
         return torch.cat(
             [
                 reranker.scores(trajectory.tokens[: group.position], group.candidates)
@@ -531,10 +512,6 @@ def _pieces(trajectories: Sequence[TrainingTrajectory], count: int) -> list[list
     return list(pieces.values())
 
 
-def _needed(trajectory: TrainingTrajectory) -> Tensor:
-    return trajectory.tokens[: max(group.position for group in trajectory.groups)]
-
-
 def _trained(reranker: TokenReranker) -> list[nn.Parameter]:
     """The parameters that train."""
     parameters = [parameter for parameter in reranker.parameters() if parameter.requires_grad]
@@ -561,18 +538,6 @@ def _about(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory], reci
     about |= {f"recipe.{name}": value for name, value in asdict(recipe).items()}
     about["trajectories"] = _digest(trajectories)
     return json.loads(json.dumps(about))
-
-
-def _read_about(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    try:
-        about = json.loads(bytes(state[ABOUT].tolist()))
-    except (KeyError, TypeError, ValueError, RecursionError) as problem:
-        raise ValueError(
-            f"state: expected the state of a sweep, got {problem!r} in {ABOUT}; take the file that state was saved to"
-        ) from problem
-    if not isinstance(about, dict):
-        raise ValueError(f"state: expected a JSON object in {ABOUT}, got {type(about).__name__}; take another file")
-    return about
 
 
 def _digest(trajectories: Sequence[TrainingTrajectory]) -> str:
@@ -609,9 +574,9 @@ def _checked(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory]) ->
 
 def _check_list(name: str, given: Sequence[Any], kind: type) -> None:
     """TypeError for what is not a list, or holds anything but this kind."""
-    others = [type(one).__name__ for one in given if not isinstance(one, kind)] if isinstance(given, Sequence) else []
-    if not isinstance(given, Sequence) or others:
-        got = f"{others[0]} in it" if others else type(given).__name__
+    others = [each for each in given if not isinstance(each, kind)] if isinstance(given, Sequence) else [given]
+    if others:
+        got = type(others[0]).__name__
         raise TypeError(f"{name}: expected a list of {kind.__name__}, got {got}; make a {kind.__name__} of each")
 
 

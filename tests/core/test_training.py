@@ -402,8 +402,8 @@ def test_a_state_of_another_sweep_is_refused():
     sweep = Sweep(runs_of(model), data, RECIPE)
     for change, words in (
         ({"about": torch.zeros(3)}, "state of a sweep"),
-        ({"about": torch.tensor(list(b"[]"), dtype=torch.uint8)}, "JSON object"),
-        ({"losses": torch.zeros(1, 2)}, r"losses \[at most"),
+        ({"about": torch.tensor(list(b"[]"), dtype=torch.uint8)}, "expected base"),
+        ({"losses": torch.zeros(1, 2)}, "in losses"),
         ({"run.1.exp_avg": torch.zeros(3)}, "in run.1.exp_avg"),
         ({"run.2.parameters": torch.full_like(state["run.2.parameters"], torch.nan)}, "in run.2.parameters"),
     ):
@@ -554,10 +554,10 @@ def test_bad_input():
         (lambda good: train_reranker(TokenReranker.from_base(tiny()), None), "trajectories: expected a list of"),
         (
             lambda good: train_reranker(TokenReranker.from_base(tiny()), [*good, None]),
-            "trajectories: expected a list of TrainingTrajectory, got NoneType in it",
+            "trajectories: expected a list of TrainingTrajectory, got NoneType",
         ),
         (lambda good: Sweep(None, good), "runs: expected a list of Run, got NoneType"),
-        (lambda good: validate([TokenReranker.from_base(tiny())], good), "got TokenReranker in it; make a Run of each"),
+        (lambda good: validate([TokenReranker.from_base(tiny())], good), "got TokenReranker; make a Run of each"),
     ],
 )
 def test_arguments_of_another_type_are_named(call, sentence):
