@@ -173,12 +173,12 @@ def _options(helps: Mapping[str, str], kind: type = str, **more: Any) -> Callabl
     """Gives a command an option of a kind for each name, in place of its keyword arguments."""
 
     def add(command: Callable) -> Callable:
-        known = inspect.signature(command, eval_str=True)
-        own = [one for one in known.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        signature = inspect.signature(command, eval_str=True)
+        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
         for name, text in helps.items():
             option = Annotated[kind | None, typer.Option(help=text, **more)]  # type: ignore[valid-type]
             own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option))
-        command.__signature__ = known.replace(parameters=own)  # type: ignore[attr-defined]
+        command.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
         return command
 
     return add
@@ -222,15 +222,15 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
 
 
-def _show_bench(found: Found) -> None:
+def _show_bench(timed: Found) -> None:
     """Print the results of an op as a table, with the device and versions above it."""
     import torch
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    floor = f"; floor {_milliseconds(found.floor)} ms" if found.floor else ""
-    title = f"{found.op} {found.shape}, {found.dtype}, on {found.device}, torch {torch.__version__}{floor}"
+    floor = f"; floor {_milliseconds(timed.floor)} ms" if timed.floor else ""
+    title = f"{timed.op} {timed.shape}, {timed.dtype}, on {timed.device}, torch {torch.__version__}{floor}"
     caption = (
         "*: the default here. ratio: the fastest alternative's time divided by this one's. floor: torch's time on this "
         "device to copy as many bytes, or for a matrix product of as many operations"
@@ -240,15 +240,15 @@ def _show_bench(found: Found) -> None:
     for head in ("ms", "ratio", "reaches", "of the floor"):
         table.add_column(head, justify="right", no_wrap=True)
     notes = []
-    for row in found.rows:
+    for row in timed.rows:
         name = f"fb_kernels, {row.name}{' *' if row.used else ''}" if row.ours else row.name
         if row.seconds is None:
             notes.append(f"{name}: not timed, {row.fault}")
             continue
-        ratio = found.ratio(row)
-        share = f"{found.floor / row.seconds:.0%}" if found.floor else ""
+        ratio = timed.ratio(row)
+        share = f"{timed.floor / row.seconds:.0%}" if timed.floor else ""
         shown = "" if ratio is None else f"{ratio:.2f}x"
-        table.add_row(name, _milliseconds(row.seconds), shown, found.rate(row), share)
+        table.add_row(name, _milliseconds(row.seconds), shown, timed.rate(row), share)
     console = Console()
     console.print(table)
     for note in notes:

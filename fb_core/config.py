@@ -584,13 +584,18 @@ def checked(kind: type[Settings], values: Any, source: str) -> Settings:
         raise ValueError("\n".join(_line(error, kind, source) for error in problem.errors())) from None
 
 
+def words_of(error: Any) -> str:
+    """Key and text of one of pydantic's errors."""
+    return ": ".join(filter(None, (".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, "))))
+
+
 def _line(error: Any, kind: Any, source: str) -> str:
     """File, key and text of one of pydantic's errors, with the known key that is closest to an unknown one."""
-    text = error["msg"].removeprefix("Value error, ")
+    text = words_of(error)
     if error["type"] == "extra_forbidden":
         *sections, name = error["loc"]
         for section in sections:
             field = kind.model_fields[section].annotation
             kind = next(part for part in (field, *get_args(field)) if hasattr(part, "model_fields"))
         text += "".join(f"; did you mean {close}?" for close in difflib.get_close_matches(name, kind.model_fields, 1))
-    return ": ".join(filter(None, (source, ".".join(map(str, error["loc"])), text)))
+    return f"{source}: {text}" if source else text

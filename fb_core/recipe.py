@@ -150,11 +150,11 @@ class Deployed:
             ValueError: no adapter there, a damaged recipe, or one that there is no more.
         """
         path = Path(folder)
-        found = read_description(path).get("recipe")
-        if found is None:
+        recipe = read_description(path).get("recipe")
+        if recipe is None:
             return None
         try:
-            stored = _Stored.model_validate_json(json.dumps(found), strict=True)
+            stored = _Stored.model_validate_json(json.dumps(recipe), strict=True)
             if (stored.value is not None) != (stored.name == "value"):
                 raise ValueError(f"name {stored.name} with{'out' * (stored.value is None)} a head")
             policy = RequestPolicy(stored.threshold, stored.top_k)

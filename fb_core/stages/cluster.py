@@ -106,10 +106,10 @@ def work_on_ray(
             try:
                 counts = ray.get(done[0])
             except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as problem:
-                place = shard or "start"
-                died[place] += 1
-                if died[place] > RETRIES:
-                    raise OSError(f"ray: expected a worker to survive {place}, got {problem}; see Ray's log") from None
+                task = shard or "start"
+                died[task] += 1
+                if died[task] > RETRIES:
+                    raise OSError(f"ray: expected a worker to survive {task}, got {problem}; see Ray's log") from None
                 if shard is not None:
                     waiting.appendleft(shard)
                 hire()

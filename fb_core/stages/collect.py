@@ -136,12 +136,13 @@ class TrajectoryStage(Stage):
         tokenizer, asked = self.models.tokenizer, self.settings.problems
         prompts = self.models.prompts(problems, asked.prompt, asked.thinking)
         write = self.models.slm_writer.complete_many
-        found = collect(slm, problems, prompts, settings.max_new_tokens, settings.top_k, self.on_progress, write)
-        texts = texts_of([trajectory.output for trajectory in found], tokenizer)
+        trajectories = collect(slm, problems, prompts, settings.max_new_tokens, settings.top_k, self.on_progress, write)
+        outputs = [trajectory.output for trajectory in trajectories]
+        texts = texts_of(outputs, tokenizer)
         golds = [problem.answer for problem in problems]
         verdicts = verifier_of(self.settings.verify).verify_many(texts, golds, bad_golds="unparsable")
-        counts = {"trajectories": len(found), "tokens": sum(len(trajectory.output) for trajectory in found)}
-        return Output(example_files(shard, Trajectory, found), counts | tally(texts, verdicts))
+        counts = {"trajectories": len(outputs), "tokens": sum(map(len, outputs))}
+        return Output(example_files(shard, Trajectory, trajectories), counts | tally(texts, verdicts))
 
     def cost(self) -> Cost:
         return Cost("generated and teacher-forced, prompts included", 2 * self.longest)
@@ -165,14 +166,14 @@ def log_states(
     pool: PoolKind = "joint",
 ) -> list[State]:
     """The admitted states of all trajectories, with the pools that a decoder would form there."""
-    found: list[State] = []
-    for states, logits in _admitted_logits(slm, trajectories, policy, max_states):
-        prefixes = [trajectory.tokens[:position] for trajectory, position in states]
+    states: list[State] = []
+    for positions, logits in _admitted_logits(slm, trajectories, policy, max_states):
+        prefixes = [trajectory.tokens[:position] for trajectory, position in positions]
         pools = candidate_pool(logits, llm, prefixes, pool, slm_k, llm_k)
-        for (trajectory, position), candidates in zip(states, pools, strict=True):
+        for (trajectory, position), candidates in zip(positions, pools, strict=True):
             entropy = float(trajectory.entropy[position - trajectory.prompt_length])
-            found.append(State(trajectory, position, entropy, candidates))
-    return found
+            states.append(State(trajectory, position, entropy, candidates))
+    return states
 
 
 def _admitted_logits(
@@ -244,7 +245,7 @@ class StateStage(Stage):
     def work(self, shard: str) -> Output:
         slm, llm_k, settings = self.models.local_slm, self.settings.futures.llm_k, self.settings.collect
         trajectories = list(Examples(self.run, shard, slm.device).trajectories.values())
-        found = log_states(
+        states = log_states(
             slm,
             self.models.llm,
             trajectories,
@@ -253,8 +254,8 @@ class StateStage(Stage):
             llm_k=llm_k,
             max_states=settings.max_states,
         )
-        counts = {"states": len(found), f"{shard.partition('-')[0]} states": len(found)}
-        return Output(example_files(shard, State, found), counts)
+        counts = {"states": len(states), f"{shard.partition('-')[0]} states": len(states)}
+        return Output(example_files(shard, State, states), counts)
 
     def cost(self) -> Cost:
         return Cost("teacher-forced, without what the LLM reads at each state", self.input(TrajectoryStage).longest)
@@ -266,13 +267,13 @@ class OverStates(Stage):
     unit = "states"
 
     def shards(self) -> dict[str, int]:
-        folder, found = self.input(StateStage).folder, {}
+        folder, counts = self.input(StateStage).folder, {}
         for shard in folder.shards():
             receipt = folder.receipt(shard)
             if receipt is None:
                 raise ValueError(f"{folder.path}: expected shard {shard}, got none; run `futurebridge collect`")
-            found[shard] = receipt.counts["states"]
-        return found
+            counts[shard] = receipt.counts["states"]
+        return counts
 
     def most(self) -> int:
         states = self.input(StateStage)

@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from fb_core.config import ProblemSettings
+from fb_core.config import ProblemSettings, words_of
 from fb_core.decoding import Generation
 from fb_core.pool import Event
 from fb_core.stages.files import Artefact
@@ -166,14 +166,14 @@ class DecodeStage(Stage):
         trial, tokenizer = self.trials[shard], self.models.tokenizer
         prompts = self.models.prompts(trial.problems, self.asked.prompt, self.asked.thinking)
         generate = self._ready(trial, prompts)
-        found: list[tuple[Generation, float | None, int | None]]
+        decoded: list[tuple[Generation, float | None, int | None]]
         if trial.loop == "batch":
-            found = [(one, None, None) for one in generate(prompts, self.max_new_tokens)]
+            decoded = [(generation, None, None) for generation in generate(prompts, self.max_new_tokens)]
         else:
-            found = [self._alone(generate, prompt, done) for done, prompt in enumerate(prompts)]
+            decoded = [self._alone(generate, prompt, done) for done, prompt in enumerate(prompts)]
         texts = [
-            tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True) if one.text is None else one.text
-            for one, _, _ in found
+            tokenizer.decode(each.token_ids.tolist(), skip_special_tokens=True) if each.text is None else each.text
+            for each, _, _ in decoded
         ]
         golds = [problem.answer for problem in trial.problems]
         verdicts = verifier_of(self.settings.verify).verify_many(texts, golds, bad_golds="unparsable")
@@ -182,17 +182,17 @@ class DecodeStage(Stage):
                 **{name: getattr(trial, name) for name in ("benchmark", "method", "seed", "loop")},
                 problem=problem.id,
                 prompt_sha256=hashlib.sha256(str(prompt.tolist()).encode()).hexdigest(),
-                tokens=one.token_ids.tolist(),
-                events=one.events,
+                tokens=generation.token_ids.tolist(),
+                events=generation.events,
                 text=text,
                 gold=problem.answer,
                 verdict=verdict,
-                **one.usage._asdict(),
+                **generation.usage._asdict(),
                 seconds=seconds,
                 peak_bytes=peak,
             )
-            for problem, prompt, (one, seconds, peak), text, verdict in zip(
-                trial.problems, prompts, found, texts, verdicts, strict=True
+            for problem, prompt, (generation, seconds, peak), text, verdict in zip(
+                trial.problems, prompts, decoded, texts, verdicts, strict=True
             )
         ]
         counts = {"decoded": len(rows), "tokens": sum(len(row.tokens) for row in rows), **tally(texts, verdicts)}
@@ -242,10 +242,5 @@ def read_rows(folder: Artefact, shard: str) -> Iterator[Row]:
         try:
             yield Row.model_validate_json(line, strict=True)
         except ValidationError as problem:
-            first = problem.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            got = f"{place}{': ' * bool(place)}{first['msg'].removeprefix('Value error, ')}"
-            where = f"{folder.path / shard}.jsonl, line {number}"
-            raise ValueError(
-                f"{where}: expected a row of decoded problems, got {escaped(got)}; make the shard anew"
-            ) from None
+            where, got = f"{folder.path / shard}.jsonl, line {number}", escaped(words_of(problem.errors()[0]))
+            raise ValueError(f"{where}: expected a row of decoded problems, got {got}; make the shard anew") from None

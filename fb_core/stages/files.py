@@ -134,8 +134,8 @@ class Artefact:
         if not path.is_file():
             return None
         manifest = _read_sealed(path)
-        if manifest.get("stage") == self.stage and (found := manifest.get("format", 1)) != FORMAT:
-            raise ValueError(_other_format(path, found))
+        if manifest.get("stage") == self.stage and (number := manifest.get("format", 1)) != FORMAT:
+            raise ValueError(_other_format(path, number))
         kinds = FINISHED if manifest.get("complete") else BEGUN
         if manifest.get("stage") != self.stage or any(type(manifest.get(name)) is not kind for name, kind in kinds):
             raise ValueError(
@@ -180,7 +180,7 @@ class Artefact:
 
     def receipts(self, shards: Iterable[str]) -> dict[str, Receipt]:
         """The receipts of the shards that are done; a damaged shard is logged and counts as not done."""
-        found = {}
+        receipts = {}
         for shard in shards:
             try:
                 receipt = self.receipt(shard)
@@ -188,8 +188,8 @@ class Artefact:
                 log.warning("%s; the shard is made anew", problem)
                 continue
             if receipt is not None:
-                found[shard] = receipt
-        return found
+                receipts[shard] = receipt
+        return receipts
 
     def receipt(self, shard: str) -> Receipt | None:
         """A shard's receipt, after its files were checked against it; None if it is not done, or done for another run.
@@ -209,8 +209,8 @@ class Artefact:
                 raise TypeError("counts and seconds that are no numbers")
             if receipt.identity != self._identity():
                 return None
-            for name, known in receipt.files.items():
-                _checked_bytes(self.path / name, known)
+            for name, recorded in receipt.files.items():
+                _checked_bytes(self.path / name, recorded)
         except (AttributeError, IndexError, KeyError, TypeError) as problem:
             raise ValueError(f"{path}: expected the receipt of a shard, got another file ({problem})") from None
         return receipt
@@ -219,12 +219,12 @@ class Artefact:
         self, shard: str, files: Mapping[str, bytes], counts: Mapping[str, int], seconds: float, device: str
     ) -> None:
         """Write a shard's files, named relative to the folder, then its receipt."""
-        known = {}
+        recorded = {}
         for name, data in files.items():
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             write_file(self.path / name, data)
-            known[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        receipt = Receipt(self._identity(), known, dict(counts), round(float(seconds), 3), device)
+            recorded[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        receipt = Receipt(self._identity(), recorded, dict(counts), round(float(seconds), 3), device)
         write_file(self.path / f"{shard}.json", sealed_bytes(asdict(receipt)))
 
     def complete(self, shards: Sequence[str], summary: dict[str, Any]) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class Artefact:
         for receipt in receipts.values():
             for name, count in receipt.counts.items():
                 counts[name] = counts.get(name, 0) + count
-        hashes = {name: known["sha256"] for receipt in receipts.values() for name, known in receipt.files.items()}
+        hashes = {name: file["sha256"] for receipt in receipts.values() for name, file in receipt.files.items()}
         manifest |= {
             "complete": True,
             "shards": list(shards),
@@ -282,8 +282,8 @@ class Artefact:
             table = pq.ParquetFile(io.BytesIO(data)).read()  # read_table would import datasets
         except pa.ArrowException as problem:
             raise ValueError(f"{path}: expected a table, got {problem}; make the shard anew") from None
-        if (found := (table.schema.metadata or {}).get(IN_TABLE, b"1")) != str(FORMAT).encode():
-            raise ValueError(_other_format(path, found.decode(errors="replace")))
+        if (number := (table.schema.metadata or {}).get(IN_TABLE, b"1")) != str(FORMAT).encode():
+            raise ValueError(_other_format(path, number.decode(errors="replace")))
         return table.to_pylist()
 
     def tensors(self, shard: str) -> dict[str, Tensor]:
@@ -304,8 +304,7 @@ class Artefact:
         """
         path, name = self.path / f"{shard}.json", f"{shard}.{suffix}"
         try:
-            known = _read_sealed(path)["files"][name]
-            return _checked_bytes(self.path / name, known)
+            return _checked_bytes(self.path / name, _read_sealed(path)["files"][name])
         except (KeyError, TypeError):
             raise ValueError(f"{path}: expected the receipt of {name}, got none; run the stage again") from None
 
@@ -323,23 +322,23 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _checked_bytes(path: Path, known: dict[str, Any]) -> bytes:
+def _checked_bytes(path: Path, recorded: dict[str, Any]) -> bytes:
     try:
-        data = path.read_bytes() if path.stat().st_size == known["bytes"] else b""
+        data = path.read_bytes() if path.stat().st_size == recorded["bytes"] else b""
     except OSError as problem:
         raise ValueError(
-            f"{path}: expected {known['bytes']} bytes, got {problem.strerror}; run the stage again"
+            f"{path}: expected {recorded['bytes']} bytes, got {problem.strerror}; run the stage again"
         ) from None
-    if len(data) != known["bytes"] or hashlib.sha256(data).hexdigest() != known["sha256"]:
+    if len(data) != recorded["bytes"] or hashlib.sha256(data).hexdigest() != recorded["sha256"]:
         raise ValueError(
-            f"{path}: expected the {known['bytes']} bytes of its receipt, got others (damaged or edited); run the "
+            f"{path}: expected the {recorded['bytes']} bytes of its receipt, got others (damaged or edited); run the "
             "stage again"
         )
     return data
 
 
-def _other_format(path: Path, found: Any) -> str:
-    got = reprlib.repr(found).strip("'")
+def _other_format(path: Path, number: Any) -> str:
+    got = reprlib.repr(number).strip("'")
     return f"{path}: expected files of format {FORMAT}, got format {got}; run the stage again into a new run folder"
 
 

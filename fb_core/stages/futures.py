@@ -62,10 +62,10 @@ class FutureStage(OverStates):
         states, llm = list(Examples(self.run, shard).states.values()), self.models.llm
         prefixes = [state.prefix.to(llm.device) for state in states]
         written = llm.complete_many(prefixes, self.settings.futures.max_new_tokens)
-        texts, found = verified(states, written, self.models.tokenizer, verifier_of(self.settings.verify))
-        counts = {"futures": len(found), "tokens": sum(len(new) for new in written)}
-        counts |= tally(texts, [future.verdict for future in found])
-        return Output(example_files(shard, Future, found), counts)
+        texts, futures = verified(states, written, self.models.tokenizer, verifier_of(self.settings.verify))
+        counts = {"futures": len(futures), "tokens": sum(len(new) for new in written)}
+        counts |= tally(texts, [future.verdict for future in futures])
+        return Output(example_files(shard, Future, futures), counts)
 
     @property
     def longest(self) -> int:

@@ -216,7 +216,7 @@ def prompt_ids(tokenizer: hf.Tokenizer, problem: Problem, template: str, thinkin
 
 def _problems(source: str, rows: Rows, layout: Benchmark, prefix: str) -> list[Problem]:
     problems: list[Problem] = []
-    places: dict[str, str] = {}
+    seen_at: dict[str, str] = {}
     size = unsolved = 0
     for index, (where, row) in enumerate(rows):
         if not isinstance(row, dict):
@@ -234,9 +234,9 @@ def _problems(source: str, rows: Rows, layout: Benchmark, prefix: str) -> list[P
             raise _fault(where, f"{layout.expected} in {name!r}", repr(value)[-80:], "correct or delete the row")
         own = next((field for field in ID_FIELDS if row.get(field) is not None), None)
         identity = prefix + (str(index) if own is None else _text(where, own, row[own], (str, int)))
-        if identity in places:
-            raise _fault(where, "an id of its own", f"{identity[:80]!r} again as at {places[identity]}", "rename one")
-        places[identity] = where
+        if identity in seen_at:
+            raise _fault(where, "an id of its own", f"{identity[:80]!r} again as at {seen_at[identity]}", "rename one")
+        seen_at[identity] = where
         size += len(text) + len(answer)
         if size > LARGEST_SET:
             raise _fault(where, f"at most {LARGEST_SET} characters in all", "more", "split the set")
@@ -318,8 +318,8 @@ def _parquet_rows(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any
                     number += 1
                     yield f"{path}, row {number}", row
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        place = f"{path} after row {number}"
-        raise _fault(place, "a sound parquet file", _first_line(error), "write it again") from error
+        where = f"{path} after row {number}"
+        raise _fault(where, "a sound parquet file", _first_line(error), "write it again") from error
 
 
 def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:

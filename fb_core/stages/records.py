@@ -18,7 +18,6 @@ from torch import Tensor
 from fb_core.pool import Pool
 from fb_core.stages.files import Artefact, table_bytes, tensor_bytes
 from fb_core.stages.problems import Problem
-from fb_core.targets import future_compatibility
 from fb_core.verify import Verdict
 
 IDS, NATS, BITS = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.list_(pa.int8())
@@ -116,10 +115,6 @@ class Group:
         """Whether it has a matrix."""
         return self.logprob is not None
 
-    def compatibility(self, horizon: int) -> Tensor | None:
-        """B_H [K] in nats; None without a future."""
-        return None if self.logprob is None else future_compatibility(self.logprob, horizon)
-
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
@@ -152,18 +147,18 @@ COLUMNS: dict[type, dict[str, pa.DataType]] = {  # of each record's shards, by a
 }
 
 
-def example_files(shard: str, kind: type, found: Sequence[Any]) -> dict[str, bytes]:
+def example_files(shard: str, kind: type, records: Sequence[Any]) -> dict[str, bytes]:
     """The file of a shard of trajectories, states, futures, groups (without matrices) or rollouts, for `Examples`."""
     columns = COLUMNS[kind]
-    rows = [{name: _plain(getattr(one, name), column) for name, column in columns.items()} for one in found]
+    rows = [{name: _plain(getattr(each, name), column) for name, column in columns.items()} for each in records]
     return {f"{shard}.parquet": table_bytes(rows, columns)}
 
 
-def group_files(shard: str, found: Sequence[Group], horizon: int) -> dict[str, bytes]:
+def group_files(shard: str, groups: Sequence[Group], horizon: int) -> dict[str, bytes]:
     """The files of a shard of groups; the matrices of those that have one are concatenated along K."""
-    matrices = (one.logprob.cpu() for one in found if one.logprob is not None)
+    matrices = (group.logprob.cpu() for group in groups if group.logprob is not None)
     tensors = {"logprob": torch.cat([torch.zeros(0, horizon), *matrices])}
-    return example_files(shard, Group, found) | {f"{shard}.safetensors": tensor_bytes(tensors)}
+    return example_files(shard, Group, groups) | {f"{shard}.safetensors": tensor_bytes(tensors)}
 
 
 def _plain(value: Any, column: pa.DataType) -> Any:
@@ -199,7 +194,7 @@ class Examples:
     @cached_property
     def trajectories(self) -> dict[str, Trajectory]:
         """Trajectories by the problem's id."""
-        found = (
+        trajectories = (
             Trajectory(
                 Problem(**row["problem"]),
                 torch.tensor(row["tokens"], device=self.device),
@@ -208,14 +203,14 @@ class Examples:
             )
             for row in self._rows("trajectories")
         )
-        return {one.problem.id: one for one in found}
+        return {each.problem.id: each for each in trajectories}
 
     @cached_property
     def states(self) -> dict[str, State]:
         """States by id, like all records below."""
-        found = (
+        states = (
             State(
-                self._known("states", self.trajectories, row["trajectory"]),
+                self._lookup("states", self.trajectories, row["trajectory"]),
                 row["position"],
                 row["entropy"],
                 Pool(
@@ -227,13 +222,13 @@ class Examples:
             )
             for row in self._rows("states")
         )
-        return {one.id: one for one in found}
+        return {each.id: each for each in states}
 
     def futures(self, stage: str = "futures") -> dict[str, Future]:
         """The LLM's futures, or those of another stage."""
         return {
             row["state"]: Future(
-                self._known(stage, self.states, row["state"]),
+                self._lookup(stage, self.states, row["state"]),
                 row["first"],
                 torch.tensor(row["tokens"], dtype=torch.int64),
                 row["verdict"],
@@ -247,16 +242,16 @@ class Examples:
         rows = self._rows("scores")
         sizes = [len(row["state"]["candidates"]) for row in rows if row["scored"]]
         matrices = iter(Artefact(self.run, "scores").tensors(self.shard)["logprob"].split(sizes))
-        found = (
+        groups = (
             Group(self._part("scores", row["state"]), row["first"], next(matrices) if row["scored"] else None)
             for row in rows
         )
-        return {one.state.id: one for one in found}
+        return {each.state.id: each for each in groups}
 
     @cached_property
     def rollouts(self) -> dict[str, Rollout]:
         """Rollouts of the states that were drawn for it."""
-        found = (
+        rollouts = (
             Rollout(
                 self._part("rollouts", row["state"]),
                 row["kind"],
@@ -265,21 +260,21 @@ class Examples:
             )
             for row in self._rows("rollouts")
         )
-        return {one.state.id: one for one in found}
+        return {each.state.id: each for each in rollouts}
 
     def _rows(self, stage: str) -> list[dict[str, Any]]:
         return Artefact(self.run, stage).table(self.shard)
 
     def _part(self, stage: str, part: Mapping[str, Any]) -> State:
         """A state with only the candidates in `part`."""
-        state = self._known(stage, self.states, part["id"])
-        place = {token: index for index, token in enumerate(state.pool.ids.tolist())}
-        at = torch.tensor([self._known(stage, place, token) for token in part["candidates"]], dtype=torch.int64)
+        state = self._lookup(stage, self.states, part["id"])
+        index_of = {token: index for index, token in enumerate(state.pool.ids.tolist())}
+        at = torch.tensor([self._lookup(stage, index_of, token) for token in part["candidates"]], dtype=torch.int64)
         sources = torch.tensor(part["sources"], dtype=torch.int32)
         pool = Pool(state.pool.ids[at], sources, state.pool.slm_logprob[at], state.pool.llm_logprob[at])
         return replace(state, pool=pool)
 
-    def _known(self, stage: str, by_id: Mapping[Any, Any], name: Any) -> Any:
+    def _lookup(self, stage: str, by_id: Mapping[Any, Any], name: Any) -> Any:
         if name not in by_id:
             raise ValueError(
                 f"{self.run / stage / self.shard}.parquet: expected rows of the states in {self.run}, got {name!r}; "

@@ -38,13 +38,13 @@ def roll_out(
     ]
     owners = [state for state in states for _ in range(len(state.pool))]
     texts, verdicts = judged(owners, branches, tokenizer, verifier)
-    found, start = [], 0
+    rollouts, start = [], 0
     for state in states:
         mine = slice(start, start := start + len(state.pool))
         correct = torch.tensor([verdict == "correct" for verdict in verdicts[mine]], dtype=torch.bool)
         kind = token_kind(tokenizer.decode([int(state.pool.ids[0])]))
-        found.append(Rollout(state, kind, correct, texts[mine]))
-    return found
+        rollouts.append(Rollout(state, kind, correct, texts[mine]))
+    return rollouts
 
 
 class RolloutStage(OverStates):
@@ -73,18 +73,18 @@ class RolloutStage(OverStates):
             for state in states
             if len(state.pool) >= 2 and seeded(settings.seed, state.prefix.tolist()).random() < share
         ]
-        found = roll_out(
+        rollouts = roll_out(
             self.models.local_slm,
             drawn,
             self.models.tokenizer,
             verifier_of(self.settings.verify),
             collect.max_new_tokens,
         )
-        mixed = sum(bool(one.correct.any() and not one.correct.all()) for one in found)
+        mixed = sum(bool(rollout.correct.any() and not rollout.correct.all()) for rollout in rollouts)
         side = shard.partition("-")[0]
-        counts = {f"{side} states": len(found), f"{side} mixed": mixed}
-        counts["rollouts"] = sum(len(one.texts) for one in found)
-        return Output(example_files(shard, Rollout, found), counts)
+        counts = {f"{side} states": len(rollouts), f"{side} mixed": mixed}
+        counts["rollouts"] = sum(len(rollout.texts) for rollout in rollouts)
+        return Output(example_files(shard, Rollout, rollouts), counts)
 
     def cost(self) -> Cost:
         candidates = self.settings.collect.slm_k + self.input(StateStage).settings.futures.llm_k

@@ -165,8 +165,8 @@ class Stage(ABC):
                 raise ValueError(f"{self.name}: expected finished {kind.name} in {self.run}, got {got}; {remedy}")
             read.folder.check(manifest, read.identity(models))
             inputs[kind.name] = manifest["digest"]
-        known = {"models": self.models.hashes(*self.uses)} if models else {}
-        return {"settings": identity_of(self.settings), "data": self.data(), "inputs": inputs, **known}
+        hashes = {"models": self.models.hashes(*self.uses)} if models else {}
+        return {"settings": identity_of(self.settings), "data": self.data(), "inputs": inputs, **hashes}
 
 
 def _worker(make: Callable[[], Stage]) -> Callable[[str], Mapping[str, int]]:
@@ -221,17 +221,17 @@ def run_stage(stage: Stage, engine: Engine = "local", *, is_main: bool = True) -
         done = stage.folder.receipts(shards)
         pending = [shard for shard in shards if shard not in done]
         with Board(_Rate(stage.unit), TimeRemainingColumn()) as board:
-            told = _Told(board, stage, shards, done)
+            display = _Display(board, stage, shards, done)
             if engine == "ray" and not stage.parallel:
                 dismiss()  # frees the GPU for this process
             if engine == "ray" and stage.parallel:
-                work_on_ray(stage.worker(), pending, not stage.served, told.shard_done)
+                work_on_ray(stage.worker(), pending, not stage.served, display.shard_done)
             elif stage.served:
-                _work_in_threads(stage, pending, told.shard_done)
+                _work_in_threads(stage, pending, display.shard_done)
             else:
-                stage.on_progress = told.within
+                stage.on_progress = display.within
                 for shard in pending:
-                    told.shard_done(shard, work_and_put(stage, shard))
+                    display.shard_done(shard, work_and_put(stage, shard))
         return stage.folder.complete(list(shards), stage.summary())
 
 
@@ -291,7 +291,7 @@ def _work(stage: Stage, role: str, tokens: int) -> str | None:
     return None if size is None else f"{2e-12 * size * tokens:,.3g} TFLOP with {size / 1e9:.3g}B weights"
 
 
-class _Told:
+class _Display:
     """Shows the progress of one stage with rate and remaining time, and the verdicts so far if answers are judged."""
 
     def __init__(self, board: Board, stage: Stage, shards: Mapping[str, int], done: Mapping[str, Receipt]) -> None:

@@ -29,14 +29,14 @@ def part_of(pool: Pool, slm_k: int, kind: PartKind = "joint") -> Pool:
         kind: "joint", "slm" or "llm" as a decoder forms it; "slm-wide" for all logged SLM candidates.
     """
     ids, bits, logprob = pool.ids.tolist(), pool.sources.tolist(), pool.llm_logprob.tolist()
-    small = [place for place, bit in enumerate(bits) if bit & SLM]
-    large = [place for place, bit in enumerate(bits) if bit & LARGE]
-    large.sort(key=lambda place: (-logprob[place], ids[place]))  # in the LLM's order
+    small = [index for index, bit in enumerate(bits) if bit & SLM]
+    large = [index for index, bit in enumerate(bits) if bit & LARGE]
+    large.sort(key=lambda index: (-logprob[index], ids[index]))  # in the LLM's order
     own = {"slm-wide": small, "llm": []}.get(kind, small[:slm_k])
     theirs = large if kind in ("joint", "llm") else []
-    places = own + [place for place in theirs if place not in own]
-    sources = [SLM * (place in own) | LARGE * (place in theirs) for place in places]
-    at = torch.tensor(places, dtype=torch.int64)
+    kept = own + [index for index in theirs if index not in own]
+    sources = [SLM * (index in own) | LARGE * (index in theirs) for index in kept]
+    at = torch.tensor(kept, dtype=torch.int64)
     return Pool(pool.ids[at], torch.tensor(sources, dtype=torch.int32), pool.slm_logprob[at], pool.llm_logprob[at])
 
 
@@ -77,15 +77,12 @@ def score_states(
             )
         members.setdefault(id(future.state.trajectory), []).append(index)
     matrices: dict[int, Tensor] = {}
-    places = list(members.values())
-    for start in range(0, len(places), batch):
-        part = places[start : start + batch]
+    by_trajectory = list(members.values())
+    for start in range(0, len(by_trajectory), batch):
+        part = by_trajectory[start : start + batch]
         packed = [
-            (
-                futures[indices[0]].state.trajectory.tokens,
-                [_branches(futures[index], horizon, scorer) for index in indices],
-            )
-            for indices in part
+            (futures[first].state.trajectory.tokens, [_branches(futures[i], horizon, scorer) for i in (first, *others)])
+            for first, *others in part
         ]
         for indices, scores in zip(part, scorer.score_trajectories(packed, token_budget), strict=True):
             matrices.update(zip(indices, scores, strict=True))

@@ -68,20 +68,15 @@ class TrainStage(Stage):
         settings = self.settings.train
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return TokenReranker.from_base(
-                self.models.slm,
-                settings.rank,
-                settings.lora_alpha,
-                settings.dropout,
-                scope=settings.scope,
-            )
+            arguments = (settings.rank, settings.lora_alpha, settings.dropout)
+            return TokenReranker.from_base(self.models.slm, *arguments, scope=settings.scope)
 
     def trained(self, epoch: int, horizon: int, seed: int) -> TokenReranker:
         """One run's reranker at the end of an epoch."""
         reranker, name = self.reranker(seed), run_name(horizon, seed)
-        found = self.folder.tensors(f"epoch-{epoch}")
+        saved = self.folder.tensors(f"epoch-{epoch}")
         for key, tensor in reranker.tensors().items():
-            tensor.data.copy_(found[f"{name}/{key}"])
+            tensor.data.copy_(saved[f"{name}/{key}"])
         return reranker
 
     def work(self, shard: str) -> Output:
@@ -108,11 +103,11 @@ class TrainStage(Stage):
             return Output({}, {})
         at_once = -(-self.settings.train.groups_per_step // self.settings.train.microbatches)
         metrics = [
-            {name: None if math.isnan(value) else value for name, value in found._asdict().items()}
-            for found in validate(sweep.runs, self.groups("validation"), at_once)
+            {name: None if math.isnan(value) else value for name, value in measured._asdict().items()}
+            for measured in validate(sweep.runs, self.groups("validation"), at_once)
         ]
         for name in ("cross_entropy", "pairwise_accuracy"):
-            self._track({end: _by_run(f"validation_{name}", names, [found[name] for found in metrics])})
+            self._track({end: _by_run(f"validation_{name}", names, [each[name] for each in metrics])})
         if epoch == self.settings.train.epochs:
             for tracker in self._trackers:
                 tracker.finish()
@@ -147,18 +142,18 @@ class TrainStage(Stage):
 
     def groups(self, split: str) -> list[TrainingTrajectory]:
         """The groups of a split, with one target column per horizon."""
-        device, found = self.models.slm.device, []
+        device, trajectories = self.models.slm.device, []
         for shard in Artefact(self.run, ScoreStage.name).shards(split):
-            groups = [one for one in Examples(self.run, shard, device).groups.values() if one.logprob is not None]
+            groups = [group for group in Examples(self.run, shard, device).groups.values() if group.scored]
             if not groups:
                 continue
             members: dict[str, tuple[Tensor, list[TrainingGroup]]] = {}
             for group, target in zip(groups, self._targets(groups), strict=True):
-                pool, trajectory = group.state.pool, group.state.trajectory
-                one = TrainingGroup(group.state.position, pool.ids.to(device), target.to(device))
-                members.setdefault(trajectory.problem.id, (trajectory.tokens, []))[1].append(one)
-            found += [TrainingTrajectory(tokens, of_trajectory) for tokens, of_trajectory in members.values()]
-        return found
+                trajectory, ids = group.state.trajectory, group.state.pool.ids.to(device)
+                own = members.setdefault(trajectory.problem.id, (trajectory.tokens, []))[1]
+                own.append(TrainingGroup(group.state.position, ids, target.to(device)))
+            trajectories += [TrainingTrajectory(*member) for member in members.values()]
+        return trajectories
 
     def _targets(self, groups: Sequence[Group]) -> list[Tensor]:
         """Targets [K, h] of every group."""
@@ -212,11 +207,11 @@ class TrainStage(Stage):
             microbatches=settings.microbatches,
             margin=MARGIN if settings.target == "select" else 0.0,
         )
-        trajectories = self.groups("train")
-        for split, found in (("train", trajectories), ("validation", self.groups("validation"))):
-            if not found:
+        groups = {split: self.groups(split) for split in ("train", "validation")}
+        for split, trajectories in groups.items():
+            if not trajectories:
                 raise ValueError(self._no_groups(split))
-        return Sweep(runs, trajectories, recipe, accelerator)
+        return Sweep(runs, groups["train"], recipe, accelerator)
 
     def _no_groups(self, split: str) -> str:
         """The error message for a split without groups: what its states were lost to, and the remedy."""
@@ -249,20 +244,15 @@ class TrainStage(Stage):
             return None
         from accelerate import Accelerator, InitProcessGroupKwargs
 
-        patient = InitProcessGroupKwargs(
-            timeout=timedelta(hours=12)
-        )  # the others wait while the first process validates
+        patient = InitProcessGroupKwargs(timeout=timedelta(hours=12))  # the others wait while the first one validates
         options: dict[str, Any] = {"cpu": self.models.device == "cpu", "kwargs_handlers": [patient]}
         if tracker is None:
             return Accelerator(**options)
         require(f"train.tracker {tracker}", tracker, extra="track")
         folder = self.run / TRACKED
         accelerator = Accelerator(**options, log_with=tracker, project_dir=folder)
-        about = {
-            "name": self._tracked_as(folder),
-            "resume": "allow",
-            "config": self.settings.train.model_dump(mode="json"),
-        }
+        config = self.settings.train.model_dump(mode="json")
+        about = {"name": self._tracked_as(folder), "resume": "allow", "config": config}
         own = {"wandb": about | {"id": about["name"], "dir": folder}, "trackio": about | {"embed": False}}
         accelerator.init_trackers("futurebridge", init_kwargs=own)
         self._trackers = accelerator.trackers
@@ -287,8 +277,8 @@ class TrainStage(Stage):
 
     def _checkpoints(self) -> list[tuple[int, str]]:
         """(step, shard) of the checkpoints, latest first."""
-        found = (CHECKPOINT.fullmatch(path.stem) for path in self.folder.path.glob("step-*.json"))
-        return sorted(((int(match[1]), match[0]) for match in found if match), reverse=True)
+        names = (CHECKPOINT.fullmatch(path.stem) for path in self.folder.path.glob("step-*.json"))
+        return sorted(((int(match[1]), match[0]) for match in names if match), reverse=True)
 
     def _checkpoint(self, sweep: Sweep, seconds: float) -> None:
         """Write the sweep's state and remove earlier checkpoints; `seconds` is the epoch's time so far."""
