@@ -210,18 +210,18 @@ CHANGES = {
 
 @pytest.mark.parametrize("changes", CHANGES, ids=" ".join)
 def test_what_is_set_goes_over_the_file(changes):
-    found = RunSettings.load("tiny", changes)
+    settings = RunSettings.load("tiny", changes)
     wanted = RunSettings.load("tiny").model_dump()
     for section, parts in CHANGES[changes].items():
         wanted[section] |= parts
-    assert found.model_dump() == wanted
+    assert settings.model_dump() == wanted
 
 
 def test_what_is_set_mends_a_file_and_goes_over_its_base(tmp_path):
     config = tmp_path / "a.yaml"
     config.write_text("base: tiny\ntrain: {rank: 0, dropout: 0.5}\n")
-    found = RunSettings.load(str(config), ["train.rank=3"])
-    assert (found.train.rank, found.train.dropout, found.score.horizon) == (3, 0.5, 16)
+    settings = RunSettings.load(str(config), ["train.rank=3"])
+    assert (settings.train.rank, settings.train.dropout, settings.score.horizon) == (3, 0.5, 16)
 
 
 PAIR = "models: {slm: a, llm: b}\n"
@@ -275,8 +275,8 @@ def test_aliases_and_merges_are_read(tmp_path):
         "models: {slm: &name a, llm: *name}\ntrain: {rank: &four 4, <<: {dropout: &none 0.0, rank: 5}, epochs: *four}\n"
         "choice: {delta: *none}\n"
     )
-    found = RunSettings.load(str(config))
-    assert (found.models.llm, found.train.rank, found.train.epochs, found.train.dropout) == ("a", 4, 4, 0.0)
+    settings = RunSettings.load(str(config))
+    assert (settings.models.llm, settings.train.rank, settings.train.epochs, settings.train.dropout) == ("a", 4, 4, 0.0)
 
 
 NOT_UTF_8 = "expected YAML in UTF-8, got 'utf-8' codec can't decode byte "
@@ -354,7 +354,7 @@ def test_what_cannot_be_set_is_one_sentence(change):
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("name", "other"),
     [
         ("demo:plans", "demo:plans"),
         ("hp/x/t.jsonl", "./hp/x/t.jsonl"),
@@ -365,14 +365,14 @@ def test_what_cannot_be_set_is_one_sentence(change):
         ("gsm8k", "gsm8k=hp/x/t.jsonl"),
     ],
 )
-def test_a_benchmark_counts_once_in_an_average(one, other, tmp_path, monkeypatch):
+def test_a_benchmark_counts_once_in_an_average(name, other, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hp" / "x").mkdir(parents=True)
     (tmp_path / "hp" / "y").mkdir()
     (tmp_path / "hp" / "x" / "t.jsonl").touch()
     (tmp_path / "link.jsonl").symlink_to("hp/x/t.jsonl")
     other = other.format(here=tmp_path)
-    for names in ([one, other], [other, "demo:words", one]):
+    for names in ([name, other], [other, "demo:words", name]):
         with pytest.raises(ValueError, match=r"evaluate\.benchmarks: expected each once, got ") as raised:
             RunSettings.load("tiny", [f"evaluate.benchmarks={json.dumps(names)}"])
         assert str(raised.value).endswith("the same; leave one out")
@@ -390,9 +390,9 @@ def test_settings_are_listed_and_shown(tmp_path):
     assert shown.returncode == 0, shown.stderr
     assert "weight_decay: 0.01\n" in shown.stdout  # which the file leaves out
     (tmp_path / "mine.yaml").write_text(shown.stdout, encoding="utf-8")
-    found = RunSettings.load(str(tmp_path / "mine.yaml"))
-    assert found == RunSettings.load("tiny", changes[1::2])
-    assert (found.train.learning_rate, found.problems.prompt) == (1e-7, "{problem}\n\nÜberlege: ")
+    settings = RunSettings.load(str(tmp_path / "mine.yaml"))
+    assert settings == RunSettings.load("tiny", changes[1::2])
+    assert (settings.train.learning_rate, settings.problems.prompt) == (1e-7, "{problem}\n\nÜberlege: ")
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -437,8 +437,8 @@ def test_wrong_options_of_a_pair_are_a_line(options, words):
 def test_a_pair_is_a_file_that_options_override(tmp_path):
     file = tmp_path / "pair.yaml"
     file.write_text("slm: a\nserver: http://b\nthreshold: 0.5\nmax_length: 64\n")
-    found = PairSettings.load(file, threshold="1.5", slm="d", llm="e", adapter=None)
-    assert found == PairSettings(slm="d", llm="e", server="http://b", threshold=1.5, max_length=64)
+    settings = PairSettings.load(file, threshold="1.5", slm="d", llm="e", adapter=None)
+    assert settings == PairSettings(slm="d", llm="e", server="http://b", threshold=1.5, max_length=64)
     file.write_text("slm: a\nllm: b\nmax_lenght: 64\n")
     result = run("generate", "hello", "--pair", str(file))
     assert result.returncode == 2
@@ -478,9 +478,9 @@ def test_generate_takes_a_pair_of_the_demo():
 
 
 @pytest.mark.parametrize(
-    "place", ["./nope", "/nope/nope", "nope", "here/nope", "a/b/c", "~/nope", "C:\\models\\nope", ""]
+    "name", ["./nope", "/nope/nope", "nope", "here/nope", "a/b/c", "~/nope", "C:\\models\\nope", ""]
 )
-def test_a_mistyped_folder_does_not_go_to_the_hub(tmp_path, monkeypatch, place):
+def test_a_mistyped_folder_does_not_go_to_the_hub(tmp_path, monkeypatch, name):
     from fb_core import hf
 
     def no_hub(*arguments, **options):
@@ -489,12 +489,12 @@ def test_a_mistyped_folder_does_not_go_to_the_hub(tmp_path, monkeypatch, place):
     (tmp_path / "here").mkdir()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path)
-    for name in ("AutoModelForCausalLM", "AutoTokenizer"):
-        monkeypatch.setattr(getattr(hf.checkpoints, name), "from_pretrained", no_hub)
+    for kind in ("AutoModelForCausalLM", "AutoTokenizer"):
+        monkeypatch.setattr(getattr(hf.checkpoints, kind), "from_pretrained", no_hub)
     monkeypatch.setattr(hf.checkpoints, "snapshot_download", no_hub)
     for load in (hf.load_model, hf.load_tokenizer, hf.checkpoint_hash):
-        with pytest.raises(OSError, match=re.escape(f"{place}: expected a folder or hub id of a ")):
-            load(place)
+        with pytest.raises(OSError, match=re.escape(f"{name}: expected a folder or hub id of a ")):
+            load(name)
     assert hf.checkpoint_size("./nope") is None
     with pytest.raises(AssertionError, match="asked the hub"):
         hf.load_tokenizer("owner/name")

@@ -116,7 +116,7 @@ def finish(command: str, chosen: RunSettings, run: Path) -> float:
 
 def contents(run: Path) -> dict[str, str]:
     """Hash of every file of a run, wall times and versions left out."""
-    found = {}
+    hashes = {}
     for path in sorted(run.rglob("*")):
         if path.is_file() and path.name != ".lock":
             data = path.read_bytes()
@@ -131,8 +131,8 @@ def contents(run: Path) -> dict[str, str]:
                         row.pop("digest", None)
                         row.pop("files", None)
                 data = json.dumps(rows, sort_keys=True).encode()
-            found[str(path.relative_to(run))] = hashlib.sha256(data).hexdigest()
-    return found
+            hashes[str(path.relative_to(run))] = hashlib.sha256(data).hexdigest()
+    return hashes
 
 
 def receipts(run: Path) -> dict[str, int]:
@@ -154,15 +154,15 @@ def linked(run: Path, folder: Path, *stages: str) -> Path:
 
 def children_of(process: int) -> set[int]:
     """The processes that one has started."""
-    found = set()
+    children = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if int(fields[1]) == process:
-            found.add(int(path.parent.name))
-    return found
+            children.add(int(path.parent.name))
+    return children
 
 
 def ended(process: int) -> bool:

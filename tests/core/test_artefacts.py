@@ -201,7 +201,7 @@ def nested(depth: int) -> str:
 def damaged_texts(text: str) -> dict[str, bytes]:
     """The file with each of its fields damaged in every way, and damaged as a whole."""
     value = json.loads(text)
-    found = {
+    texts = {
         f"{name} {damage}": json.dumps(change(value, name)).encode()
         for name in [*value, "unknown"]
         for damage, change in DAMAGES.items()
@@ -210,12 +210,12 @@ def damaged_texts(text: str) -> dict[str, bytes]:
     for name in value:
         for depth in (100, 900, 10_000, 1_000_000):
             whole = json.dumps(value | {name: "@"})
-            found[f"{name} nested {depth}"] = whole.replace('"@"', nested(depth)).encode()
-        found[f"{name} of many digits"] = json.dumps(value | {name: "@"}).replace('"@"', "1" * 5_000).encode()
-    found |= {f"cut at {at}": text.encode()[:at] for at in range(0, len(text) - 2, 97)}
-    found |= {"not UTF-8": b"\xff" + text.encode(), "NUL": b"\0" * 100}
-    found |= {"a list": b"[]", "a number": b"3", "null": b"null", "twice": text.encode() * 2, "nested": b"[" * 10_000}
-    return found
+            texts[f"{name} nested {depth}"] = whole.replace('"@"', nested(depth)).encode()
+        texts[f"{name} of many digits"] = json.dumps(value | {name: "@"}).replace('"@"', "1" * 5_000).encode()
+    texts |= {f"cut at {at}": text.encode()[:at] for at in range(0, len(text) - 2, 97)}
+    texts |= {"not UTF-8": b"\xff" + text.encode(), "NUL": b"\0" * 100}
+    texts |= {"a list": b"[]", "a number": b"3", "null": b"null", "twice": text.encode() * 2, "nested": b"[" * 10_000}
+    return texts
 
 
 def unsaid(path, use):

@@ -181,7 +181,7 @@ def test_problems_without_an_answer_are_logged(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_known_sets() -> None:
-    assert {name: (known.count, known.repeats) for name, known in BENCHMARKS.items()} == {
+    assert {name: (benchmark.count, benchmark.repeats) for name, benchmark in BENCHMARKS.items()} == {
         "gsm8k": (1319, 1),
         "math-500": (500, 1),
         "olympiadbench": (674, 1),
@@ -325,19 +325,21 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     datasets.disable_progress_bars()
-    for name, known in BENCHMARKS.items():
+    for name, benchmark in BENCHMARKS.items():
         folder = tmp_path / name
         folder.mkdir()
         card = "---\nconfigs:\n"
         count = 0
-        for config in known.configs:
+        for config in benchmark.configs:
             rows = [row | {"problem": config} for row in ROWS[name]] if name == "math-train" else ROWS[name]
             count += len(rows)
             data = f"{config or 'data'}.parquet"
             parquet(folder / data, rows)
-            card += f"- config_name: {config or 'default'}\n  data_files:\n  - split: {known.split}\n    path: {data}\n"
+            card += (
+                f"- config_name: {config or 'default'}\n  data_files:\n  - split: {benchmark.split}\n    path: {data}\n"
+            )
         (folder / "README.md").write_text(card + "---\n")
-        monkeypatch.setitem(BENCHMARKS, name, dataclasses.replace(known, hub_id=str(folder), count=count))
+        monkeypatch.setitem(BENCHMARKS, name, dataclasses.replace(benchmark, hub_id=str(folder), count=count))
     return tmp_path
 
 
@@ -384,7 +386,7 @@ def problem(text: str, identity: str = "1") -> Problem:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("text", "other"),
     [
         ("What is  $x+1$?", "what is $x + 1$?\n"),
         ("$\\dfrac{1}{2}$, \\tfrac12", "$\\frac{1}{2}$, \\frac12"),
@@ -396,12 +398,12 @@ def problem(text: str, identity: str = "1") -> Problem:
         ("STRASSE", "straße"),
     ],
 )
-def test_texts_that_overlap(one: str, other: str) -> None:
-    assert without_overlap([problem(one)], [problem(other)]) == []
+def test_texts_that_overlap(text: str, other: str) -> None:
+    assert without_overlap([problem(text)], [problem(other)]) == []
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("text", "other"),
     [
         ("$x+1$", "$x-1$"),
         ("\\leftarrow", "\\arrow"),
@@ -412,8 +414,8 @@ def test_texts_that_overlap(one: str, other: str) -> None:
         ("\\frac{1}{2}", "\\frac{1}{3}"),
     ],
 )
-def test_texts_that_differ(one: str, other: str) -> None:
-    assert without_overlap([problem(one)], [problem(other)]) == [problem(one)]
+def test_texts_that_differ(text: str, other: str) -> None:
+    assert without_overlap([problem(text)], [problem(other)]) == [problem(text)]
 
 
 def test_overlap_keeps_the_order() -> None:

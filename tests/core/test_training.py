@@ -132,17 +132,17 @@ def test_a_step_holds_its_groups_whatever_the_trajectory(size):
     data = [*sweep_process.trajectories(), TrainingTrajectory(torch.arange(12), trajectories(1)[0].groups * 20)]
     sweep = Sweep([Run(shaken(tiny("qwen3")))], data, Recipe(groups_per_step=size, epochs=2))
     groups = sum(len(trajectory.groups) for trajectory in data)
-    steps = [sum(len(one.groups) for one in step) for step in sweep._steps]
+    steps = [sum(len(trajectory.groups) for trajectory in step) for step in sweep._steps]
     full, rest = divmod(groups, size)
     assert steps == ([size] * full + [rest] * (rest > 0)) * 2
     assert sweep.epoch_ends == [len(steps) // 2, len(steps)]
     for epoch in (sweep._steps[: len(steps) // 2], sweep._steps[len(steps) // 2 :]):
-        assert known(one for step in epoch for one in step) == known(data)
+        assert contents(trajectory for step in epoch for trajectory in step) == contents(data)
 
 
-def known(found):
+def contents(trajectories):
     """All groups, by position and candidates."""
-    return sorted((group.position, group.candidates.tolist()) for one in found for group in one.groups)
+    return sorted((group.position, group.candidates.tolist()) for each in trajectories for group in each.groups)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_training_equals_a_plain_loop(warmup, rates):
     ]
     expected = []
     for step, rate in zip((epoch[at : at + 5] for epoch in epochs for at in (0, 5, 10)), rates, strict=True):
-        found = [one_by_one(model, plain, trajectory, group) for trajectory, group in step]
-        loss = torch.stack(found).mean()
+        shares = [one_by_one(model, plain, trajectory, group) for trajectory, group in step]
+        loss = torch.stack(shares).mean()
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained(plain), 0.5)
@@ -214,10 +214,10 @@ def test_the_hinges_gradient_by_finite_differences():
         return group_cross_entropy(values, target, offsets, reduction="sum") + _hinge(values, target, sizes, 1.5)
 
     assert torch.autograd.gradcheck(loss, scores)
-    (found,) = torch.autograd.grad(_hinge(scores, target, sizes, 1.5), scores)
-    assert found[4] == 0.0  # a lone candidate, and no NaN from its missing rival
-    assert {float(value) for value in found} <= {-1.0, 0.0, 1.0}
-    assert float(found.sum()) == 0.0
+    (gradient,) = torch.autograd.grad(_hinge(scores, target, sizes, 1.5), scores)
+    assert gradient[4] == 0.0  # a lone candidate, and no NaN from its missing rival
+    assert {float(value) for value in gradient} <= {-1.0, 0.0, 1.0}
+    assert float(gradient.sum()) == 0.0
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -246,8 +246,8 @@ def test_a_margin_adds_each_groups_hinge_to_its_run(scope, microbatches):
         gradients = torch.autograd.grad(loss, parameters)
         wanted.append(torch.cat([*(gradient.flatten() for gradient in gradients), loss.detach()[None]]))
     assert resting
-    for found, plain in zip(sweep._gradients(), wanted, strict=True):
-        torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-5)
+    for gradient, plain in zip(sweep._gradients(), wanted, strict=True):
+        torch.testing.assert_close(gradient, plain, rtol=1e-3, atol=1e-5)
     assert not torch.equal(wanted[0], wanted[1])
 
 
@@ -342,12 +342,12 @@ def test_order_epochs_and_generators():
 
 def test_microbatches_change_rounding_alone():
     model, data = tiny("qwen3"), sweep_process.trajectories()
-    found = []
+    sweeps = []
     for count in (1, 2, 4, 50):
         runs = runs_of(model, dropout=0.0)
-        found.append(finish(Sweep(runs, data, replace(RECIPE, microbatches=count))))
-    for other in found[1:]:
-        torch.testing.assert_close(torch.tensor(other.losses), torch.tensor(found[0].losses), rtol=1e-4, atol=1e-5)
+        sweeps.append(finish(Sweep(runs, data, replace(RECIPE, microbatches=count))))
+    for other in sweeps[1:]:
+        torch.testing.assert_close(torch.tensor(other.losses), torch.tensor(sweeps[0].losses), rtol=1e-4, atol=1e-5)
 
 
 def test_resumes_to_the_same_bits_from_any_step(tmp_path):
@@ -415,7 +415,9 @@ def test_a_state_of_another_sweep_is_refused():
 
 
 def test_two_processes_have_the_bytes_of_one(tmp_path):
-    processes = [context().Process(target=sweep_process.train, args=(tmp_path, one)) for one in launched(2)]
+    processes = [
+        context().Process(target=sweep_process.train, args=(tmp_path, environment)) for environment in launched(2)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -457,7 +459,7 @@ def test_metrics_equal_a_plain_loop():
     data.append(TrainingTrajectory(data[0].tokens, [flat]))
     runs = [Run(shaken(model, dropout=0.5), column=1), Run(rerankers(model)[0])]
     metrics = validate(runs, data)
-    for run, found in zip(runs, metrics, strict=True):
+    for run, measured in zip(runs, metrics, strict=True):
         losses, agreeing, pairs = [], 0.0, 0
         with torch.no_grad():
             for trajectory in data:
@@ -468,8 +470,8 @@ def test_metrics_equal_a_plain_loop():
                         wanted = float((group.target[a] - group.target[b])[run.column].sign())
                         agreeing += 0.0 if wanted == 0 else 0.5 + 0.5 * wanted * float((score[a] - score[b]).sign())
                         pairs += wanted != 0
-        assert found.cross_entropy == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
-        assert found.pairwise_accuracy == agreeing / pairs
+        assert measured.cross_entropy == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
+        assert measured.pairwise_accuracy == agreeing / pairs
     assert metrics[1].pairwise_accuracy == 0.5  # a zero head ties everything
     (nothing,) = validate(runs[:1], [TrainingTrajectory(data[0].tokens, [flat])])
     assert nothing.pairwise_accuracy != nothing.pairwise_accuracy
@@ -585,8 +587,8 @@ def test_bad_runs():
 def test_validation_does_not_depend_on_how_much_runs_at_once():
     base = tiny()
     runs, data = [Run(TokenReranker.from_base(base, rank=2))], []
-    for place in range(5):
-        group = TrainingGroup(3 + place, torch.tensor([4, 5, 6]), torch.tensor([0.5, 0.3, 0.2]))
+    for offset in range(5):
+        group = TrainingGroup(3 + offset, torch.tensor([4, 5, 6]), torch.tensor([0.5, 0.3, 0.2]))
         data.append(TrainingTrajectory(torch.arange(3, 15), [group]))
     whole, apart = validate(runs, data), validate(runs, data, groups_at_once=1)
     assert whole[0].cross_entropy == pytest.approx(apart[0].cross_entropy)

@@ -23,12 +23,12 @@ def solutions(world: World, part: str, n: int, seed: int = 0) -> list[tuple]:
 
 def sentences(world: World, part: str, n: int) -> list[tuple[int, str, str]]:
     """(multiplier, word, rest of the sentence) of every step in n solutions."""
-    found = []
+    words = []
     for problem, ids in solutions(world, part, n):
         steps = STEP.findall(world.tokenizer.decode(ids))
         assert len(steps) == world.steps
-        found += [(a, *step) for (a, _), step in zip(problem.operations[1], steps, strict=True)]
-    return found
+        words += [(a, *step) for (a, _), step in zip(problem.operations[1], steps, strict=True)]
+    return words
 
 
 def test_problems_are_deterministic_and_a_prefix_of_more(world):
