@@ -88,7 +88,9 @@ class Op:
         self.kinds = [kind for kind, has in (("cuda", compiled), ("triton", triton), ("cpu", cpu)) if has]
         LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
         self.stem = stem = reference.__module__.split(".")[1]
-        self._run = {each: backend.implementation(name, stem, reference, self.kinds, each) for each in ("cpu", "cuda")}
+        self._run = {
+            device: backend.implementation(name, stem, reference, self.kinds, device) for device in ("cpu", "cuda")
+        }
         for device, run in self._run.items():
             LIBRARY.impl(name, _without_autocast(run, device), device.upper())
         torch.library.register_fake(f"fb::{name}", fake, lib=LIBRARY)

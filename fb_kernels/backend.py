@@ -79,8 +79,8 @@ def kernels(stem: str, device: str) -> dict[str, str]:
     On the CPU this includes the kernels for CUDA tensors that can run there, interpreted or emulated.
     """
     own = [kind for kind in KERNELS if stem in _with[kind] and (kind != "cpu" or device == "cpu")]
-    found = {kind: _absent(kind, device) for kind in own}
-    return {kind: why for kind, why in found.items() if not why or kind in _TRIED["auto", device]}
+    reasons = {kind: _absent(kind, device) for kind in own}
+    return {kind: why for kind, why in reasons.items() if not why or kind in _TRIED["auto", device]}
 
 
 def _kinds(wanted: str, own: Sequence[str], device: str) -> list[str]:
@@ -152,17 +152,17 @@ def override(spec: str) -> Iterator[None]:
 
 def _parse(spec: str) -> dict[str, str]:
     """{stem: backend}; the one for all other ops is under ""."""
-    found = {"": "auto"}
+    backends = {"": "auto"}
     for part in filter(None, (part.strip() for part in spec.split(","))):
         stem, _, backend = part.rpartition("=")
-        known = not stem or (stem.isidentifier() and (Path(__file__).parent / stem / "reference.py").is_file())
-        if backend not in BACKENDS or not known:
+        exists = not stem or (stem.isidentifier() and (Path(__file__).parent / stem / "reference.py").is_file())
+        if backend not in BACKENDS or not exists:
             raise ValueError(
                 f"{VARIABLE}: expected auto, reference, triton, cuda or cpu, then op=backend pairs, got {part!r}; "
                 "write for example auto,branch_attention=reference"
             )
-        found[stem] = backend
-    return found
+        backends[stem] = backend
+    return backends
 
 
 AUTOMATIC = _parse("")

@@ -91,11 +91,11 @@ class Found:
 
 def dimensions() -> dict[str, dict[str, int]]:
     """{op: {dimension: default}} of all ops that can be timed."""
-    found = {}
+    sizes = {}
     for op, make in SHAPED.items():
         parameters = inspect.signature(make).parameters.values()
-        found[op] = {each.name: each.default for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD}
-    return found
+        sizes[op] = {x.name: x.default for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD}
+    return sizes
 
 
 def bench(op: str, sizes: Mapping[str, int], dtype: str | None = None, device: str | None = None) -> Found:
@@ -110,11 +110,11 @@ def bench(op: str, sizes: Mapping[str, int], dtype: str | None = None, device: s
     Raises:
         ValueError: an unknown op, dimension, dtype or device, or a device that is not there.
     """
-    known = dimensions()
-    if op not in known:
-        _refuse("an op of " + ", ".join(known), repr(op), "name one")
-    if wrong := [name for name in sizes if name not in known[op]]:
-        wanted = ", ".join(f"--{name}" for name in known[op]) or "no dimension"
+    defaults = dimensions()
+    if op not in defaults:
+        _refuse("an op of " + ", ".join(defaults), repr(op), "name one")
+    if wrong := [name for name in sizes if name not in defaults[op]]:
+        wanted = ", ".join(f"--{name}" for name in defaults[op]) or "no dimension"
         _refuse(f"{wanted} for {op}", f"--{wrong[0]}", "leave it out")
     if small := [name for name, size in sizes.items() if size < 1]:
         _refuse(f"--{small[0]} of at least 1", str(sizes[small[0]]), "give another size")
@@ -125,7 +125,7 @@ def bench(op: str, sizes: Mapping[str, int], dtype: str | None = None, device: s
     if dtype is not None and dtype not in DTYPES:
         _refuse(", ".join(DTYPES), repr(dtype), "give one of them as --dtype")
     kind = DTYPES[dtype] if dtype else kind
-    chosen = {**known[op], **sizes}
+    chosen = {**defaults[op], **sizes}
     call = SHAPED[op](**chosen)
     copy, product = self_check.ceilings(device, kind)
     return Found(
@@ -191,12 +191,12 @@ def _timed(
         if row.ours and row.name != self_check.REFERENCE and row.name not in ran.values():
             return replace(row, fault="it has none for this call")
         shown = call.part.of(results) if call.part else results
-        for place, (got, expected, plain) in enumerate(zip(shown, truth, native, strict=False)):
+        for index, (got, expected, plain) in enumerate(zip(shown, truth, native, strict=False)):
             if not expected.is_floating_point():
                 if not torch.equal(got.long(), expected.long()):
-                    return replace(row, fault=f"wrong: result {place} has other integers")
+                    return replace(row, fault=f"wrong: result {index} has other integers")
                 continue
-            scale = call.scales[place] if place < len(call.scales) else None
+            scale = call.scales[index] if index < len(call.scales) else None
             assert_close_to_reference(got, expected, plain, scale=scale)
     except AssertionError as problem:
         return replace(row, fault=f"wrong: {problem}")
@@ -233,8 +233,8 @@ def _linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Ten
 def _partials(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     logits = _logits(hidden, weight)
     top = logits.amax(-1)
-    place = target - len(weight)  # the shard is the second of two
-    picked = logits.gather(1, place.clamp(0)[:, None])[:, 0].masked_fill(place < 0, -torch.inf)
+    local = target - len(weight)  # the shard is the second of two
+    picked = logits.gather(1, local.clamp(0)[:, None])[:, 0].masked_fill(local < 0, -torch.inf)
     return top, (logits - top[:, None]).exp().sum(-1), picked
 
 
@@ -331,7 +331,7 @@ def plain_ways(op: str, sizes: Mapping[str, int]) -> dict[str, Way]:
     losses: dict[str, Way] = {"logits, log_softmax": _log_softmax, "logits, cross_entropy": _cross_entropy}
     if hasattr(F, "linear_cross_entropy"):
         losses["torch linear_cross_entropy"] = _linear_cross_entropy
-    found: dict[str, dict[str, Way]] = {
+    ways: dict[str, dict[str, Way]] = {
         "branch_attention": {"SDPA over copies of the prefix": partial(_sdpa, sizes)},
         "branch_attention_qkv": {"torch eager, SDPA": _attention_qkv},
         "candidate_head": {"torch eager": _head},
@@ -346,4 +346,4 @@ def plain_ways(op: str, sizes: Mapping[str, int]) -> dict[str, Way]:
         "swiglu": {"torch eager": _gated},
         "topk_entropy": {"torch eager": lambda logits: _top(logits, sizes["k"])},
     }
-    return found.get(op, {})
+    return ways.get(op, {})

@@ -44,7 +44,7 @@ def beside(first: Tensor, *others: Tensor | None) -> bool:
 def disjoint(written: tuple[Tensor, ...], *others: Tensor | None) -> bool:
     """Whether the written tensors share no byte with each other or the others; False if unsure (not contiguous)."""
     spans: list[tuple[int, int]] = []
-    for place, x in enumerate((*written, *others)):
+    for position, x in enumerate((*written, *others)):
         if x is None:
             continue
         if not x.is_contiguous():
@@ -54,7 +54,7 @@ def disjoint(written: tuple[Tensor, ...], *others: Tensor | None) -> bool:
         for start, end in spans:
             if first < end and start < last:
                 return False
-        if place < len(written):
+        if position < len(written):
             spans.append((first, last))
     return True
 
@@ -180,8 +180,8 @@ def apart(op: str, written: Iterable[tuple[str, Tensor]], others: Iterable[tuple
     """
     first = [(name, value, _span(value)) for name, value in written]
     rest = [(name, value, _span(value)) for name, value in others if value is not None]
-    for place, (name, mine, here) in enumerate(first):
-        for other, theirs, there in (*first[place + 1 :], *rest):
+    for position, (name, mine, here) in enumerate(first):
+        for other, theirs, there in (*first[position + 1 :], *rest):
             if here and there and here[0] < there[1] and there[0] < here[1] and _overlap(mine, theirs):
                 raise error(op, name, f"memory of its own, apart from {other}", "tensors that overlap", "clone one")
 
@@ -202,26 +202,26 @@ def _span(value: Tensor) -> tuple[int, int] | None:
     return address, address + size
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _overlap(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors share a byte: whether some difference of offsets equals the distance of their first bytes."""
     bounds: dict[int, list[int]] = {}  # stride in bytes -> least and largest difference of the two indices
-    for value, end in ((other, 0), (one, 1)):
+    for value, end in ((right, 0), (left, 1)):
         size = value.element_size()
         strides = (*(stride * size for stride in value.stride()), 1)
         for stride, length in zip(strides, (*value.shape, size), strict=True):
             bounds.setdefault(stride, [0, 0])[end] += (length - 1) * (1 if end else -1)
     terms = sorted(((stride, low, high) for stride, (low, high) in bounds.items()), reverse=True)
-    return _reaches(terms, other.data_ptr() - one.data_ptr())
+    return _reaches(terms, right.data_ptr() - left.data_ptr())
 
 
 def _repeats(value: Tensor) -> bool:
     """Whether two elements of a tensor share memory; they differ by 1 or more in their outermost differing index."""
     terms = sorted(((stride, size - 1) for size, stride in zip(value.shape, value.stride(), strict=True)), reverse=True)
-    inner = [sum(stride * most for stride, most in terms[place + 1 :]) for place in range(len(terms))]
+    inner = [sum(stride * most for stride, most in terms[position + 1 :]) for position in range(len(terms))]
     return any(
-        _reaches([(stride, 1, most), *((within, -times, times) for within, times in terms[place + 1 :])], 0)
-        for place, (stride, most) in enumerate(terms)
-        if most and stride <= inner[place]
+        _reaches([(stride, 1, most), *((within, -times, times) for within, times in terms[position + 1 :])], 0)
+        for position, (stride, most) in enumerate(terms)
+        if most and stride <= inner[position]
     )
 
 

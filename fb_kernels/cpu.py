@@ -62,5 +62,5 @@ def opened(path: Path) -> ctypes.CDLL | str:
 
 def why_not() -> str:
     """Why these kernels cannot run; empty where they can."""
-    found = library()
-    return found if isinstance(found, str) else ""
+    loaded = library()
+    return loaded if isinstance(loaded, str) else ""

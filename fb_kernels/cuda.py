@@ -47,13 +47,13 @@ def library() -> ctypes.CDLL | str:
 
 def opened(path: Path) -> ctypes.CDLL | str:
     """A library with its functions typed, or why it cannot be used."""
-    found = shared_library.opened(path, "fb_", ABI_VERSION, _SIGNATURES)
-    if isinstance(found, str):
-        return found
-    found.fb_error_string.restype = ctypes.c_char_p
+    loaded = shared_library.opened(path, "fb_", ABI_VERSION, _SIGNATURES)
+    if isinstance(loaded, str):
+        return loaded
+    loaded.fb_error_string.restype = ctypes.c_char_p
     for name in ("branch_attention", "branch_attention_qkv"):
-        getattr(found, f"fb_{name}_workspace").restype = ctypes.c_int64
-    return found
+        getattr(loaded, f"fb_{name}_workspace").restype = ctypes.c_int64
+    return loaded
 
 
 @cache
@@ -62,10 +62,10 @@ def why_not(device: str) -> str:
     return _why_not(library(), device)
 
 
-def _why_not(found: ctypes.CDLL | str, device: str) -> str:
-    if isinstance(found, str):
-        return found
-    if (device == "cpu") != bool(found.fb_is_emulation()):
+def _why_not(loaded: ctypes.CDLL | str, device: str) -> str:
+    if isinstance(loaded, str):
+        return loaded
+    if (device == "cpu") != bool(loaded.fb_is_emulation()):
         return "compiled kernels are for CUDA tensors" if device == "cpu" else "its library runs CPU tensors"
     if device == "cuda" and torch.version.hip is not None:
         return "the kernels are for NVIDIA GPUs"
@@ -73,7 +73,7 @@ def _why_not(found: ctypes.CDLL | str, device: str) -> str:
         capability = torch.cuda.get_device_capability()
         if capability[0] != 8 and capability != (9, 0):
             return f"its kernels are for compute capability 8.x and 9.0, not {capability[0]}.{capability[1]}"
-        driver, runtime = (version() // 10 for version in (found.fb_driver_version, found.fb_runtime_version))
+        driver, runtime = (version() // 10 for version in (loaded.fb_driver_version, loaded.fb_runtime_version))
         if driver // 100 < runtime // 100:  # within one major version every driver works
             return (
                 f"built with CUDA {runtime // 100}.{runtime % 100}, and the driver supports {driver // 100}."
@@ -94,14 +94,14 @@ def launch(op: str, like: Tensor, *arguments: Any) -> bool:
     Raises:
         RuntimeError: an error code from the launch.
     """
-    found = library()
-    assert not isinstance(found, str)
+    loaded = library()
+    assert not isinstance(loaded, str)
     stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
     values = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
-    code = getattr(found, f"fb_{op}")(*values, stream)
+    code = getattr(loaded, f"fb_{op}")(*values, stream)
     if code == NOT_TAKEN:
         return False
     if code:
-        reason = found.fb_error_string(code).decode()
+        reason = loaded.fb_error_string(code).decode()
         raise RuntimeError(f"{op}: expected its CUDA kernel to launch, got error {code}, {reason}; see CUDA's log")
     return True

@@ -38,14 +38,14 @@ def folder() -> Path:
 @cache
 def launches(device: str) -> Launches:
     """{op/dtype/bucket: launch} measured on a device."""
-    return {key: value for known in _known(device) for key, value in known["launches"].items()}
+    return {key: value for content in _contents(device) for key, value in content["launches"].items()}
 
 
 @cache
 def off(device: str, kind: str) -> Mapping[str, str]:
     """{op: why} of the kernels of a kind that were wrong on a device."""
-    found = {key: why for known in _known(device) for key, why in known["off"].items()}
-    return {key.removesuffix(f"/{kind}"): why for key, why in found.items() if key.endswith(f"/{kind}")}
+    reasons = {key: why for content in _contents(device) for key, why in content["off"].items()}
+    return {key.removesuffix(f"/{kind}"): why for key, why in reasons.items() if key.endswith(f"/{kind}")}
 
 
 def forget() -> None:
@@ -55,17 +55,17 @@ def forget() -> None:
 
 
 def write(
-    place: Path,
+    directory: Path,
     device: str,
     about: Mapping[str, Any],
     *,
     launches: Launches | None = None,
     off: Mapping[str, str] | None = None,
 ) -> Path:
-    """Replace the launches, or what is switched off, in `<place>/<device>.json`; the other part stays.
+    """Replace the launches, or what is switched off, in `<directory>/<device>.json`; the other part stays.
 
     Args:
-        place: a folder; made if missing.
+        directory: of the file; made if missing.
         device: name of the file.
         about: further entries of the file, about the machine that measured.
         launches: all launches for the file; None keeps those it has.
@@ -74,13 +74,13 @@ def write(
     Raises:
         ValueError: an existing file with other contents than these.
     """
-    path = place / f"{device}.json"
+    path = directory / f"{device}.json"
     before = _parsed(path.read_text(encoding="utf-8"), path) if path.exists() else {"launches": {}, "off": {}}
     parts = {
         "launches": before["launches"] if launches is None else launches,
         "off": before["off"] if off is None else off,
     }
-    place.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     content = {**about, **{name: dict(sorted(part.items())) for name, part in parts.items()}}
     unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -89,26 +89,26 @@ def write(
     return path
 
 
-def _known(device: str) -> list[dict[str, Any]]:
+def _contents(device: str) -> list[dict[str, Any]]:
     """The package's file and the user's, those that exist."""
     own, users = (where / f"{device}.json" for where in (resources.files("fb_kernels.tuned"), folder()))
-    known = [_parsed(own.read_text(encoding="utf-8"), own)] if own.is_file() else []
+    contents = [_parsed(own.read_text(encoding="utf-8"), own)] if own.is_file() else []
     try:
-        return [*known, _parsed(users.read_text(encoding="utf-8"), users)] if users.is_file() else known
+        return [*contents, _parsed(users.read_text(encoding="utf-8"), users)] if users.is_file() else contents
     except (OSError, ValueError) as problem:
         warnings.warn(f"{problem}; until then nothing of it is used ({users})", RuntimeWarning)
-        return known
+        return contents
 
 
 def _parsed(text: str, file: object) -> dict[str, Any]:
     """The "launches" and "off" of a file's text."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except json.JSONDecodeError as problem:
         raise _unreadable(file, "JSON", str(problem)) from problem
-    if not isinstance(found, dict):
-        raise _unreadable(file, "an object", type(found).__name__)
-    parts = {name: found.get(name, {}) for name in ("launches", "off")}
+    if not isinstance(content, dict):
+        raise _unreadable(file, "an object", type(content).__name__)
+    parts = {name: content.get(name, {}) for name in ("launches", "off")}
     for name, part in parts.items():
         if not isinstance(part, dict):
             raise _unreadable(file, f"an object as {name}", type(part).__name__)

@@ -69,8 +69,8 @@ def _triton() -> str:
 
 def _shown(kernels: ModuleType) -> str:
     """The state of a compiled library, in words."""
-    found = kernels.library()
-    return found if isinstance(found, str) else f"interface {kernels.ABI_VERSION}"
+    library = kernels.library()
+    return library if isinstance(library, str) else f"interface {kernels.ABI_VERSION}"
 
 
 def _driver() -> str:
@@ -128,9 +128,9 @@ def main() -> int:
         parser.error(f"--device: expected a CUDA device, got none (driver: {_driver()}); give --device cpu")
     from fb_kernels import self_check  # it imports the definitions
 
-    found = self_check.check(options.device)
-    print(self_check.table(found))
-    return int(any(row.fault for row in found))
+    rows = self_check.check(options.device)
+    print(self_check.table(rows))
+    return int(any(row.fault for row in rows))
 
 
 if __name__ == "__main__":

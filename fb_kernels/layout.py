@@ -201,10 +201,10 @@ def remembered(indices: Indices, name: Hashable, make: Callable[[], T]) -> T:
     if memory is None or any(x.is_inference() for x in given):  # those have no version to show a change
         return make()
     versions = tuple(x._version for x in given)
-    found = memory.made.get(name)
-    if found is None or found[0] != versions:
-        found = memory.made[name] = (versions, make())
-    return found[1]
+    entry = memory.made.get(name)
+    if entry is None or entry[0] != versions:
+        entry = memory.made[name] = (versions, make())
+    return entry[1]
 
 
 def plan(indices: Indices, rows: int, prefix: Tensor) -> Plan:

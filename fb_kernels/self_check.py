@@ -68,11 +68,11 @@ def check(device: str, ops: Sequence[str] = tuple(MAKERS)) -> list[Row]:
         cores = os.cpu_count() or 1
         workers = min(cores, len(ops))
         with ThreadPoolExecutor(workers) as pool:
-            found = list(pool.map(lambda op: apart(op, device, cores // workers), ops))
+            rows_by_op = list(pool.map(lambda op: apart(op, device, cores // workers), ops))
     else:
-        found = [found_last(rows(op, device)) for op in ops]
+        rows_by_op = [found_last(rows(op, device)) for op in ops]
     bounds = ceilings(device)
-    checked = [row for op, each in zip(ops, found, strict=True) for row in timed(op, each, device, bounds)]
+    checked = [row for op, op_rows in zip(ops, rows_by_op, strict=True) for row in timed(op, op_rows, device, bounds)]
     switch(checked, device)
     taken = {op: taken_by(op, device) for op in ops}
     return [replace(row, used=row.right and row.kernel in taken[row.op].get(row.shape, ())) for row in checked]
@@ -96,9 +96,9 @@ def rows(op: str, device: str, without: Sequence[str] = ()) -> Iterator[Row]:
             yield replace(row, fault=fault, absent=absent)
 
 
-def found_last(each: Iterable[Row]) -> list[Row]:
+def found_last(checked: Iterable[Row]) -> list[Row]:
     """The last row of each call and kernel."""
-    return list({(row.shape, row.kernel): row for row in each}.values())
+    return list({(row.shape, row.kernel): row for row in checked}.values())
 
 
 def _dtype(device: str) -> torch.dtype:
@@ -122,16 +122,16 @@ def _verdict(
         backward = {kind for name, kind in ran.items() if name.endswith("_backward")}
         if backward and kernel not in backward:  # another kernel computed the gradients
             got = got[: len(got) - call.trained]
-        for place, (actual, expected, native) in enumerate(zip(got, wide, plain, strict=False)):
+        for index, (actual, expected, native) in enumerate(zip(got, wide, plain, strict=False)):
             if not expected.is_floating_point():
                 if not torch.equal(actual.cpu().long(), expected.long()):
-                    return f"result {place}: other integers", ""
+                    return f"result {index}: other integers", ""
                 continue
-            scale = call.scales[place] if place < len(call.scales) else None
+            scale = call.scales[index] if index < len(call.scales) else None
             try:
                 assert_close_to_reference(actual, expected, native, scale=scale)
             except AssertionError as problem:
-                return f"result {place}: {problem}", ""
+                return f"result {index}: {problem}", ""
         if device == "cuda":  # compile for the timed size now, while other ops compile too
             floats, indices = shown.given(dtype, device)
             shown.ours(*floats, *indices)
@@ -151,7 +151,7 @@ def evaluated(
     call: Call, function: Callable[..., Outputs], floats: Sequence[Tensor], indices: Sequence[Tensor]
 ) -> list[Tensor]:
     """The outputs, then the gradients for a fixed upstream gradient of the differentiable outputs."""
-    leaves = [x.requires_grad_(place < call.trained) for place, x in enumerate(floats)]
+    leaves = [x.requires_grad_(index < call.trained) for index, x in enumerate(floats)]
     outputs = function(*leaves, *indices)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     gradients: Sequence[Tensor] = ()
@@ -164,19 +164,19 @@ def evaluated(
 
 def apart(op: str, device: str, threads: int, limit: float = LIMIT) -> list[Row]:
     """`rows` in its own process; after a kernel that ends, corrupts or hangs it, a new process does the rest."""
-    found: list[Row] = []
+    received: list[Row] = []
     without: list[str] = []
     whole = False
     while not whole:
         these, whole = _apart(op, device, threads, limit, without)
         if not (these or whole):
-            return [*found, Row(op, "", REFERENCE, absent="its process did not start")]
-        found += these
+            return [*received, Row(op, "", REFERENCE, absent="its process did not start")]
+        received += these
         if not whole and not these[-1].fault:  # it ended outside of a kernel
-            found.append(Row(op, "", REFERENCE, absent="its process ended, or gave no answer, between two kernels"))
+            received.append(Row(op, "", REFERENCE, absent="its process ended, or gave no answer, between two kernels"))
             break
         without += [row.kernel for row in these[-1:]]
-    return found_last(found)
+    return found_last(received)
 
 
 def _apart(op: str, device: str, threads: int, limit: float, without: Sequence[str]) -> tuple[list[Row], bool]:
@@ -186,22 +186,22 @@ def _apart(op: str, device: str, threads: int, limit: float, without: Sequence[s
     process = context.Process(target=_send, args=(theirs, op, device, threads, tuple(without)))
     process.start()
     theirs.close()
-    found: list[Row] = []
+    received: list[Row] = []
     stop = time.monotonic() + limit
     try:
         while ours.poll(max(0.0, stop - time.monotonic())):
             row = ours.recv()
             if row is None:
-                return found, True
-            found.append(row)
-        if found and found[-1].fault == ENDED:
-            found[-1] = replace(found[-1], fault=f"no answer in {limit:.0f} s")
+                return received, True
+            received.append(row)
+        if received and received[-1].fault == ENDED:
+            received[-1] = replace(received[-1], fault=f"no answer in {limit:.0f} s")
     except EOFError:
         pass
     finally:
         process.kill()
         process.join()
-    return found, False
+    return received, False
 
 
 def _send(connection: Connection, op: str, device: str, threads: int, without: Sequence[str]) -> None:
@@ -223,11 +223,11 @@ def _ruined(device: str) -> bool:
     return False
 
 
-def timed(op: str, found: Sequence[Row], device: str, ceiling: tuple[float, float]) -> Iterator[Row]:
+def timed(op: str, checked: Sequence[Row], device: str, ceiling: tuple[float, float]) -> Iterator[Row]:
     """The rows of an op, with times for those that are right."""
     dtype = _dtype(device)
     shown = {call.shape: call for call in calls(op, _size(device, "timed"))}
-    for row in found:
+    for row in checked:
         if not row.right:
             yield row
             continue
@@ -241,13 +241,13 @@ def timed(op: str, found: Sequence[Row], device: str, ceiling: tuple[float, floa
 
 def taken_by(op: str, device: str) -> dict[str, set[str]]:
     """{shape: the implementations that run such a call from now on}."""
-    found = {}
+    by_shape = {}
     for call in calls(op, _size(device, "timed")):
         floats, indices = call.given(_dtype(device), device)
         with backend.seen() as ran, torch.no_grad():
             call.ours(*floats, *indices)
-        found[call.shape] = set(ran.values()) or {REFERENCE}  # `seen` does not record an op without kernels
-    return found
+        by_shape[call.shape] = set(ran.values()) or {REFERENCE}  # `seen` does not record an op without kernels
+    return by_shape
 
 
 def elapsed(run: Callable[[], object], device: str, *, cold: bool = True) -> float:
@@ -288,21 +288,21 @@ def ceilings(device: str, dtype: torch.dtype | None = None) -> tuple[float, floa
     return 2 * source.nbytes / copied, 2.0 * size**3 / multiplied
 
 
-def switch(found: Sequence[Row], device: str) -> None:
+def switch(checked: Sequence[Row], device: str) -> None:
     """Write which kernels are off: wrong ones among those checked; kernels not checked stay as they were."""
     name = "cpu" if device == "cpu" else tuning._device()
     full = "the CPU" if device == "cpu" else torch.cuda.get_device_name()
     before = {f"{op}/{kind}": why for kind in backend.KERNELS for op, why in devices.off(name, kind).items()}
-    ran = {f"{row.op}/{row.kernel}" for row in found if not row.absent}
-    wrong = {f"{row.op}/{row.kernel}": row.fault for row in reversed(found) if row.fault}
+    ran = {f"{row.op}/{row.kernel}" for row in checked if not row.absent}
+    wrong = {f"{row.op}/{row.kernel}": row.fault for row in reversed(checked) if row.fault}
     off = {key: why for key, why in before.items() if key not in ran}
     off |= {key: why for key, why in wrong.items() if not key.endswith(f"/{REFERENCE}")}
-    place = devices.folder() / f"{name}.json"
+    path = devices.folder() / f"{name}.json"
     if off != before:
-        devices.write(place.parent, name, {"device": full, "torch": torch.__version__}, off=off)
+        devices.write(path.parent, name, {"device": full, "torch": torch.__version__}, off=off)
     for key, why in wrong.items():
         op, _, kernel = key.partition("/")
-        said = f"{place} switches it off there" if key in off else "no other implementation can take its place"
+        said = f"{path} switches it off there" if key in off else "no other implementation can take its place"
         warnings.warn(
             f"{op}: expected its {kernel} kernel to be right on {full}, got wrong results ({why}); {said}, please "
             "report this with the table of `python -m fb_kernels.env --check`",
@@ -310,18 +310,18 @@ def switch(found: Sequence[Row], device: str) -> None:
         )
 
 
-def table(found: Sequence[Row]) -> str:
+def table(checked: Sequence[Row]) -> str:
     """The rows as a text table, followed by the faults."""
     head = ("op", "size", "kernel", "right", "microseconds", "of the ceiling", "used")
     lines = [head]
-    for row in found:
+    for row in checked:
         right = "no" if row.fault else ("not run" if row.absent else "yes")
         spent = "" if row.microseconds is None else f"{row.microseconds:,.1f}"
         share = "" if row.share is None else f"{row.share:.0%}"
         lines.append((row.op, row.shape, row.kernel, right, spent, share, "yes" if row.used else ""))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    for row in found:
+    for row in checked:
         if row.fault or row.absent:
             said = f"wrong: {row.fault}" if row.fault else f"not run: {row.absent}"
             text.append(f"{row.op}, {row.kernel}, {row.shape}: {said}")

@@ -92,7 +92,7 @@ class Call:
     def given(self, dtype: torch.dtype, device: str, wide: bool = False) -> tuple[list[Tensor], list[Tensor]]:
         """(floats, indices) for one call, the floats rounded to a dtype; with `wide`, these values in float64."""
         narrow = len(self.floats) - self.wide
-        floats = [x.to(dtype) if place < narrow else x for place, x in enumerate(self.floats)]
+        floats = [x.to(dtype) if index < narrow else x for index, x in enumerate(self.floats)]
         floats = [x.double() for x in floats] if wide else floats
         return [x.clone().to(device) for x in floats], [x.clone().to(device) for x in self.indices]
 
@@ -112,8 +112,8 @@ def _randn(*shape: int, seed: int = 0, heavy: int = 0) -> Tensor:
     return x
 
 
-def _offsets(groups: int, each: int) -> Tensor:
-    return torch.arange(groups + 1, dtype=torch.int32) * each
+def _offsets(groups: int, size: int) -> Tensor:
+    return torch.arange(groups + 1, dtype=torch.int32) * size
 
 
 def _ids(limit: int, count: int) -> Tensor:
@@ -358,7 +358,7 @@ def branch_attention_call(
         return ops.BranchLayout.of([[l] * branches] * g, [(group * p, p) for group in range(g)], device=device)
 
     def definition(branches: int, *given: Tensor) -> Outputs:
-        offsets = {each: getattr(layout(branches, "cpu"), each) for each in OFFSETS}
+        offsets = {name: getattr(layout(branches, "cpu"), name) for name in OFFSETS}
         return branch_attention.branch_attention(*given, **offsets)[:results]
 
     on_device = cache(partial(layout, k))
@@ -399,15 +399,15 @@ def _branch_attention(size: int) -> Iterator[Call]:
         yield branch_attention_call(groups, candidates, length, *rest, whole=True)
 
 
-def _sequences(lengths: tuple[int, ...], each: int) -> tuple[int, tuple[Tensor, ...]]:
+def _sequences(lengths: tuple[int, ...], rows: int) -> tuple[int, tuple[Tensor, ...]]:
     """(pages, (positions, held, slots, block_table)) of rows after sequences in pages of PAGE."""
     held, groups = torch.tensor(lengths, dtype=torch.int32), len(lengths)
-    columns = -(-(max(lengths) + each) // PAGE)
+    columns = -(-(max(lengths) + rows) // PAGE)
     order = torch.randperm(groups * columns, generator=torch.Generator().manual_seed(groups))
     table = order.view(groups, columns).int()
-    token = held[:, None] + torch.arange(each, dtype=torch.int32)
+    token = held[:, None] + torch.arange(rows, dtype=torch.int32)
     slots = table.gather(1, (token // PAGE).long()) * PAGE + token % PAGE
-    return groups * columns, (held.repeat_interleave(each), held, slots.flatten(), table)
+    return groups * columns, (held.repeat_interleave(rows), held, slots.flatten(), table)
 
 
 def _ordered_qkv(heads: int, kv_heads: int) -> Callable[[Callable[..., Tensor], bool], Callable[..., Outputs]]:
@@ -429,7 +429,7 @@ def _ordered_qkv(heads: int, kv_heads: int) -> Callable[[Callable[..., Tensor], 
 
 def branch_attention_qkv_call(n: int = 1, hq: int = 16, hkv: int = 8, e: int = 128, p: int = 2048) -> Call:
     """N rows after P tokens of one sequence."""
-    one, ordered = torch.full((n,), p, dtype=torch.int32), _ordered_qkv(hq, hkv)
+    held, ordered = torch.full((n,), p, dtype=torch.int32), _ordered_qkv(hq, hkv)
     return Call(
         "branch_attention_qkv",
         f"N={n} Hq={hq} Hkv={hkv} E={e} P={p}",
@@ -440,7 +440,7 @@ def branch_attention_qkv_call(n: int = 1, hq: int = 16, hkv: int = 8, e: int = 1
             *(_randn(p + n, hkv, e, seed=seed, heavy=n + 5) for seed in (1, 2)),
             *_angles(p + 1, e),
         ),
-        (one, one[:1], p + torch.arange(n, dtype=torch.int32)),
+        (held, held[:1], p + torch.arange(n, dtype=torch.int32)),
         wide=2,
         flops=4.0 * n * hq * e * p,
         bytes=4.0 * p * hkv * e,
@@ -500,8 +500,8 @@ def decoder_layer_call(
 
         return run
 
-    one = torch.full((n,), p, dtype=torch.int32)
-    indices: tuple[Tensor, ...] = (one, one[:1], p + torch.arange(n, dtype=torch.int32))
+    held = torch.full((n,), p, dtype=torch.int32)
+    indices: tuple[Tensor, ...] = (held, held[:1], p + torch.arange(n, dtype=torch.int32))
     shape: tuple[int, ...] = (p + n,)
     count, pages = n * max(1, len(lengths)), 0
     if lengths:
@@ -594,7 +594,7 @@ def commit_call() -> Call:
 
 def joint_pool_call(n: int = 2, k: int = 8) -> Call:
     """N pools of K and K ids."""
-    lists = tuple(_ids(20, 2 * n * k).view(2, n, k)[each] + shift for each, shift in enumerate((-1, 4)))
+    lists = tuple(_ids(20, 2 * n * k).view(2, n, k)[index] + shift for index, shift in enumerate((-1, 4)))
     return Call("joint_pool", f"N={n} K={k} + {k}", ops.joint_pool, joint_pool.joint_pool, (), lists)
 
 

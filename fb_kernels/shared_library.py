@@ -18,15 +18,15 @@ def kinds(signature: str) -> list[type]:
 def opened(path: Path, prefix: str, version: int, signatures: Mapping[str, str]) -> ctypes.CDLL | str:
     """The library with `<prefix><name>` typed for every name, or a short reason why it cannot be used."""
     try:
-        found = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as problem:
         return f"cannot be loaded: {problem}"
     names = [f"{prefix}{name}" for name in signatures]
-    if not all(hasattr(found, name) for name in (f"{prefix}abi_version", *names)):
+    if not all(hasattr(library, name) for name in (f"{prefix}abi_version", *names)):
         return "built from other sources: install it anew"
-    built = getattr(found, f"{prefix}abi_version")()
+    built = getattr(library, f"{prefix}abi_version")()
     if built != version:
         return f"built from other sources, for interface {built} instead of {version}: install it anew"
     for name, signature in zip(names, signatures.values(), strict=True):
-        getattr(found, name).argtypes = kinds(signature)
-    return found
+        getattr(library, name).argtypes = kinds(signature)
+    return library

@@ -180,9 +180,9 @@ def rms_norm(dtype: torch.dtype, width: int) -> Launch:
 
 def rms_norm_backward(dtype: torch.dtype, rows: int, width: int) -> Launch:
     """ROWS rows a program, each of which writes a row of the weight's gradient."""
-    block, each = min(next_power_of_2(width), 4096), _rows_each(rows)
-    default = {"BLOCK": block, "ROWS": each, "num_warps": _warps(block), **_registers(short=True)}
-    return _tuned("rms_norm_backward", dtype, (each, block), default)
+    block, program_rows = min(next_power_of_2(width), 4096), _rows_each(rows)
+    default = {"BLOCK": block, "ROWS": program_rows, "num_warps": _warps(block), **_registers(short=True)}
+    return _tuned("rms_norm_backward", dtype, (program_rows, block), default)
 
 
 def qk_norm_rope(dtype: torch.dtype, head_dim: int) -> Launch:
@@ -194,9 +194,9 @@ def qk_norm_rope(dtype: torch.dtype, head_dim: int) -> Launch:
 
 def qk_norm_rope_backward(dtype: torch.dtype, rows: int, head_dim: int) -> Launch:
     """HEADS heads of ROWS rows a program, each of which writes a row of the weights' gradients."""
-    half, each = next_power_of_2(head_dim // 2), _rows_each(rows)
-    default = {"ROWS": each, "HEADS": max(512 // half, 1), "HALF": half, "num_warps": 4}
-    return _tuned("qk_norm_rope_backward", dtype, (each, half), default)
+    half, program_rows = next_power_of_2(head_dim // 2), _rows_each(rows)
+    default = {"ROWS": program_rows, "HEADS": max(512 // half, 1), "HALF": half, "num_warps": 4}
+    return _tuned("qk_norm_rope_backward", dtype, (program_rows, half), default)
 
 
 def candidate_head(dtype: torch.dtype, width: int) -> Launch:
@@ -208,9 +208,9 @@ def candidate_head(dtype: torch.dtype, width: int) -> Launch:
 
 def candidate_head_backward(dtype: torch.dtype, rows: int, width: int) -> Launch:
     """ROWS rows a program, each of which writes a row of the weights' gradients."""
-    block, each = min(next_power_of_2(width), 4096), _rows_each(rows)
-    default = {"BLOCK": block, "ROWS": each, "num_warps": _warps(block)}
-    return _tuned("candidate_head_backward", dtype, (each, block), default)
+    block, program_rows = min(next_power_of_2(width), 4096), _rows_each(rows)
+    default = {"BLOCK": block, "ROWS": program_rows, "num_warps": _warps(block)}
+    return _tuned("candidate_head_backward", dtype, (program_rows, block), default)
 
 
 def topk_entropy(dtype: torch.dtype, width: int, k: int) -> Launch:

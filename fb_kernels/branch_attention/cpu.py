@@ -60,29 +60,29 @@ def branch_attention_backward(
 
 def _run(name: str, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], results: tuple[Tensor, ...]) -> bool:
     """Write the results, the last of which marks the rows that are valid; returns whether the kernel takes the call."""
-    found = cpu.library()
+    library = cpu.library()
     branch, group, start, length, table, _, _, window, scale, softcap = options  # the op's arguments from cu_branch on
-    if isinstance(found, str) or tensors[0] is None or tensors[0].dtype not in cpu.STEP:
+    if isinstance(library, str) or tensors[0] is None or tensors[0].dtype not in cpu.STEP:
         return False
-    places: list[int | None] = []
-    for place, x in enumerate(tensors):
+    addresses: list[int | None] = []
+    for index, x in enumerate(tensors):
         if x is None:
-            places += (None, 0, 0)
+            addresses += (None, 0, 0)
             continue
         *page, row, head, step = x.stride()
         if step != 1 and x.shape[-1] > 1:
             return False
-        places += (x.data_ptr(), row, head)
-        if place >= len(tensors) - 2:
-            places += page or [0]
+        addresses += (x.data_ptr(), row, head)
+        if index >= len(tensors) - 2:
+            addresses += page or [0]
     q, prefix = tensors[-5], tensors[-2]
     assert q is not None
     assert prefix is not None
     indices = (branch, group, start, length, table)
     wide = layout.remembered(indices, ("int64",), lambda: [x if x is None else x.long().contiguous() for x in indices])
     rows, heads, width = q.shape
-    code = getattr(found, f"fbcpu_{name}")(
-        *places, *(x if x is None else x.data_ptr() for x in wide), len(branch) - 1, len(group) - 1,
+    code = getattr(library, f"fbcpu_{name}")(
+        *addresses, *(x if x is None else x.data_ptr() for x in wide), len(branch) - 1, len(group) - 1,
         -1 if table is None else table.shape[1], *prefix.shape[: 1 if table is None else 2],
         *([0] if table is None else []), *(x.data_ptr() for x in results), rows, heads,
         prefix.shape[-2], width, scale, softcap or 0.0, ALL if window is None else window, torch.get_num_threads(),

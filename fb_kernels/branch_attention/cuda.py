@@ -44,9 +44,9 @@ def branch_attention(
     given += [x is y is None or (x is not None and y is not None and x.stride() == y.stride()) for x, y in pairs]
     if not all(given):
         return NotImplemented
-    found, most_keys = cuda.library(), capacity if max_prefix_len is None else min(capacity, max_prefix_len)
-    assert not isinstance(found, str)
-    needed = found.fb_branch_attention_workspace(rows, heads, kv_heads, width, groups, most_keys)
+    library, most_keys = cuda.library(), capacity if max_prefix_len is None else min(capacity, max_prefix_len)
+    assert not isinstance(library, str)
+    needed = library.fb_branch_attention_workspace(rows, heads, kv_heads, width, groups, most_keys)
     if needed < 0 < q.numel():
         return NotImplemented
     out, lse = q.new_empty(q.shape), q.new_empty((heads, rows), dtype=torch.float32)

@@ -197,8 +197,8 @@ def _attend(
     else:  # 0 times a value that is not finite would reveal an unseen one
         out = p @ v.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1)
         for strange in (torch.inf, -torch.inf, torch.nan):
-            found = v.isnan() if strange != strange else v == strange
-            hits = torch.einsum("rn,nhe->hre", visible.to(v.dtype), found.to(v.dtype))
+            matches = v.isnan() if strange != strange else v == strange
+            hits = torch.einsum("rn,nhe->hre", visible.to(v.dtype), matches.to(v.dtype))
             out.unflatten(1, (-1, q.shape[0])).add_(torch.where(hits > 0, strange, 0.0)[:, None])
     return _unfold(out, q.shape[0]), lse.unflatten(1, (-1, q.shape[0])).flatten(0, 1)[..., 0]
 
@@ -262,8 +262,8 @@ def _pieces(
                 yield _Piece(rows, False, shared, keys[seen:], values[seen:], visible)
             if k is None or v is None:
                 continue
-            for place in range(0, len(row), OWN_BLOCK):
-                mine, began = row[place : place + OWN_BLOCK], start[place : place + OWN_BLOCK]
+            for block in range(0, len(row), OWN_BLOCK):
+                mine, began = row[block : block + OWN_BLOCK], start[block : block + OWN_BLOCK]
                 low, stop = int(began[0]), int(mine[-1]) + 1
                 if window is not None:
                     low = max(low, int(mine[0]) + 1 - window)

@@ -480,7 +480,7 @@ def branch_attention(
         return NotImplemented
     indices = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
     slices = (prefix_start.contiguous(), prefix_len.contiguous(), table)
-    places = (capacity, max(page_size, 1), prefix_k.shape[0])
+    sizes = (capacity, max(page_size, 1), prefix_k.shape[0])
     if softcap is None:
         numbers = (window, scale * LOG2_E, 0.0)
     else:
@@ -511,12 +511,12 @@ def branch_attention(
         tiles, starts, each_row = branch_layout.tables(indices, rows, repeat, launch["BLOCK_M"], each_row=True)
         if capacity:
             _branch_attention_split_kernel[(len(tiles) * splits * kv_heads,)](
-                q, prefix_k, prefix_v, *partial, tiles, starts, *slices, rows, kv_heads, splits, *places, *numbers,
+                q, prefix_k, prefix_v, *partial, tiles, starts, *slices, rows, kv_heads, splits, *sizes, *numbers,
                 *q.stride()[:2], *prefix, *table.stride(), COLUMNS=branch_layout.COLUMNS, WINDOW=windowed,
                 ALIGNED=aligned, **constants, **launch,
             )  # fmt: skip
         _branch_attention_combine_kernel[(rows * heads,)](
-            q, own_k, own_v, *partial, out, lse, each_row, *slices, rows, heads, splits, *places, *numbers,
+            q, own_k, own_v, *partial, out, lse, each_row, *slices, rows, heads, splits, *sizes, *numbers,
             *q.stride()[:2], *own, *table.stride(), OWN=k is not None, **constants, CHUNK=launch["CHUNK"],
             BLOCK_S=8, num_warps=4, maxnreg=128,
         )  # fmt: skip
@@ -532,7 +532,7 @@ def branch_attention(
     launch = tuning.branch_attention(q.dtype, width, repeat, form)
     tiles, starts, _ = branch_layout.tables(indices, rows, repeat, launch["BLOCK_M"])
     _branch_attention_tile_kernel[(len(tiles) * kv_heads,)](
-        q, own_k, own_v, prefix_k, prefix_v, out, lse, tiles, starts, *slices, rows, kv_heads, *places, *numbers,
+        q, own_k, own_v, prefix_k, prefix_v, out, lse, tiles, starts, *slices, rows, kv_heads, *sizes, *numbers,
         *q.stride()[:2], *own, *prefix, *table.stride(), COLUMNS=branch_layout.COLUMNS, OWN=k is not None,
         WINDOW=windowed, ALIGNED=aligned, **constants, **launch,
     )  # fmt: skip

@@ -30,15 +30,15 @@ def branch_attention_qkv(
     scale: float,
 ) -> Tensor:
     """[N, Hq, E] of branches of one token: norm, rotation, attention; keys and values go to their slots."""
-    found, dtype = cpu.library(), qkv.dtype
+    library, dtype = cpu.library(), qkv.dtype
     rows, sequences, width = qkv.shape[0], held.shape[0], cos.shape[1]
-    if isinstance(found, str) or not 0 < rows <= ROWS * sequences or not width:
+    if isinstance(library, str) or not 0 < rows <= ROWS * sequences or not width:
         return NotImplemented
     if dtype not in cpu.STEP or not (
         k_cache.dtype is v_cache.dtype is dtype and cos.dtype is sin.dtype is torch.float32
     ):
         return NotImplemented
-    where = places(k_cache, v_cache, held, slots, block_table)
+    where = cache_arguments(k_cache, v_cache, held, slots, block_table)
     qkv_stride, qkv_step = qkv.stride()
     if where is None or qkv_step != 1 or not (cos.is_contiguous() and sin.is_contiguous()):
         return NotImplemented
@@ -54,7 +54,7 @@ def branch_attention_qkv(
     if not positions.is_contiguous():
         return NotImplemented
     out = qkv.new_empty((rows, num_heads, width))
-    code = found.fbcpu_branch_attention_qkv(
+    code = library.fbcpu_branch_attention_qkv(
         qkv.data_ptr(), qkv_stride, q_at, k_at, cos.data_ptr(), sin.data_ptr(), cos.shape[0],
         positions.data_ptr(), positions.dtype is torch.int64, *where, out.data_ptr(), sequences, rows // sequences,
         window or 0, num_heads, num_kv_heads, width, eps, scale, torch.get_num_threads(), dtype is torch.bfloat16,
@@ -65,7 +65,7 @@ def branch_attention_qkv(
     return out
 
 
-def places(
+def cache_arguments(
     k_cache: Tensor, v_cache: Tensor, held: Tensor, slots: Tensor | None, block_table: Tensor | None
 ) -> tuple[int, ...] | None:
     """Addresses, strides and slots as the library takes them; None for a memory layout that it does not take."""

@@ -27,7 +27,7 @@ def branch_attention_qkv(
     scale: float,
 ) -> Tensor:
     """[N, Hq, E] of branches of one token: norm, rotation, attention; keys and values go to their slots."""
-    found, rows, width, sequences = cuda.library(), qkv.shape[0], cos.shape[-1], held.shape[0]
+    library, rows, width, sequences = cuda.library(), qkv.shape[0], cos.shape[-1], held.shape[0]
     floats = [x for x in (qkv, q_weight, k_weight, k_cache, v_cache) if x is not None]
     indices = [x for x in (positions, held, slots, block_table) if x is not None]
     given = [x.dtype == qkv.dtype for x in floats] + [x.dtype == torch.int32 for x in indices]
@@ -43,8 +43,8 @@ def branch_attention_qkv(
         given += [block_table.stride(1) == 1 or block_table.shape[1] < 2]
         given += [pages < 2 or page_stride == v_cache.stride(0)]
     given += [page < 2 or k_cache.stride(-3) == v_cache.stride(-3)]
-    assert not isinstance(found, str)
-    needed = found.fb_branch_attention_qkv_workspace(sequences, rows // sequences, num_heads, width, capacity)
+    assert not isinstance(library, str)
+    needed = library.fb_branch_attention_qkv_workspace(sequences, rows // sequences, num_heads, width, capacity)
     if not all(given) or needed < 0:
         return NotImplemented
     out = torch.empty(rows, num_heads, width, dtype=qkv.dtype, device=qkv.device)

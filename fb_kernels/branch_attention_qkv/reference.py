@@ -164,7 +164,7 @@ def check_sequences(
     if block_table is not None:
         pages, page = k_cache.shape[:2]
         capacity, size = page * block_table.shape[1], page * pages
-    found = []
+    sequences = []
     for g, length in enumerate(held.tolist()):
         if not 0 <= length <= capacity:
             got = f"{length} of sequence {g}"
@@ -176,17 +176,17 @@ def check_sequences(
                 if not 0 <= number < pages:
                     expected, got = f"pages from 0 below {pages} where tokens are held", f"{number} of sequence {g}"
                     raise checks.error(op, "block_table", expected, got, "pad only after the held tokens")
-        found.append(Sequence(first, length, own))
+        sequences.append(Sequence(first, length, own))
     if slots is None:
-        return found
+        return sequences
     used = check_slots(slots, size, op)
     assert used is not None
     for row, slot in enumerate(used):
-        g = row * len(found) // len(used)
-        if slot >= 0 and _holds(found[g], slot, page if block_table is not None else None):
+        g = row * len(sequences) // len(used)
+        if slot >= 0 and _holds(sequences[g], slot, page if block_table is not None else None):
             expected, got = "slots that hold none of the sequence's tokens", f"{slot} of sequence {g}"
             raise checks.error(op, "slots", expected, got, "write only to free slots")
-    return found
+    return sequences
 
 
 def _holds(sequence: Sequence, slot: int, page: int | None) -> bool:
@@ -216,9 +216,9 @@ def _on_host(
         alone = slots is not None and len(q) == 1 and int(slots) == length  # its own key directly follows them
         seen = [x[first : length + alone] for x in (k_cache, v_cache)]
         return _attend(q, None if alone else (k, v), seen[0], seen[1], scale)
-    each, page, out = len(q) // len(sequences), k_cache.shape[1], torch.empty_like(q)
+    per_sequence, page, out = len(q) // len(sequences), k_cache.shape[1], torch.empty_like(q)
     for g, (first, length, pages) in enumerate(sequences):
-        rows, begin = slice(g * each, (g + 1) * each), first % page
+        rows, begin = slice(g * per_sequence, (g + 1) * per_sequence), first % page
         keys, values = (x[torch.tensor(pages, dtype=torch.long)].flatten(0, 1)[begin:] for x in (k_cache, v_cache))
         keys, values = keys[: length - first], values[: length - first]
         out[rows] = _attend(q[rows], (k[rows], v[rows]), keys, values, scale)

@@ -19,10 +19,10 @@ def candidate_head(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(score[N], prob[N], best[G])."""
-    found, float32 = cpu.library(), torch.float32
+    library, float32 = cpu.library(), torch.float32
     rows, width = hidden.shape
     stride, step = hidden.stride()
-    if isinstance(found, str) or not width or rows * width > SIZE or (step != 1 and width > 1):
+    if isinstance(library, str) or not width or rows * width > SIZE or (step != 1 and width > 1):
         return NotImplemented
     if not (hidden.dtype is head_weight.dtype is float32 and head_weight.is_contiguous() and cu_group.is_contiguous()):
         return NotImplemented
@@ -38,7 +38,7 @@ def candidate_head(
     groups = cu_group.numel() - 1
     score, prob = hidden.new_empty(rows), hidden.new_empty(rows)
     best = hidden.new_empty(groups, dtype=torch.int64)
-    code = found.fbcpu_candidate_head(
+    code = library.fbcpu_candidate_head(
         hidden.data_ptr(), stride, norm_at, head_weight.data_ptr(), bias_at, eps,
         cu_group.data_ptr(), cu_group.dtype is torch.int64, score.data_ptr(), prob.data_ptr(), best.data_ptr(),
         rows, groups, width,

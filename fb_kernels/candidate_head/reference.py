@@ -32,8 +32,8 @@ def candidate_head(
     winner = (ranked == spread(reduce(ranked, "max", groups), groups)) & ~wide.isnan()
     row = torch.arange(score.shape[0], dtype=torch.float64, device=score.device)[:, None]
     first = reduce(torch.where(winner, row, torch.inf), "min", groups)[:-1, 0]  # [G]
-    found = groups.sound & (first != torch.inf)
-    best = torch.where(found, first - groups.bounds[:-2], -1.0).long()
+    has_best = groups.sound & (first != torch.inf)
+    best = torch.where(has_best, first - groups.bounds[:-2], -1.0).long()
     return score, prob, best
 
 

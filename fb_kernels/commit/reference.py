@@ -102,7 +102,7 @@ def _on_host(
     if min(lengths, default=0) < 0:
         raise checks.error("commit_", "state.length", "lengths of 0 or more", min(lengths), "rebuild the state")
     rows = zip(lengths, halt.tolist(), budget.tolist(), token.tolist(), entropy.tolist(), strict=True)
-    going: list[tuple[int, int, int]] = []  # row, place, token
+    going: list[tuple[int, int, int]] = []  # row, position, token
     for row, (held, halted, left, taken, nats) in enumerate(rows):
         if halted != Halt.NONE:
             continue
@@ -121,6 +121,6 @@ def _on_host(
         tokens[row, held] = taken
         length[row] = held + 1
     elif going:
-        place, at, ids = torch.tensor(going).T
-        tokens[place, at] = ids
-        length[place] = (at + 1).to(length.dtype)
+        indices, positions, ids = torch.tensor(going).T
+        tokens[indices, positions] = ids
+        length[indices] = (positions + 1).to(length.dtype)

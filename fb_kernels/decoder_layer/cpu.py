@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import cpu
-from fb_kernels.branch_attention_qkv.cpu import places
+from fb_kernels.branch_attention_qkv.cpu import cache_arguments
 from fb_kernels.branch_attention_qkv.reference import check_sequences
 
 ROWS = 64  # maximum; the order of sums does not depend on the number of rows, so a row's bits depend on no other
@@ -42,11 +42,11 @@ def decoder_layer(
     scale: float,
 ) -> Tensor:
     """[N, D]: the whole layer in one call, on the threads of a linear layer."""
-    found, dtype = cpu.library(), hidden.dtype
+    library, dtype = cpu.library(), hidden.dtype
     rows, model = hidden.shape
     sequences, attention, inner = held.shape[0], o.shape[1], down.shape[1]
     width, kv_heads = cos.shape[1], k_cache.shape[-2]
-    if isinstance(found, str) or not 0 < rows <= ROWS or not (model and attention and inner):
+    if isinstance(library, str) or not 0 < rows <= ROWS or not (model and attention and inner):
         return NotImplemented
     if dtype not in cpu.STEP or not cos.dtype is sin.dtype is torch.float32:
         return NotImplemented
@@ -56,14 +56,14 @@ def decoder_layer(
     for weight in weights:
         if weight is not None and not weight.is_contiguous():
             return NotImplemented
-    where = places(k_cache, v_cache, held, slots, block_table)
+    where = cache_arguments(k_cache, v_cache, held, slots, block_table)
     hidden_stride, hidden_step = hidden.stride()
     if where is None or hidden_step != 1 or not (cos.is_contiguous() and sin.is_contiguous()):
         return NotImplemented
     if not positions.is_contiguous():
         return NotImplemented
     out = hidden.new_empty(rows, model)
-    code = found.fbcpu_decoder_layer(
+    code = library.fbcpu_decoder_layer(
         hidden.data_ptr(), hidden_stride, POINTERS(*[None if x is None else x.data_ptr() for x in weights]),
         cos.data_ptr(), sin.data_ptr(), cos.shape[0], positions.data_ptr(), positions.dtype is torch.int64, *where,
         out.data_ptr(), sequences, rows // sequences, window or 0, attention // width, kv_heads, width, eps, scale,

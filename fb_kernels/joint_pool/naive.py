@@ -17,6 +17,6 @@ def joint_pool(slm_ids: Tensor, llm_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
                 if token >= 0:  # others are padding
                     pool[token] = pool.get(token, 0) | bit
         count[row] = len(pool)
-        for place, (token, bits) in enumerate(pool.items()):
-            ids[row, place], source[row, place] = token, bits
+        for column, (token, bits) in enumerate(pool.items()):
+            ids[row, column], source[row, column] = token, bits
     return ids.view(*batch, size), count.view(batch), source.view(*batch, size)

@@ -15,9 +15,9 @@ def joint_pool(slm_ids: Tensor, llm_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
     source = same[..., :split].any(-1).int() + 2 * same[..., split:].any(-1).int()
     count = kept.sum(-1, dtype=torch.int32)
     front, rest = kept.cumsum(-1) - 1, (~kept).cumsum(-1) - 1
-    place = torch.where(kept, front, count[..., None] + rest)  # a permutation: kept ids move to the front
+    positions = torch.where(kept, front, count[..., None] + rest)  # a permutation: kept ids move to the front
     return (
-        torch.empty_like(ids).scatter_(-1, place, ids.masked_fill(~kept, -1)),
+        torch.empty_like(ids).scatter_(-1, positions, ids.masked_fill(~kept, -1)),
         count,
-        torch.empty_like(source).scatter_(-1, place, source.masked_fill(~kept, 0)),
+        torch.empty_like(source).scatter_(-1, positions, source.masked_fill(~kept, 0)),
     )

@@ -28,12 +28,12 @@ def linear_logprob(
     valid_vocab: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(log-prob, lse, entropy, largest log-prob), each of target's shape."""
-    found, dtype = cpu.library(), hidden.dtype
+    library, dtype = cpu.library(), hidden.dtype
     rows, (valid, width) = target.numel(), weight.shape
     if valid_vocab is not None:
         valid = valid_vocab
     narrow = dtype is torch.bfloat16
-    if isinstance(found, str) or not (rows > 0 and valid > 0 and (narrow or _few(hidden, rows, valid))):
+    if isinstance(library, str) or not (rows > 0 and valid > 0 and (narrow or _few(hidden, rows, valid))):
         return NotImplemented
     if weight.dtype is not dtype or not target.is_contiguous() or (softcap is not None and softcap < LEAST):
         return NotImplemented
@@ -51,7 +51,7 @@ def linear_logprob(
         x, x_stride, weight_at = linear(x, weight[:valid]), valid, 0  # the products, contiguous
     logprob = torch.empty_like(target, dtype=torch.float32)  # faster than from a shape
     lse, entropy, largest = torch.empty_like(logprob), torch.empty_like(logprob), torch.empty_like(logprob)
-    code = found.fbcpu_linear_logprob(
+    code = library.fbcpu_linear_logprob(
         x.data_ptr(), x_stride, weight_at, weight_stride, bias_at, target.data_ptr(), target.dtype is torch.int64,
         ignore_index, logit_scale, softcap or 0.0, temperature, logprob.data_ptr(), lse.data_ptr(), entropy.data_ptr(),
         largest.data_ptr(), rows, width, valid, cpu.threads(rows * width * valid), narrow,

@@ -219,14 +219,14 @@ def statistics(
     tiles, row_blocks = triton.cdiv(valid, launch["BLOCK_V"]), triton.cdiv(rows, launch["BLOCK_M"])
     splits = triton.cdiv(tiles, launch["TILES"])
     items, (on_products, on_bias, on_cap) = splits * row_blocks, options.multipliers()
-    found = hidden.new_empty(3, splits, rows, dtype=torch.float32)
+    partials = hidden.new_empty(3, splits, rows, dtype=torch.float32)
     _linear_logprob_gluon_kernel[(min(items, tuning.processors()),)](
         _tiles(hidden, launch["BLOCK_M"] // 2, launch["BLOCK_K"]), _tiles(weight, launch["BLOCK_V"], launch["BLOCK_K"]),
-        bias, target, found, picked, items, row_blocks, splits, tiles, rows, width, valid, vocab_start,
+        bias, target, partials, picked, items, row_blocks, splits, tiles, rows, width, valid, vocab_start,
         on_products, on_bias, on_cap, SCALED=on_products != 1, SOFTCAP=options.softcap is not None, **launch,
         num_warps=4,
     )  # fmt: skip
-    return found
+    return partials
 
 
 def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:

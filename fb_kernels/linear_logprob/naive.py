@@ -51,8 +51,8 @@ def linear_logprob_partials(
     top = logits.detach().amax(-1)
     sumexp = (logits - top.masked_fill(top == -torch.inf, 0.0)[:, None]).exp().sum(-1)
     sumexp = sumexp.masked_fill(top == -torch.inf, float(valid > 0))  # the maximum's own term
-    place = target[counted].long() - vocab_start
-    picked = logits.gather(1, place.where((place >= 0) & (place < valid), valid)[:, None])[:, 0]
+    local = target[counted].long() - vocab_start
+    picked = logits.gather(1, local.where((local >= 0) & (local < valid), valid)[:, None])[:, 0]
     return _filled(counted, top, -torch.inf), _filled(counted, sumexp, 0.0), _filled(counted, picked, -torch.inf)
 
 

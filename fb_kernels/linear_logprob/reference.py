@@ -87,8 +87,8 @@ def _statistics(
     for rows, columns, logits, _ in _logit_blocks(x, weight, bias, options, valid):
         local = ids[rows] - columns.start
         inside = (local >= 0) & (local < logits.shape[1])
-        found = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-        picked[rows] = torch.where(inside, found, picked[rows])
+        gathered = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+        picked[rows] = torch.where(inside, gathered, picked[rows])
         new_top = torch.maximum(top[rows], logits.amax(1))
         shift = torch.where(new_top == -torch.inf, torch.zeros_like(new_top), new_top)
         fall = torch.where(top[rows] == -torch.inf, 0.0, top[rows] - shift)  # an empty sum stays empty

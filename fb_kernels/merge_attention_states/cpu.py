@@ -12,15 +12,15 @@ SIZE = 1 << 16  # maximum elements of a state: above it torch's threads are fast
 
 def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """(out[T, Hq, E], lse[Hq, T]); an empty state's out is never read."""
-    found = cpu.library()
-    if isinstance(found, str) or not (out_a.dtype is lse_a.dtype is out_b.dtype is lse_b.dtype is torch.float32):
+    library = cpu.library()
+    if isinstance(library, str) or not (out_a.dtype is lse_a.dtype is out_b.dtype is lse_b.dtype is torch.float32):
         return NotImplemented
     if not (out_a.is_contiguous() and lse_a.is_contiguous() and out_b.is_contiguous() and lse_b.is_contiguous()):
         return NotImplemented
     if out_a.numel() > SIZE:
         return NotImplemented
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-    found.fbcpu_merge_attention_states(
+    library.fbcpu_merge_attention_states(
         out_a.data_ptr(), lse_a.data_ptr(), out_b.data_ptr(), lse_b.data_ptr(), out.data_ptr(), lse.data_ptr(),
         *out_a.shape,
     )  # fmt: skip

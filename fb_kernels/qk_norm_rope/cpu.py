@@ -65,10 +65,10 @@ def _launched(
     kv_heads: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found, float32 = cpu.library(), torch.float32
+    library, float32 = cpu.library(), torch.float32
     rows, columns = qkv.shape
     length, width = cos.shape
-    if isinstance(found, str) or not 0 < rows * columns <= SIZE:
+    if isinstance(library, str) or not 0 < rows * columns <= SIZE:
         return NotImplemented
     if not (qkv.dtype is cos.dtype is sin.dtype is float32 and cos.is_contiguous() and sin.is_contiguous()):
         return NotImplemented
@@ -86,7 +86,7 @@ def _launched(
         k_at = k_weight.data_ptr()
     q, k = qkv.new_empty(rows, heads, width), qkv.new_empty(rows, kv_heads, width)
     v = torch.empty_like(k)
-    code = found.fbcpu_qk_norm_rope(
+    code = library.fbcpu_qk_norm_rope(
         qkv.data_ptr(), stride, q_at, k_at, cos.data_ptr(), sin.data_ptr(), length,
         positions.data_ptr(), positions.dtype is torch.int64, q.data_ptr(), k.data_ptr(), v.data_ptr(),
         *written, rows, heads, kv_heads, width, eps,

@@ -25,8 +25,8 @@ def _gather(table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
         inside = (positions >= 0) & (positions < table.shape[0])
         rows = table[positions.clamp(0, table.shape[0] - 1).long()].to(dtype)
         return torch.where(inside[:, None], rows, torch.nan)[:, None]
-    one = len(positions) == 1  # positions were checked already
-    rows = table[int(positions)].view(1, 1, -1) if one else table.index_select(0, positions)[:, None]
+    single = len(positions) == 1  # positions were checked already
+    rows = table[int(positions)].view(1, 1, -1) if single else table.index_select(0, positions)[:, None]
     return rows if rows.dtype == dtype else rows.to(dtype)
 
 
@@ -131,13 +131,13 @@ def qk_norm_rope_out(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`qk_norm_rope`, with k and v also written to their slots of the caches."""
     size = k_cache.shape[0]
-    places = check_slots(slots, size, op)
+    slot_numbers = check_slots(slots, size, op)
     q, k, v = qk_norm_rope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps, op)
-    if places is not None:
+    if slot_numbers is not None:
         for cache, rows in ((k_cache, k), (v_cache, v)):
-            if len(places) == 1 and places[0] >= 0:
-                cache[places[0]] = rows[0]
-            elif min(places, default=0) >= 0:
+            if len(slot_numbers) == 1 and slot_numbers[0] >= 0:
+                cache[slot_numbers[0]] = rows[0]
+            elif min(slot_numbers, default=0) >= 0:
                 cache.index_copy_(0, slots.long(), rows)
             else:
                 kept = slots >= 0

@@ -12,8 +12,8 @@ SIZE = 1 << 16  # maximum elements: above it torch's threads are faster
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """(normed, residual sum); without a residual the second is empty."""
-    found, dtype, size = cpu.library(), x.dtype, x.numel()
-    if isinstance(found, str) or dtype not in cpu.STEP or weight.dtype is not dtype or not 0 < size <= SIZE:
+    library, dtype, size = cpu.library(), x.dtype, x.numel()
+    if isinstance(library, str) or dtype not in cpu.STEP or weight.dtype is not dtype or not 0 < size <= SIZE:
         return NotImplemented
     if not (x.is_contiguous() and weight.is_contiguous()):
         return NotImplemented
@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
         residual_at, sum_at = residual.data_ptr(), summed.data_ptr()
     else:
         return NotImplemented
-    found.fbcpu_rms_norm(
+    library.fbcpu_rms_norm(
         x.data_ptr(),
         residual_at,
         weight.data_ptr(),

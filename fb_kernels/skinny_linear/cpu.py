@@ -19,10 +19,10 @@ def skinny_linear(
     frozen: bool,
 ) -> Tensor:
     """[N, M], or [N, M / 2] where it is gated, of a few rows."""
-    found, dtype = cpu.library(), x.dtype
+    library, dtype = cpu.library(), x.dtype
     rows, width = x.shape
     outputs = weight.shape[0]
-    if isinstance(found, str) or rows > cpu.ROWS or not width:
+    if isinstance(library, str) or rows > cpu.ROWS or not width:
         return NotImplemented
     threads = cpu.threads(rows * width * outputs)
     (x_stride, x_step), (weight_stride, weight_step) = x.stride(), weight.stride()
@@ -44,7 +44,7 @@ def skinny_linear(
         norm_at = norm_weight.data_ptr()
     columns = outputs // 2 if swiglu else outputs
     out = x.new_empty(rows, columns)
-    code = found.fbcpu_skinny_linear(
+    code = library.fbcpu_skinny_linear(
         x.data_ptr(), x_stride, weight.data_ptr(), weight_stride, bias_at, norm_at, eps, residual_at, residual_stride,
         out.data_ptr(), columns, rows, width, outputs, swiglu, threads, dtype is torch.bfloat16,
     )  # fmt: skip

@@ -27,7 +27,7 @@ SMALL = 1 << 20  # elements of a weight from which oneDNN is faster for a single
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[..., M] of x[..., K] and weight[M, K]."""
     if x.is_cpu and x.dtype == torch.bfloat16 and (tail := -x.shape[-1] % 32):  # oneDNN's tiles read into the next row
-        x, weight = (torch.nn.functional.pad(each, (0, tail)) for each in (x, weight))
+        x, weight = (torch.nn.functional.pad(matrix, (0, tail)) for matrix in (x, weight))
     if ONEDNN and x.is_cpu and x.dtype == torch.float32 and weight.numel() > (0 if len(x) > 1 else SMALL):
         bias = None if bias is None else bias.contiguous()  # oneDNN ignores its stride
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

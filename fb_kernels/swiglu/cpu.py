@@ -12,12 +12,12 @@ SIZE = 1 << 16  # maximum elements: above it torch's threads are faster
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) * up of gate_up[..., 2F]."""
-    found, size = cpu.library(), gate_up.numel()
-    if isinstance(found, str) or gate_up.dtype is not torch.float32 or not 0 < size <= SIZE:
+    library, size = cpu.library(), gate_up.numel()
+    if isinstance(library, str) or gate_up.dtype is not torch.float32 or not 0 < size <= SIZE:
         return NotImplemented
     if not gate_up.is_contiguous():
         return NotImplemented
     *rows, width = gate_up.shape
     out = gate_up.new_empty(*rows, width // 2)
-    found.fbcpu_swiglu(gate_up.data_ptr(), out.data_ptr(), size // width, width // 2)
+    library.fbcpu_swiglu(gate_up.data_ptr(), out.data_ptr(), size // width, width // 2)
     return out

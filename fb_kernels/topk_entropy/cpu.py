@@ -12,10 +12,10 @@ ROWS, K = 8, 64  # maximum
 
 def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """(entropy[...], values[..., k], indices[..., k])."""
-    found, shape = cpu.library(), logits.shape
+    library, shape = cpu.library(), logits.shape
     width, leading = shape[-1], shape[:-1]
     rows = leading.numel()
-    if isinstance(found, str) or logits.dtype not in cpu.STEP or not 0 < rows <= ROWS or k > K:
+    if isinstance(library, str) or logits.dtype not in cpu.STEP or not 0 < rows <= ROWS or k > K:
         return NotImplemented
     x = logits if logits.ndim == 2 else logits.reshape(rows, width)
     if x.stride(1) != 1 and width > 1:
@@ -23,7 +23,7 @@ def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     values = x.new_empty(*leading, k, dtype=torch.float32)
     indices = torch.empty_like(values, dtype=torch.int64)  # faster than from a shape
     entropy = values.new_empty(*leading) if leading else values.new_empty(())
-    found.fbcpu_topk_entropy(
+    library.fbcpu_topk_entropy(
         x.data_ptr(),
         x.stride(0),
         rows,

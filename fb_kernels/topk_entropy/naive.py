@@ -12,8 +12,8 @@ def topk_entropy(logits: Tensor, k: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     batch, width = logits.shape[:-1], logits.shape[-1]
     indices = []
     for row in logits.reshape(batch.numel(), width).tolist():
-        keys = [(value == value, -value if value == value else 0.0, place) for place, value in enumerate(row)]
-        indices.append([place for *_, place in sorted(keys)[:k]])
+        keys = [(value == value, -value if value == value else 0.0, index) for index, value in enumerate(row)]
+        indices.append([index for *_, index in sorted(keys)[:k]])
     order = torch.tensor(indices, dtype=torch.int64).reshape(*batch, k)
     values = logits.detach().gather(-1, order)
     return torch.special.entr(values.softmax(-1)).sum(-1), values, order

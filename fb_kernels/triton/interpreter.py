@@ -65,12 +65,12 @@ def _takes_integer_masks() -> bool:
     return True
 
 
-def _masked(original: Callable, place: int) -> Callable:
-    """The function with its mask, the argument at that place, converted to booleans."""
+def _masked(original: Callable, index: int) -> Callable:
+    """The function with its mask, the argument at that index, converted to booleans."""
 
     def masked(self: Any, *given: Any) -> Any:
-        mask = TensorHandle(given[place].data.astype(bool), tl.int1)
-        return original(self, *given[:place], mask, *given[place + 1 :])
+        mask = TensorHandle(given[index].data.astype(bool), tl.int1)
+        return original(self, *given[:index], mask, *given[index + 1 :])
 
     return masked
 
