@@ -1,0 +1,96 @@
+"""Speculative decoding against its definition: plain forwards, one position at a time."""
+
+import functools
+
+import pytest
+import torch
+from tiny import EOS, V, tiny
+
+from benchmarks.paper.methods.speculative import at_least, exact, speculative, within_top
+from fb_core.llm import LLM, LocalLLM
+
+RULES = {"exact": exact, "top 3": within_top(3), "p >= 0.1": at_least(0.1)}
+
+
+def prompts(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, V, (n,), generator=generator) for n in lengths]
+
+
+@functools.cache
+def models(family="qwen3"):
+    return tiny(family, 1), tiny(family, 2)
+
+
+@torch.no_grad()
+def logits(model, ids):
+    return model(torch.tensor([ids])).logits[0, -1].float()
+
+
+def takes(rule, scores, token):
+    if rule == "top 3":
+        return token in scores.sort(descending=True, stable=True).indices[:3]
+    return token == int(scores.argmax()) or (rule == "p >= 0.1" and float(scores.softmax(-1)[token]) >= 0.1)
+
+
+def naive(slm, llm, ids, limit, rule, draft):
+    """(new tokens, rounds, tokens of the LLM)"""
+    ids, new, rounds, corrected = ids.tolist(), [], 0, 0
+    while len(new) < limit and (not new or new[-1] != EOS):
+        rounds += 1
+        drafted = []
+        while len(drafted) < min(draft, limit - len(new) - 1) and (not drafted or drafted[-1] != EOS):
+            drafted.append(int(logits(slm, ids + new + drafted).argmax()))
+        for token in drafted:
+            if not takes(rule, logits(llm, ids + new), token):
+                break
+            new.append(token)
+            if token == EOS:
+                return new, rounds, corrected
+        new.append(int(logits(llm, ids + new).argmax()))
+        corrected += 1
+    return new, rounds, corrected
+
+
+@pytest.mark.parametrize("draft", [1, 3, 8])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_it_is_its_definition(family, rule, draft):
+    slm, llm = models(family)
+    asked = prompts(4, 9, 1, 6)
+    for ids, generation in zip(asked, speculative(slm, llm, asked, 30, accept=RULES[rule], draft=draft), strict=True):
+        new, rounds, corrected = naive(slm, llm, ids, 30, rule, draft)
+        assert generation.token_ids.tolist() == new
+        assert generation.usage == (rounds, None, 0, corrected)
+        assert generation.rounds + generation.drafted >= len(new)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 40])
+def test_exact_is_the_large_models_own_text(limit):
+    slm, llm = models()
+    asked = prompts(5, 3, 8, seed=3)
+    own = LocalLLM(llm).complete_many(asked, limit)
+    assert [one.token_ids.tolist() for one in speculative(slm, llm, asked, limit)] == [ids.tolist() for ids in own]
+    twins = speculative(llm, llm, asked, limit)  # every draft is accepted
+    assert [one.token_ids.tolist() for one in twins] == [ids.tolist() for ids in own]
+    assert all(one.rounds == -(-len(one.token_ids) // 6) or int(one.token_ids[-1]) == EOS for one in twins)
+
+
+def test_the_last_position_is_used_and_no_more():
+    slm, llm = tiny("qwen3", 1, max_position_embeddings=12), models()[1]
+    for generation, length in zip(speculative(slm, llm, prompts(4, 11), 40), (4, 11), strict=True):
+        assert len(generation.token_ids) <= 12 - length
+        assert len(generation.token_ids) == 12 - length or int(generation.token_ids[-1]) == EOS
+
+
+def test_bad_arguments():
+    slm, llm = models()
+    with pytest.raises(ValueError, match="draft: expected 1 or more, got 0"):
+        speculative(slm, llm, prompts(4), 8, draft=0)
+
+    class Elsewhere(LLM):
+        def candidates(self, ids, k, score_ids=None): ...
+        def complete(self, ids, max_new_tokens): ...
+
+    with pytest.raises(ValueError, match="llm: expected a model in this process, got Elsewhere; load it here"):
+        speculative(slm, Elsewhere(), prompts(4), 8)
