@@ -50,9 +50,9 @@ def render(readme: str, root: Path = ROOT) -> str:
     if (root / CELLS).is_file():
         cells = Cells(json.loads((root / CELLS).read_text()))
         worlds = read_tables(root / TABLES) if (root / TABLES).is_file() else []
-        readme = _replace(readme, "accuracy", accuracy(cells, worlds), CELLS)
+        readme = replace_block(readme, "accuracy", accuracy(cells, worlds), CELLS)
     results = next(filter(None, (load(root, device) for device in GPUS)), None) or load(root, "cpu")
-    return _replace(readme, "speed", speed(results))
+    return replace_block(readme, "speed", speed(results))
 
 
 def accuracy(cells: Cells, worlds: Sequence[Run]) -> list[str]:
@@ -153,7 +153,7 @@ def render_worlds(text: str, root: Path = ROOT) -> str:
         return text
     worlds = read_tables(path)
     for name, lines in (("orderings", paper_orderings), ("quantiles", quantiles), ("times", times)):
-        text = _replace(text, name, lines(worlds), TABLES)
+        text = replace_block(text, name, lines(worlds), TABLES)
     return text
 
 
@@ -213,7 +213,7 @@ def render_benchmarks(text: str, root: Path = ROOT) -> str:
         if gpu:
             lines += ["", *targets.table(gpu, device), "", *deployment(gpu)]
     lines += [line for result in cpu.values() for line in ratios(result)]
-    return _replace(_replace(text, "headline", headlines), "bench table", [*lines, *deployment(cpu)])
+    return replace_block(replace_block(text, "headline", headlines), "bench table", [*lines, *deployment(cpu)])
 
 
 def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -299,7 +299,7 @@ def ratios(result: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _replace(text: str, name: str, lines: list[str], source: Path | None = None) -> str:
+def replace_block(text: str, name: str, lines: list[str], source: Path | None = None) -> str:
     """The text with the named block replaced; the block's first line says what it is generated from."""
     begin = text.index(f"<!-- {name}:")
     start, stop = text.index("-->", begin) + 3, text.index(f"<!-- end of {name} -->")
@@ -311,44 +311,44 @@ def render_scale(text: str, root: Path = ROOT) -> str:
     """docs/scale.md with its table of measured stages regenerated."""
     files = sorted((root / "benchmarks" / "results" / "stages").glob("*.json"))
     tables = [[*stages.table(json.loads(file.read_text())), ""] for file in files]
-    return _replace(text, "stage table", [line for lines in tables for line in lines])
+    return replace_block(text, "stage table", [line for lines in tables for line in lines])
 
 
 def render_ops(text: str, _: Path = ROOT) -> str:
     """docs/ops.md with its table regenerated."""
-    return _replace(text, "ops", reference.ops_table())
+    return replace_block(text, "ops", reference.ops_table())
 
 
 def render_settings(text: str, _: Path = ROOT) -> str:
     """docs/settings.md with its tables regenerated."""
-    return _replace(text, "settings", reference.settings_tables())
+    return replace_block(text, "settings", reference.settings_tables())
 
 
 def render_cost(text: str, _: Path = ROOT) -> str:
     """docs/cost.md with its estimates regenerated."""
-    return _replace(_replace(text, "cost", cost.table()), "rates", cost.rates())
+    return replace_block(replace_block(text, "cost", cost.table()), "rates", cost.rates())
 
 
 def render_notes(text: str, root: Path = ROOT) -> str:
     """benchmarks/NOTES.md with its tables of targets regenerated."""
     tables = [[*targets.table(load(root, device), device), ""] for device in GPUS]
-    return _replace(text, "targets", [line for lines in tables for line in lines])
+    return replace_block(text, "targets", [line for lines in tables for line in lines])
 
 
 def render_shared_prefix(text: str, root: Path = ROOT) -> str:
     """docs/shared_prefix.md with its tables regenerated."""
     if grpo := load(root, "grpo").get("cpu"):
-        text = _replace(text, "grpo", speedups.grpo_table(grpo))
-        text = _replace(text, "sweep", speedups.sweep_table(grpo))
+        text = replace_block(text, "grpo", speedups.grpo_table(grpo))
+        text = replace_block(text, "sweep", speedups.sweep_table(grpo))
     tasks = load(root, "cpu").get("lm_eval")
-    return _replace(text, "lm-eval", speedups.lm_eval_table(tasks)) if tasks else text
+    return replace_block(text, "lm-eval", speedups.lm_eval_table(tasks)) if tasks else text
 
 
 def render_serving(text: str, root: Path = ROOT) -> str:
     """docs/serving.md with the server's measurements regenerated."""
     load_test, soaked = load(root, "cpu").get("serving"), load(root, "soak").get("cpu")
-    text = _replace(text, "load", serving.table(load_test)) if load_test else text
-    return _replace(text, "soak", soak.lines(soaked)) if soaked else text
+    text = replace_block(text, "load", serving.table(load_test)) if load_test else text
+    return replace_block(text, "soak", soak.lines(soaked)) if soaked else text
 
 
 LAYOUT = "docs/branch_layout.svg"

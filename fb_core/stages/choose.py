@@ -6,7 +6,8 @@ bounds of its paired differences to greedy decoding *and* to the direct LLM scor
 hold, so having two of them adds no error. The error is divided (Bonferroni) among all that are tested. So for one
 adapter, the probability that any recipe that is worse than either by more than delta passes its test is at most
 1 - level. Of the recipes that may be deployed the most accurate is taken, with fewer LLM calls in a tie; if there is
-none, greedy decoding. That has then passed no test: it may be worse than the direct score by more than delta.
+none, the more accurate of greedy decoding and the direct score. That has then passed no test: it may be worse than the
+other by more than delta.
 """
 
 from __future__ import annotations
@@ -380,7 +381,7 @@ def decide(tested: Sequence[Tried], delta: float, level: float) -> tuple[RecipeN
         for recipe, both in zip(tested, differences, strict=True)
         if all(difference.low > -delta for difference in both)
     ]
-    chosen = min(safe, key=lambda recipe: recipe.rank, default=greedy)
+    chosen = min(safe or (greedy, direct), key=lambda recipe: recipe.rank)
     words = _words(chosen, len(safe), len(tested), delta, level)
     return chosen.recipe, [
         (
@@ -411,8 +412,8 @@ def _words(chosen: Tried, safe: int, tests: int, delta: float, level: float) -> 
         )
     return (
         f"{LABELS[chosen.recipe]}: none of {tests} tested recipes is shown with {sure} confidence to be at most "
-        f"{margin} below greedy decoding and the direct LLM score, so the LLM is not asked. The direct LLM score may "
-        "be far better."
+        f"{margin} below greedy decoding and the direct LLM score. It is the more accurate of these two on the same "
+        "problems, which guarantees nothing."
     )
 
 
