@@ -16,6 +16,7 @@ from benchmarks.paper import methods
 from benchmarks.paper.comparison import CompareStage, DeploymentStage
 from benchmarks.paper.gather import offline
 from benchmarks.paper.methods import generator
+from benchmarks.paper.methods.glimp_router import glimp_router
 from benchmarks.paper.methods.majority import majority
 from benchmarks.paper.methods.spans import ending_ids, spans
 from benchmarks.paper.methods.spec_reason import ReasoningStep, SpecReasonGeneration, spec_reason
@@ -229,6 +230,23 @@ def test_spans_have_the_delimiter_and_budget_of_the_run(rows, prompts, pair, run
     assert sum(row["suffix"] for row in found) > 45
 
 
+def test_speculative_decoding_is_the_large_models_text_or_cheaper(rows, prompts, pair):
+    own = LocalLLM(pair.llm, tokenizer=pair.world.tokenizer).complete_many(prompts, 45)
+    exact, *lossy = (rows[name, None] for name in ("speculative", "speculative-top-k", "speculative-probability"))
+    assert written(exact) == [ids.tolist() for ids in own]
+    for cheaper in lossy:
+        assert sum(row["calls"] for row in cheaper) < sum(row["calls"] for row in exact)
+        assert written(cheaper) != written(exact)
+
+
+def test_steps_are_routed_by_the_runs_own_threshold(rows, prompts, pair, run):
+    ends = ending_ids(pair.world.tokenizer, ". ")
+    wanted = glimp_router(pair.slm, pair.llm, frozen_policy(run), prompts, 45, step_ends=ends)
+    assert written(rows["glimp-router", None]) == tokens_of(wanted)
+    assert [row["calls"] for row in rows["glimp-router", None]] == [one.calls for one in wanted]
+    assert 0 < sum(one.calls for one in wanted) < sum(one.steps for one in wanted)
+
+
 def event(step, llm_logprob, choice=0):
     size = len(llm_logprob)
     return Event(step, 1.0, list(range(size)), [3] * size, [0.0] * size, llm_logprob, None, choice)
@@ -381,12 +399,16 @@ def timed(run, chosen) -> DeploymentStage:
     return stage
 
 
+SPECULATIVE = ("speculative", "speculative-probability", "speculative-top-k")
+PLAIN = ("greedy", "glimp-router", "majority", "r2r", "spec-reason", *SPECULATIVE, "takeover", "futurebridge")
+
+
 def test_every_method_is_timed_beside_greedy_in_its_own_loop(timed, rows, chosen, run):
     plan = Plan(chosen, run, 8)
     table = timed_rows(plan, long_table(plan))
     assert [(row.key, row.loop) for row in table] == [
         *((name, "fast") for name in ("greedy", "direct", "s2t", "futurebridge")),
-        *((name, "plain") for name in ("greedy", "majority", "r2r", "spec-reason", "takeover", "futurebridge")),
+        *((name, "plain") for name in PLAIN),
     ]
     known = list(timed.rows())
     for row in table:

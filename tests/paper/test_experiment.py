@@ -635,7 +635,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
             assert "verified" in row.minus
         assert ("first correct sample" in row.minus) == (row.key in ("future-unverified", "future-incorrect"))
     keys = {(row.table, row.key) for row in found.results}
-    assert len([key for table, key in keys if table == "methods"]) == 15 + 3 + 1 + 3  # distilled, tuned, unseen
+    assert len([key for table, key in keys if table == "methods"]) == 19 + 3 + 1 + 3  # distilled, tuned, unseen
     assert len([key for table, key in keys if table == "horizons"]) == 2
     assert len([key for table, key in keys if table == "futures"]) == 6 + 2
     by_quantile = {}
@@ -650,7 +650,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     assert all(row.keys() == {"future", "states", "4", "8"} for row in quality)
     judged = {(row["where"], row["score"]) for row in found.parts["agreement"] if row["kind"] == "all"}
     assert judged >= {("validation, quantile 0.92", score) for score in ("SLM", "LLM", "FutureBridge")}
-    assert len(found.timed) == 12
+    assert len(found.timed) == 16
     assert {"samples", "router", "rollouts"} <= {row["stage"] for row in found.parts["offline"]}
     for kind in ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"):
         assert (run / "variants" / f"future-{kind}" / "samples").is_symlink()  # sampled once
