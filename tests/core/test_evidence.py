@@ -81,7 +81,9 @@ def test_intervals_hold_the_variance_of_training():
 def test_the_page_shows_what_was_deployed_missed_and_dropped(cells):
     page = evidence.page(cells, BEFORE)
     assert "3 runs: worlds tiny, tiny-control, seeds 1, 2" in page
-    assert "it was deployed in 0 of these runs, which therefore say nothing about that case" in page
+    assert "none passed in 0 of these runs, which therefore say nothing about that case" in page
+    assert "with one recipe in all cells the number would be 2 for value" in page
+    assert "1 of 2 seeds have such a cell; with 95% confidence, at most 97% of all seeds do." in page
     assert "Deployed: tiny: value 1, direct 1; tiny-control: value 1." in page
     assert "| tiny | all | -2.5 [" in page  # value minus the head without the reranker: (80 + 55) / 2 - 70
     assert "| as it was deployed | -1.0 [-2.0, +0.0]; -0.50; -9.0 |" in page
