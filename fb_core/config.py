@@ -272,7 +272,8 @@ class TrainSettings(Section):
     weight_decay: float = Field(default=0.01, ge=0)
     """Of AdamW."""
     warmup: float = Field(default=0.03, ge=0)
-    """Share of the steps in which the learning rate rises."""
+    """Share of the steps in which the learning rate rises. It then falls linearly to zero, which is ours: the paper
+    does not say."""
     clip: float = Field(default=1.0, ge=0)
     """Maximum gradient norm."""
     groups_per_step: int = Field(default=32, ge=1)
@@ -280,7 +281,8 @@ class TrainSettings(Section):
     epochs: int = Field(default=3, ge=1)
     """Passes over the training states."""
     order_seed: int = Field(default=0, ge=0)
-    """Of the order of the trajectories, the same for all runs."""
+    """Of the order of the trajectories, the same for all runs of the sweep. That, and steps of whole trajectories in a
+    random order, are ours: the paper does not say."""
     microbatches: int = Field(default=1, ge=1)
     """Pieces of a step; up to this many processes can share it."""
     checkpoint_steps: Annotated[int, NOT_IN_IDENTITY] = Field(default=50, ge=1)

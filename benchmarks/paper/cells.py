@@ -15,7 +15,7 @@ LEGEND = f"{BELOW_GREEDY} significantly below greedy, {BELOW_DIRECT} significant
 BOOTSTRAP = "95% bootstrap over problems, differences paired"
 SHARES = "95% score intervals with each problem as one trial at most, differences paired"
 
-Columns = Mapping[str, Callable[[Any], Text]]  # what makes a cell of a row, by head; heads that end in "|" are text
+Columns = dict[str, Callable[[Any], Text]]  # what makes a cell of a row, by head; heads that end in "|" are text
 
 
 def table(caption: str, rows: Sequence[Any], columns: Columns, note: str = "") -> Table:

@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib import resources
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
 
 from benchmarks.paper.agreement import AgreementStage, agreement_rows, coverage_rows, judged_states, matrix_of
 from benchmarks.paper.benchmark_states import benchmark_runs
 from benchmarks.paper.futures import OwnFutureStage, SampleStage
+from benchmarks.paper.published import Published
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
 from benchmarks.paper.rows import DEPLOYED, Run, decoded, finished, long_table, results, timed
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import OURS, TABLES, Plan, Table, plan_of, settings_of_variant
 from fb_core import explain, statistics
-from fb_core.config import ModelSettings
 from fb_core.stages.choose import CHOICE, ChoiceStage, RerankerStage, SelectionStage
 from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
 from fb_core.stages.decode import Row
@@ -32,7 +30,7 @@ from fb_core.stages.models import frozen_policy, models_of
 from fb_core.stages.records import Examples
 from fb_core.stages.rollouts import RolloutStage, token_kind
 from fb_core.stages.run import Stage
-from fb_core.stages.scores import ScoreStage
+from fb_core.stages.scores import FILTERS, ScoreStage
 from fb_core.stages.train import TrainStage
 
 OFFLINE: tuple[type[Stage], ...] = (
@@ -70,10 +68,11 @@ def gather(settings: PaperSettings, run: Path, tables: Mapping[str, Table] = TAB
     """
     plan, policy, models = plan_of(settings, run), frozen_policy(run), models_of(settings.models)
     made = Artefact(run, TrainStage.name).finished()
-    rows, beside = long_table(plan, tables), published(settings).get("deployment", {})
+    rows, paper = long_table(plan, tables), Published(settings)
     changes, pages = changed_outcomes(plan)
     parts = {
         "changes": changes,
+        "filter": filtered(plan),
         "certification": certification(plan),
         "offline": offline(plan),
     }
@@ -90,7 +89,7 @@ def gather(settings: PaperSettings, run: Path, tables: Mapping[str, Table] = TAB
         seeds=settings.train.seeds,
         rows=tuple(rows),
         results=tuple(results(plan, rows, tables)),
-        timed=tuple(replace(timing, published=beside.get(timing.key)) for timing in timed(plan, rows)),
+        timed=tuple(replace(timing, published=paper.row("deployment", timing.key)) for timing in timed(plan, rows)),
         parts={name: part for name, part in parts.items() if part},
         pages=pages,
         settings=settings.model_dump(mode="json"),
@@ -99,7 +98,20 @@ def gather(settings: PaperSettings, run: Path, tables: Mapping[str, Table] = TAB
             "machine": f"{', '.join(made['cost']['devices'])}; {os.cpu_count()} CPU cores; torch {torch.__version__}",
             **{name: str(version) for name, version in made["made_by"][-1].items()},
         },
+        published=paper.words(),
+        published_costs=paper.words(*made["cost"]["devices"]),
     )
+
+
+def filtered(plan: Plan) -> Part:
+    """The states left after each condition of the filter; empty if they were not scored."""
+    if (manifest := finished(plan.run, ScoreStage.name)) is None:
+        return []
+    counts, paper = manifest["counts"], Published(plan.settings)
+    return [
+        {"condition": words, "states": counts.get(name, 0), "published": paper.states(name)}
+        for name, words in FILTERS.items()
+    ]
 
 
 def certification(plan: Plan) -> Part:
@@ -125,13 +137,20 @@ def agreement(plan: Plan) -> Part:
             rows += [{"where": where, **row} for row in agreement_rows(states, ("SLM", "LLM", "FutureBridge"))]
     for name, (settings, folder) in _benchmarks(plan):
         rows += [{"where": name, **row} for row in agreement_rows(judged_states(settings, folder))]
+    for row in rows:
+        if row["kind"] == "all" and (figures := Published(plan.settings).row("agreement", row["score"])):
+            row["published"] = figures.get("pairwise" if row["where"] == "validation" else row["where"])
     return rows
 
 
 def coverage(plan: Plan) -> Part:
     """How often pools hold a candidate from which the SLM succeeds, on validation problems and on the benchmarks."""
     sources = [("validation", (plan.settings, plan.run)), *_benchmarks(plan)]
-    return [{"where": name, **row} for name, source in sources for row in coverage_rows(judged_states(*source))]
+    rows = [{"where": name, **row} for name, source in sources for row in coverage_rows(judged_states(*source))]
+    for row in rows:
+        if figures := Published(plan.settings).row("coverage", row["pool"]):
+            row["published"] = {"size": figures["size"], "coverage": figures.get(row["where"])}
+    return rows
 
 
 def _benchmarks(plan: Plan) -> Iterator[tuple[str, tuple[PaperSettings, Path]]]:
@@ -216,12 +235,12 @@ def parting_event(greedy: Row, row: Row) -> int | None:
 
 def offline(plan: Plan) -> Part:
     """Units, seconds of work and GPU hours of every finished stage, from its receipts, beside the paper's."""
-    rows, beside = [], published(plan.settings).get("offline", {})
+    rows, paper = [], Published(plan.settings)
     for kind in OFFLINE:
         if (manifest := finished(plan.run, kind.name)) is not None:
             stage = kind(plan.settings, plan.run)
             about = {"stage": stage.name, "units": _units(stage, manifest), "unit": stage.unit}
-            rows.append(about | manifest["cost"] | {"published": beside.get(stage.name)})
+            rows.append(about | manifest["cost"] | {"published": paper.hours(stage.name)})
     return rows
 
 
@@ -231,26 +250,3 @@ def _units(stage: Stage, manifest: dict[str, Any]) -> int:
     if isinstance(stage, RolloutStage):
         return counts.get("train states", 0) + counts.get("validation states", 0)
     return counts["sampled"] if isinstance(stage, SampleStage) else sum(stage.shards().values())
-
-
-def published(settings: PaperSettings) -> dict[str, dict[str, float]]:
-    """The paper's figures by table and row, if the run's settings and first benchmark are the same as the paper's."""
-    text = (resources.files("benchmarks.paper") / "published.yaml").read_text(encoding="utf-8")
-    timed = settings.evaluate.benchmarks[0]
-    return {
-        name: table["rows"]
-        for name, table in yaml.safe_load(text).items()
-        if is_published(settings) and table.get("benchmark", timed) == timed
-    }
-
-
-def is_published(settings: PaperSettings) -> bool:
-    """Whether models, data and settings are the paper's, so that its figures may be shown beside the run's."""
-    paper = PaperSettings(models=ModelSettings(slm="Qwen/Qwen3-1.7B", llm="Qwen/Qwen3-32B"))
-    free = {"per_shard", "token_budget", "microbatches", "checkpoint_steps"}
-    sections = ("problems", "collect", "futures", "score", "train", "evaluate")
-    same = all(
-        getattr(settings, name).model_dump(exclude=free) == getattr(paper, name).model_dump(exclude=free)
-        for name in sections
-    )
-    return same and (settings.models.slm, settings.models.llm) == (paper.models.slm, paper.models.llm)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from importlib import resources
 from typing import Literal, NamedTuple
-
-import yaml
 
 from benchmarks.paper.cells import above, below, flipped, made_with, percent, said
 from benchmarks.paper.figures import by_benchmark
 from benchmarks.paper.page import Block, Paragraph, Span, Text
+from benchmarks.paper.published import averages
 from benchmarks.paper.rows import Result, Run
 from benchmarks.paper.tables import OURS
 from fb_core.page import Table
@@ -104,13 +101,6 @@ class Ordering(NamedTuple):
         if below(self.difference):
             return "reversed"
         return "holds" if above(self.difference) or (self.may_be_equal and self.difference.low == 0) else "not decided"
-
-
-@cache
-def averages() -> dict[str, float]:
-    """The paper's average accuracies in percent, by key of a row."""
-    text = (resources.files("benchmarks.paper") / "published.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)["accuracy"]["rows"]
 
 
 def _difference(rows: Mapping[str, Result], left: str, right: str) -> tuple[Interval | None, bool]:

@@ -48,7 +48,8 @@ HOW = (
     "are resampled with all their runs, and differences are paired by problem. A difference is called statistically "
     "significant if its interval excludes 0. Intervals are not corrected for multiple comparisons. If there are "
     "several benchmarks, “average” is the primary result: all benchmarks have equal weight, and problems are resampled "
-    "within each. A column headed “published” appears only if models, data and settings are the paper's."
+    "within each. A column headed “published” holds the paper's figures, if the models are the paper's; it says “other "
+    "setting” if data, settings, dtype or, for costs, the GPU are not."
 )
 REFERENCES = {"greedy": "greedy", "direct": "the direct LLM score", OURS: "FutureBridge"}
 RIVALS = {"greedy": "greedy decoding", "direct": "the direct LLM score", "takeover": "takeover"}
@@ -307,6 +308,8 @@ def _rows_table(run: Run, rows: Sequence[Result], caption: str) -> Table:
     columns["accuracy, % [95%]"] = lambda row: percent(row.accuracy) or "see below" * bool(row.note)
     for name in dict.fromkeys(["greedy", "direct", OURS, *(name for row in rows for name in row.minus)]):
         columns[f"minus {'FutureBridge' if name == OURS else name}, pp [95%]"] = minus(name)
+    if any(row.published is not None for row in rows):
+        columns[f"{run.published}, %"] = lambda row: share(row.published)
     columns["events per problem"] = lambda row: number(row.events, 2)
     columns["LLM calls per problem"] = lambda row: number(row.calls and row.calls.mean, 2)
     columns["tokens per problem"] = lambda row: number(row.tokens, 1)
@@ -472,9 +475,12 @@ def _costs(run: Run, _: str) -> list[Block]:
         "devices|": lambda row: ", ".join(row["devices"]),
     }
     if any(row.published for row in run.timed):
-        of_methods["published, × greedy"] = lambda row: number(row.published, 2)
+        words = {"calls": "calls", "pool": "candidates per event", "seconds": "× greedy", "memory": "GB"}
+        of_methods[f"{run.published_costs}|"] = lambda row: ", ".join(
+            f"{number(row.published[name], 2)} {unit}" for name, unit in words.items() if name in row.published
+        )
     if any(row["published"] for row in offline):
-        of_stages["published, GPU hours"] = lambda row: number(row["published"], 1)
+        of_stages[f"{run.published_costs}, H200 hours"] = lambda row: number(row["published"], 1)
     if run.timed:
         blocks.append(table("Deployment", run.timed, of_methods, f"One problem at a time, {where} {made_with(run)}"))
     elif offline:
@@ -493,11 +499,30 @@ def _coverage(run: Run, _: str) -> list[Block]:
     if not (rows := run.parts.get("coverage", ())):
         return []
     text = "A state is covered if the SLM's rollout after at least one candidate of the pool is right."
+    columns: Columns = {"pool": lambda row: row["pool"], **WHERE, **POOLS}
+    if any(row.get("published") for row in rows):
+        columns |= {
+            f"{run.published}, mean pool size": lambda row: number(row["published"].get("size"), 1),
+            f"{run.published}, covered, %": lambda row: number(row["published"].get("coverage"), 1),
+        }
     note = made_with(run, decoded=False, intervals=SHARES)
     return [
         Paragraph(text),
-        table("Coverage of held-out states", rows, {"pool": lambda row: row["pool"], **WHERE, **POOLS}, note),
+        table("Coverage of held-out states", rows, columns, note),
     ]
+
+
+def _filter(run: Run, _: str) -> list[Block]:
+    if not (rows := run.parts.get("filter", ())):
+        return []
+    columns: Columns = {
+        "condition": lambda row: row["condition"],
+        "states": lambda row: number(row["states"]),
+        "share of admitted, %": lambda row: share(row["states"] / max(1, rows[0]["states"])),
+    }
+    if any(row["published"] for row in rows):
+        columns[f"{run.published}, states"] = lambda row: number(row["published"])
+    return [table("States left after each condition", rows, columns, made_with(run, decoded=False, intervals=""))]
 
 
 def _quality(run: Run, _: str) -> list[Block]:
@@ -530,6 +555,9 @@ def _agreement(run: Run, prefix: str) -> list[Block]:
         sides = [(row["score"], Interval(*(part - 0.5 for part in row["pairwise"]))) for row in own]
         blocks += [Paragraph(f"{kind.capitalize()} events, {where}. {by_significance(words, sides)}")] if own else []
     columns: Columns = {"score": lambda row: row["score"], **WHERE, **SCORES}
+    if any(row.get("published") for row in rows):
+        head = f"{run.published}: pairwise (validation) or top-1 (benchmarks), %"
+        columns[head] = lambda row: number(row.get("published"), 1)
     for kind in dict.fromkeys(row["kind"] for row in rows):
         own = [row for row in rows if row["kind"] == kind]
         note = made_with(run, decoded=False, intervals=SHARES)
@@ -563,6 +591,7 @@ PARTS = (
         "methods",
         _certification,
     ),
+    Part("Data filter", "Which admitted states are trained on.", "futurebridge score", "methods", _filter),
     Part("Costs", "Time and memory per problem, and time of the offline stages.", f"{TABLE} costs", "methods", _costs),
     Part(
         "Pool coverage", "How often a pool holds a candidate from which the SLM succeeds.", ROLLOUTS, "pools", _coverage

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from benchmarks.paper import intervals
 from benchmarks.paper.comparison import CompareStage, DeploymentStage
 from benchmarks.paper.methods import label_of
+from benchmarks.paper.published import Published
 from benchmarks.paper.tables import OURS, PROBLEM, TABLES, Plan, Table, Variant, settings_of_variant
 from fb_core import statistics
 from fb_core.config import AVERAGE
@@ -95,6 +96,7 @@ class Result:
         problems: their number.
         minus: paired differences of accuracy to other rows on the same problems at the same quantile, by name.
         events: mean number per problem, like `tokens`, `calls` and `llm_tokens`.
+        published: the paper's accuracy on that benchmark.
         above_line: accuracy minus that of takeover on such a share of the problems (the SLM decodes the rest) that it
             costs the same number of `llm_tokens`; None for greedy decoding and takeover, the ends of that line.
     """
@@ -116,11 +118,17 @@ class Result:
     tokens: float | None = None
     llm_tokens: Interval | None = None
     above_line: Interval | None = None
+    published: float | None = None
 
 
 @dataclass(frozen=True)
 class Timed:
-    """The mean cost per problem of a method in one loop; `relative` is its time as a multiple of greedy decoding's."""
+    """The mean cost per problem of a method in one loop.
+
+    Attributes:
+        relative: its time as a multiple of greedy decoding's.
+        published: the paper's figures, by the names that `Published.row` has.
+    """
 
     method: str
     key: str
@@ -132,7 +140,7 @@ class Timed:
     llm_tokens: float | None = None
     relative: Interval | None = None
     peak_bytes: float | None = None
-    published: float | None = None
+    published: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,7 @@ class Run:
         parts: rows of the other sections by name; a part that was not run is missing.
         pages: those that explain changed problems, by path.
         settings: all, by section; `about` says where and with what the run was made.
+        published: the head of columns with the paper's figures; `published_costs` that of costs.
     """
 
     name: str
@@ -162,6 +171,8 @@ class Run:
     pages: Mapping[str, bytes] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
+    published: str = "published"
+    published_costs: str = "published"
 
     def of(self, table: str) -> list[Result]:
         """The rows of one table."""
@@ -260,6 +271,7 @@ def results(plan: Plan, rows: Sequence[Decoded], tables: Mapping[str, Table] = T
         if row.variant:
             by_variant.setdefault(row.variant, []).append(row)
     groups = {name: _Group(own) for name, own in by_variant.items()}
+    paper = Published(plan.settings)
 
     @cache
     def accuracy(members: tuple[str, ...], name: str, other: str | None = None) -> Interval:
@@ -284,6 +296,7 @@ def results(plan: Plan, rows: Sequence[Decoded], tables: Mapping[str, Table] = T
 
     def result(table: Table, variant: Variant, benchmark: str, members: tuple[str, ...]) -> Result:
         about: dict[str, Any] = {"key": variant.key, "label": variant.label, "x": variant.x}
+        about["published"] = paper.accuracy(table.name, variant.key, variant.x, benchmark)
         if table.name == "quantiles":
             folder = plan.run if variant.state_source is None else plan.run / variant.state_source.path
             has_policy = finished(folder, PolicyStage.name) is not None
@@ -315,7 +328,10 @@ def results(plan: Plan, rows: Sequence[Decoded], tables: Mapping[str, Table] = T
                 yield from (result(table, variant, name, members) for name, members in benchmarks.items())
             if table.name == "methods":
                 unseen = {peer: why for peer, why in UNSEEN.items() if peer not in plan.settings.compare.external}
-                yield from (Result("methods", name, peer, peer, why) for peer, why in unseen.items() for name in names)
+                for peer, why in unseen.items():
+                    for name in benchmarks:
+                        figure = paper.accuracy("methods", peer, None, name)
+                        yield Result("methods", name, peer, peer, why, published=figure)
 
 
 def _compared(plan: Plan, table: Table, variant: Variant) -> dict[str, str]:

@@ -140,15 +140,20 @@ class ScoreStage(OverStates):
         return Cost("scored, shared prefixes once", prefix + (1 + self.settings.score.horizon) * candidates)
 
 
+FILTERS = {  # words, by name of the count
+    "admitted": "admitted states",
+    "verified": "answer-verified future",
+    "long_enough": "future of the full horizon",
+    "valid_group": "valid group",
+    "train groups": "for training",
+    "validation groups": "for validation",
+}
+
+
 def filter_table(counts: dict[str, int]) -> str:
     """The paper's table of the states left after each condition, in Markdown."""
-    rows = (
-        ("admitted states", counts["admitted"]),
-        ("answer-verified future", counts["verified"]),
-        ("future of the full horizon", counts["long_enough"]),
-        ("valid group", counts["valid_group"]),
-        ("for training", counts.get("train groups", 0)),
-        ("for validation", counts.get("validation groups", 0)),
-    )
-    lines = [f"| {name} | {count:,} | {count / max(1, rows[0][1]):.1%} |" for name, count in rows]
+    of = max(1, counts["admitted"])
+    lines = [
+        f"| {words} | {counts.get(name, 0):,} | {counts.get(name, 0) / of:.1%} |" for name, words in FILTERS.items()
+    ]
     return "\n".join(["| condition | states | share of admitted |", "|---|---|---|", *lines])

@@ -130,6 +130,10 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
         ],
         "parts": {
             "agreement": agreement,
+            "filter": [
+                {"condition": condition, "states": states, "published": None}
+                for condition, states in (("admitted states", 318), ("valid group", 214))
+            ],
             "coverage": [
                 states | {"pool": pool, "mean_size": size, "coverage": around(share), "coverage_mixed": around(share)}
                 for pool, size, share in (("SLM", 4.0, 0.836), ("joint", 6.07, 0.862))

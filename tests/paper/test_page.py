@@ -72,7 +72,15 @@ def test_the_page_is_one_file_that_loads_nothing_and_runs_what_its_policy_names(
 
 
 TITLES = ["The run", "The paper's orderings", "Methods", "Accuracy against the LLM's work"]
-TITLES += ["Problems with changed outcomes", "Deployed recipe", "Costs", "Candidate pools", "Pool coverage", "Horizon"]
+TITLES += [
+    "Problems with changed outcomes",
+    "Deployed recipe",
+    "Data filter",
+    "Costs",
+    "Candidate pools",
+    "Pool coverage",
+    "Horizon",
+]
 TITLES += ["Futures", "Future quality", "Hybrid targets", "Adapter scope", "Target temperature", "Request quantiles"]
 TITLES += ["Agreement with rollouts", "Settings", "How to read the numbers"]
 
