@@ -33,7 +33,8 @@ from fb_core.stages.scores import ScoreStage
 from fb_core.statistics import Interval
 
 Tally = NDArray[np.float64]
-KINDS = ("all", "word", "digit", "mark")
+MATCHED = "matched"  # events at which every score is known
+KINDS = ("all", MATCHED, "word", "digit", "mark")
 
 
 class AgreementStage(Stage):
@@ -136,18 +137,21 @@ def judge(settings: RunSettings, run: Path) -> str:
 def agreement_rows(states: Sequence[Judged], names: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """One row per kind of event and score: pairwise accuracy and top-1 success with intervals over problems.
 
+    Targets exist only at states with a usable future; at the "matched" ones all scores are compared on the same states.
+
     Each row also has the differences of its top-1 success to that of the SLM's and of the LLM's own score on the same
     states. If `names` is None, there are rows for all scores.
     """
     if names is None:
         names = list(dict.fromkeys(name for state in states for name in state.scores))
+    by_kind = {kind: [state for state in states if kind in ("all", state.rolled.kind)] for kind in KINDS}
+    by_kind[MATCHED] = [state for state in states if set(names) <= state.scores.keys()]
+    if len(by_kind[MATCHED]) == len(states):  # it would say the same again
+        del by_kind[MATCHED]
     rows = []
-    for kind in KINDS:
+    for kind, own in by_kind.items():
         for name in names:
-            members = [
-                state for state in states if name in state.scores and (kind == "all" or state.rolled.kind == kind)
-            ]
-            if members:
+            if members := [state for state in own if name in state.scores]:
                 rows.append({"score": name, "kind": kind, **_agreement(members, name)})
     return rows
 

@@ -158,16 +158,25 @@ class OtherScoreStage(ScoreStage):
 
     @property
     def reads(self) -> Sequence[type[Stage]]:  # type: ignore[override]
-        return (*ScoreStage.reads, OwnFutureStage if self.settings.samples.future == "own" else SampleStage)
+        return (*ScoreStage.reads, *made_for(self.settings.samples.future))
 
     def futures(self, examples: Examples) -> list[Future]:
         kind, horizon = self.settings.samples.future, self.settings.score.horizon
         if kind == "own":
             return list(examples.futures(OwnFutureStage.name).values())
         futures = super().futures(examples)
+        if kind == "greedy":
+            return [replace(future, verdict="correct") for future in futures]  # so that they pass the filter
         used, _ = usable(in_parts(futures, self.settings.collect.slm_k), horizon)
         sampled = read_samples(self.input(SampleStage).folder, examples.shard)
         return futures_of_quality(kind, futures, [future.state.id for future in used], sampled, horizon, examples.shard)
+
+
+def made_for(future: str) -> tuple[type[Stage], ...]:
+    """The stages that write futures of a kind, besides the LLM's greedy ones."""
+    if future in ("llm", "greedy"):
+        return ()
+    return (OwnFutureStage if future == "own" else SampleStage,)
 
 
 def read_samples(folder: Artefact, shard: str) -> Samples:

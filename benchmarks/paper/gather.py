@@ -161,12 +161,12 @@ def _benchmarks(plan: Plan) -> Iterator[tuple[str, tuple[PaperSettings, Path]]]:
 
 
 def future_quality(plan: Plan) -> Part:
-    """Pairwise accuracy of the target by kind of future and horizon, on the held-out states that have all kinds."""
+    """Pairwise accuracy of the target by kind of future and horizon, on the held-out states that it was scored at."""
     made = [variant for variant in TABLES["futures"].rows(plan) if variant.key.startswith("future-")]
     folders = [plan.run / variant.path for variant in made]
     if any(finished(folder, ScoreStage.name) is None for folder in folders):
         return []
-    horizons, states = plan.settings.train.horizons, 0
+    horizons, states = plan.settings.train.horizons, [0] * len(folders)
     won, pairs = np.zeros((2, len(folders), len(horizons)))
     for shard in Artefact(plan.run, RolloutStage.name).shards("validation"):
         rolled = Examples(plan.run, shard).rollouts
@@ -175,7 +175,7 @@ def future_quality(plan: Plan) -> Part:
                 rollout = rolled.get(state)
                 if rollout is None or (matrix := matrix_of(group, rollout)) is None:
                     continue
-                states += quality == 0
+                states[quality] += 1
                 for column, horizon in enumerate(horizons):
                     score = matrix[:, :horizon].double().mean(1)
                     agreeing, comparable = statistics.pairwise_agreement(score.numpy(), rollout.correct.numpy())
@@ -183,12 +183,12 @@ def future_quality(plan: Plan) -> Part:
                     pairs[quality, column] += comparable
     shares = np.divide(won, pairs, out=np.full_like(won, np.nan), where=pairs > 0)
     return [
-        {"future": variant.label, "states": states}
+        {"future": variant.label, "states": count}
         | {
             f"{horizon}": None if np.isnan(share) else float(share)
             for horizon, share in zip(horizons, row, strict=True)
         }
-        for variant, row in zip(made, shares, strict=True)
+        for variant, count, row in zip(made, states, shares, strict=True)
     ]
 
 

@@ -529,10 +529,13 @@ def _quality(run: Run, _: str) -> list[Block]:
     if not (rows := run.parts.get("future_quality", ())):
         return []
     horizons = [name for name in rows[0] if name not in ("future", "states")]
-    body = [[row["future"], *(share(row[horizon]) for horizon in horizons)] for row in rows]
-    note = f"{number(rows[0]['states'])} states that have every kind of future; no intervals; 50 is chance. "
-    text = "How often the target ranks two candidates as their rollouts do, by kind of future and horizon."
-    head = ["", *(f"H = {horizon}, %" for horizon in horizons)]
+    body = [[row["future"], number(row["states"]), *(share(row[horizon]) for horizon in horizons)] for row in rows]
+    note = "No intervals; 50 is chance. "
+    text = (
+        "How often the target ranks two candidates as their rollouts do, by kind of future and horizon. All but the "
+        "unverified greedy future are on the states that have every kind."
+    )
+    head = ["", "states", *(f"H = {horizon}, %" for horizon in horizons)]
     note += made_with(run, decoded=False, intervals="")
     return [Paragraph(text), Table("Pairwise accuracy by future and horizon", head, body, note)]
 
@@ -546,7 +549,8 @@ def _agreement(run: Run, prefix: str) -> list[Block]:
             "after each candidate. Pairwise accuracy is the share of pairs with different outcomes that the score puts "
             "in the right order; a tie counts one half. Top-1 success is the share of states whose best-scored "
             "candidate leads to the right answer. Mixed states are those whose candidates differ in outcome. Targets "
-            "exist only at states with a verified future, so they cover fewer states."
+            "exist only at states with a verified future, so they cover fewer states; matched events are those where "
+            "every score is known, so that all are compared on the same states."
         )
     ]
     words = "Better than chance", "Worse than chance", "Not significantly different from chance"

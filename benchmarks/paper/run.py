@@ -16,7 +16,7 @@ from rich.progress import TimeElapsedColumn
 from benchmarks.paper.agreement import AgreementStage
 from benchmarks.paper.benchmark_states import judge_benchmarks
 from benchmarks.paper.comparison import CompareStage, DeploymentStage
-from benchmarks.paper.futures import OtherScoreStage, OwnFutureStage, SampleStage
+from benchmarks.paper.futures import OtherScoreStage, SampleStage, made_for
 from benchmarks.paper.methods import method
 from benchmarks.paper.nested_runs import link, work_through
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
@@ -186,9 +186,8 @@ def make(variant: Variant, values: str, run: Path, judge: bool) -> str | None:
 
 def with_futures(command: Command, settings: PaperSettings) -> list[type[Stage]]:
     """The stages of a command, those that make other futures before the scores."""
-    kind = settings.samples.future
-    other: list[type[Stage]] = [] if kind == "llm" else [OwnFutureStage if kind == "own" else SampleStage]
-    return [*(other if command == "score" else ()), *stages_of(command, settings)]
+    other = made_for(settings.samples.future) if command == "score" else ()
+    return [*other, *stages_of(command, settings)]
 
 
 def instead(settings: PaperSettings) -> Mapping[type[Stage], type[Stage]]:

@@ -32,11 +32,12 @@ class SampleSettings(Section):
     """Other futures than the LLM's greedy ones, and the samples that they are made of.
 
     Attributes:
-        future: what follows the candidates: the LLM's greedy continuation if it is right ("llm"), the SLM's own correct
-            sample from the bare state ("own"); or, on the states that have all of the following, that same continuation
-            ("verified"), the LLM's first sample with a right answer ("sampled"), its first one with any answer
-            ("unverified"), its first wrong one ("incorrect"), the continuation of another problem's state
-            ("cross-state"), the verified one's tokens in a random order ("shuffled").
+        future: what follows the candidates: the LLM's greedy continuation if it is right ("llm"), that continuation
+            whatever its answer ("greedy"), the SLM's own correct sample from the bare state ("own"); or, on the states
+            that have all of the following, the right greedy continuation ("verified"), the LLM's first sample with a
+            right answer ("sampled"), its first one with any answer ("unverified"), its first wrong one ("incorrect"),
+            the continuation of another problem's state ("cross-state"), the verified one's tokens in a random order
+            ("shuffled").
         llm: maximum LLM samples per state, drawn until one is right and one is wrong.
         llm_temperature: temperature of the LLM's samples, over its whole distribution.
         slm: the SLM's own samples per state.
@@ -44,7 +45,9 @@ class SampleSettings(Section):
         seed: of all samples.
     """
 
-    future: Literal["llm", "own", "verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"] = "llm"
+    future: Literal[
+        "llm", "own", "greedy", "verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"
+    ] = "llm"
     llm: int = Field(default=16, ge=1)
     llm_temperature: float = Field(default=1.0, gt=0)
     slm: int = Field(default=4, ge=1)

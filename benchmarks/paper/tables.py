@@ -187,8 +187,9 @@ def _futures(plan: Plan) -> list[Variant]:
         "shuffled": "shuffled, verified greedy",
     }
     variants = [plan.recipe(f"future-{kind}", label, samples={"future": kind}) for kind, label in qualities.items()]
+    greedy = plan.recipe("future-greedy", "all states, greedy future, unverified", samples={"future": "greedy"})
     own = plan.recipe("own", "all states, the SLM's own future", samples={"future": "own"})
-    return [*variants, plan.own("all states with a verified future"), own]
+    return [*variants, plan.own("all states with a verified future"), greedy, own]
 
 
 def _alpha(plan: Plan) -> list[Variant]:

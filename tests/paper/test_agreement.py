@@ -73,7 +73,11 @@ STATES = [
 
 def test_agreement_by_hand():
     rows = {(row["kind"], row["score"]): row for row in agreement_rows(STATES)}
-    assert list(rows) == [(kind, score) for kind in ("all", "word", "digit") for score in ("SLM", "LLM", "ours")]
+    assert list(rows) == [
+        (kind, score) for kind in ("all", "matched", "word", "digit") for score in ("SLM", "LLM", "ours")
+    ]
+    assert [rows["matched", score]["states"] for score in ("SLM", "LLM", "ours")] == [3, 3, 3]  # all but b's
+    assert rows["matched", "ours"] == rows["all", "ours"] | {"kind": "matched"}
     everywhere = rows["all", "SLM"]
     assert {name: everywhere[name] for name in ("states", "mixed_states", "pairs", "problems")} == {
         "states": 4,
@@ -152,7 +156,8 @@ def test_agreement_of_a_run_is_what_counting_gives(run):
         assert row["top1"].mean == pytest.approx(right / len(members))
         assert row["top1_mixed"].mean == pytest.approx(mixed_right / mixed)
     assert rows["Direct-B_8"]["states"] == 37  # with a usable future
-    by_kind = [row for row in agreement_rows(states) if row["score"] == "SLM" and row["kind"] != "all"]
+    assert {row["states"] for row in agreement_rows(states) if row["kind"] == "matched"} == {37}
+    by_kind = [row for row in agreement_rows(states) if row["score"] == "SLM" and row["kind"] not in ("all", "matched")]
     assert sum(row["states"] for row in by_kind) == 45
     first = next(state for state in states if "Direct-B_8" in state.scores)
     matrix = Examples(run, "validation-00000").groups[first.rolled.state.id].logprob

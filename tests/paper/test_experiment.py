@@ -640,7 +640,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     keys = {(row.table, row.key) for row in found.results}
     assert len([key for table, key in keys if table == "methods"]) == 19 + 3 + 1 + 3  # distilled, tuned, unseen
     assert len([key for table, key in keys if table == "horizons"]) == 2
-    assert len([key for table, key in keys if table == "futures"]) == 6 + 2
+    assert len([key for table, key in keys if table == "futures"]) == 6 + 3
     by_quantile = {}
     for row in found.of("quantiles"):
         by_quantile.setdefault(row.quantile, []).append(row.key)
