@@ -30,12 +30,13 @@ PAIR = {"slm": "demo:plans", "llm": "demo:plans", "threshold": 0.6, "max_length"
 PROMPT = {"prompt": "29*9+7*7+9;", "max_tokens": 60}
 # `serve run` on a Ray of two cores whatever the machine has, on loopback.
 COMMAND = """
-import sys
+import signal, sys
 import ray
 from ray import serve
 from ray.serve.scripts import cli
 ray.init(address="local", num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False)
 serve.start(http_options={"port": int(sys.argv[1])})
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 cli(["run", *sys.argv[2:]])
 """
 
