@@ -34,6 +34,7 @@ class Usage(NamedTuple):
     pool: float | None  # candidates an event, on average
     appended: int  # tokens chosen at events
     suffix: int  # tokens that the LLM wrote after those and that were kept, such as a takeover's rest
+    read: int  # positions after the prompt that the LLM computes if it keeps its cache, rejected drafts included
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> Usage:
@@ -41,7 +42,8 @@ class Usage(NamedTuple):
         sizes = [len(event.pool) for event in events]
         calls = sum(event.asked for event in events)
         chosen = sum(len(event.pool) > 1 or event.asked for event in events)  # the others hold the SLM's token alone
-        return cls(calls, sum(sizes) / len(sizes) if sizes else None, chosen, 0)
+        read = max((event.step for event in events if event.asked), default=0)
+        return cls(calls, sum(sizes) / len(sizes) if sizes else None, chosen, 0, read)
 
 
 @dataclass

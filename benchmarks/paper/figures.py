@@ -26,7 +26,7 @@ LONGEST_LABEL, LONGEST_METHOD = 50, 36  # characters
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
 TIME = "time as a multiple of greedy decoding's in the same loop"
-COSTS = ("LLM tokens", "LLM calls", TIME)
+COSTS = ("LLM tokens", "LLM calls", "LLM positions", TIME)
 
 Panels = Mapping[str, Sequence[Result]]  # by the panel's title
 
@@ -187,7 +187,7 @@ def frontier(run: Run, theme: Theme) -> Figure | None:
     rows = sorted((row for row in primary(run.of("methods")) if row.accuracy), key=lambda row: row.accuracy or ())
     by_cost: dict[str, list[tuple[Interval, Result, str]]] = {name: [] for name in COSTS}
     for row in rows:
-        for cost, x in (("LLM tokens", row.llm_tokens), ("LLM calls", row.calls)):
+        for cost, x in (("LLM tokens", row.llm_tokens), ("LLM calls", row.calls), ("LLM positions", row.read)):
             by_cost[cost] += [(x, row, _shown(row.label))] if x else []
         if (timing := times(run).get(row.key)) and timing.relative:
             by_cost[TIME].append((timing.relative, row, _shown(f"{row.label}, {timing.loop} loop")))

@@ -51,6 +51,10 @@ HOW = (
     "within each. A column headed “published” holds the paper's figures, if the models are the paper's; it says “other "
     "setting” if data, settings, dtype or, for costs, the GPU are not."
 )
+POSITIONS = (
+    "LLM positions are those that the LLM computes, each once, as if it kept its cache: prompt, text that it reads or "
+    "writes, rejected drafts; a position costs about two FLOPs a parameter. "
+)
 REFERENCES = {"greedy": "greedy", "direct": "the direct LLM score", OURS: "FutureBridge"}
 RIVALS = {"greedy": "greedy decoding", "direct": "the direct LLM score", "takeover": "takeover"}
 NO_EVENT = "no event"
@@ -348,6 +352,7 @@ def _frontier(run: Run, prefix: str) -> list[Block]:
         "accuracy, % [95%]": lambda row: percent(row.accuracy),
         "LLM tokens per problem [95%]": lambda row: spread(row.llm_tokens),
         "LLM calls per problem [95%]": lambda row: spread(row.calls, 2),
+        "LLM positions per problem [95%]": lambda row: spread(row.read),
         **({"seconds per problem [95%], loop": seconds} if times else {}),
         "above the line to takeover, pp [95%]": lambda row: percent(row.above_line, signed=True),
     }
@@ -369,7 +374,7 @@ def _frontier(run: Run, prefix: str) -> list[Block]:
     note = (
         "LLM tokens are the tokens of the answer that the LLM wrote or that were chosen when it was asked. The line "
         "joins greedy decoding and takeover: it is the accuracy if the LLM takes over a random share of the problems, "
-        f"at the same number of LLM tokens. {'Seconds are from the table of costs. ' * bool(times)}"
+        f"at the same number of LLM tokens. {POSITIONS}{'Seconds are from the table of costs. ' * bool(times)}"
     )
     caption = (
         "Accuracy against LLM tokens, LLM calls and time, all with 95% intervals. A method above the dashed line is "

@@ -50,6 +50,7 @@ class Decoded(NamedTuple):
         events: number of the steps at which the LLM was asked or a candidate was chosen.
         calls: requests to the LLM.
         llm_tokens: number of the answer's tokens that the LLM wrote or that were chosen when it was asked.
+        read: positions that the LLM computes if it keeps its cache, the prompt's and those of rejected drafts included.
         candidates: mean number per event.
         seconds: wall time; None in a batch. `peak_bytes` is peak device memory.
     """
@@ -66,6 +67,7 @@ class Decoded(NamedTuple):
     events: int
     calls: int
     llm_tokens: int
+    read: int
     candidates: float | None
     seconds: float | None
     peak_bytes: int | None
@@ -95,7 +97,7 @@ class Result:
         seeds: of the rerankers; empty for a method that runs once.
         problems: their number.
         minus: paired differences of accuracy to other rows on the same problems at the same quantile, by name.
-        events: mean number per problem, like `tokens`, `calls` and `llm_tokens`.
+        events: mean number per problem, like `tokens`, `calls`, `llm_tokens` and `read`.
         published: the paper's accuracy on that benchmark.
         above_line: accuracy minus that of takeover on such a share of the problems (the SLM decodes the rest) that it
             costs the same number of `llm_tokens`; None for greedy decoding and takeover, the ends of that line.
@@ -117,6 +119,7 @@ class Result:
     calls: Interval | None = None
     tokens: float | None = None
     llm_tokens: Interval | None = None
+    read: Interval | None = None
     above_line: Interval | None = None
     published: float | None = None
 
@@ -318,6 +321,7 @@ def results(plan: Plan, rows: Sequence[Decoded], tables: Mapping[str, Table] = T
             calls=statistics.average_interval(own.column("calls", members)),
             tokens=own.mean("tokens", members),
             llm_tokens=statistics.average_interval(own.column("llm_tokens", members)),
+            read=statistics.average_interval(own.column("read", members)),
             above_line=above_line(members, variant.name, Variant("takeover", "", inside=variant.state_source).name),
         )
 

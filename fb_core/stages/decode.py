@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -56,6 +56,7 @@ class Row(BaseModel):
         gold: the gold answer.
         verdict: of the verifier.
         calls: of the LLM; `pool`, `appended` and `suffix` are those of `fb_core.decoding.Usage`.
+        read: positions that the LLM computes if it keeps its cache, the prompt's included; 0 if it was not asked.
         seconds: wall time; None in a batch, where a problem has no time of its own.
         peak_bytes: peak device memory; None in a batch and on a CPU.
     """
@@ -77,6 +78,7 @@ class Row(BaseModel):
     pool: float | None
     appended: int
     suffix: int
+    read: int
     seconds: float | None
     peak_bytes: int | None
 
@@ -187,7 +189,7 @@ class DecodeStage(Stage):
                 text=text,
                 gold=problem.answer,
                 verdict=verdict,
-                **generation.usage._asdict(),
+                **usage_of(generation, len(prompt)),
                 seconds=seconds,
                 peak_bytes=peak,
             )
@@ -230,6 +232,12 @@ class DecodeStage(Stage):
         """The rows of all shards, in order; raises as `read_rows`."""
         for shard in self.trials:
             yield from read_rows(self.folder, shard)
+
+
+def usage_of(generation: Generation, prompt: int) -> dict[str, Any]:
+    """What a generation asked of the LLM, as a row has it, after a prompt of so many tokens."""
+    usage = generation.usage
+    return usage._replace(read=prompt + usage.read if usage.calls else 0)._asdict()
 
 
 def read_rows(folder: Artefact, shard: str) -> Iterator[Row]:

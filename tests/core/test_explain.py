@@ -88,6 +88,7 @@ def row(tokens, events=(), **changes):
         "pool": None,
         "appended": len(made),
         "suffix": 0,
+        "read": 0,
         "seconds": 0.5,
         "peak_bytes": None,
         "prompt_sha256": "",

@@ -650,7 +650,7 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
     """Two problems of one set and one of another, two rerankers, the others once."""
     stage = EvaluateStage(settings(evaluate={"benchmarks": ["a", "b"]}), tmp_path)
     right = {("a", None): "10", ("a", 0): "11", ("a", 1): "10", ("b", None): "0", ("b", 0): "1", ("b", 1): "1"}
-    none = {"events": [], "calls": 0, "pool": None, "appended": 0, "suffix": 0, "peak_bytes": None}
+    none = {"events": [], "calls": 0, "pool": None, "appended": 0, "suffix": 0, "read": 0, "peak_bytes": None}
     rows = [
         Row(
             benchmark=benchmark,

@@ -69,6 +69,7 @@ def row_of(table: str, benchmark: str, key: str, label: str, accuracy: float, ba
     row |= {"accuracy": around(accuracy), "events": events, "tokens": tokens, "llm_tokens": around(asked, 0.1)}
     row["llm_tokens"] = [asked, max(asked - 0.1, 0.0), asked + 0.1]
     row["calls"] = [events, 0.9 * events, 1.1 * events]
+    row["read"] = [30 + asked] * 3
     row["minus"] = {other: around(accuracy - value, 0.037) for other, value in base.items() if key != other}
     if key not in ENDS:
         row["above_line"] = around(accuracy - 0.712 - asked / 40.2 * 0.28)

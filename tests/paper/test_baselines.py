@@ -199,8 +199,11 @@ STEP_ENDS = frozenset(range(5, V, 4))
 
 @torch.no_grad()
 def spans_by_definition(slm, llm, ids, threshold, budget, length):
-    """Spans, a full forward for every token: (tokens, steps of the events, tokens that the LLM wrote after theirs)."""
-    tokens, steps, written, writing, ends = ids.tolist(), [], 0, False, {EOS, 7}
+    """Spans, a full forward for every token.
+
+    Returns (tokens, steps of the events, tokens that the LLM wrote after theirs, the last position that it computed).
+    """
+    tokens, steps, written, read, writing, ends = ids.tolist(), [], 0, 0, False, {EOS, 7}
     while len(tokens) < len(ids) + length and (len(tokens) == len(ids) or tokens[-1] not in ends):
         small, large = (model(torch.tensor([tokens])).logits[0, -1] for model in (slm, llm))
         entropy = float(-(small.softmax(0) * small.log_softmax(0)).sum())
@@ -209,9 +212,10 @@ def spans_by_definition(slm, llm, ids, threshold, budget, length):
         elif entropy > threshold and len(steps) < budget:
             steps.append(len(tokens) - len(ids))
             writing = True
+        read = len(tokens) - len(ids) if writing else read
         tokens.append(int((large if writing else small).argmax()))
         writing = writing and tokens[-1] not in STEP_ENDS
-    return tokens[len(ids) :], steps, written
+    return tokens[len(ids) :], steps, written, read
 
 
 @pytest.mark.parametrize("options", [{}, {"max_length": 49, "max_batch": 2}], ids=["plain", "fast"])
@@ -224,12 +228,12 @@ def test_spans_are_steps_of_the_llm_between_greedy_tokens(threshold, budget, opt
         policy, given = RequestPolicy(threshold), {"step_ends": STEP_ENDS, "max_events": budget, **options}
         found = spans(slm, llm, policy, asked, 40, **given)
         for ids, one in zip(asked, found, strict=True):
-            tokens, steps, written = spans_by_definition(slm, llm, ids, threshold, budget, 40)
+            tokens, steps, written, read = spans_by_definition(slm, llm, ids, threshold, budget, 40)
             assert one.token_ids.tolist() == tokens
             assert [event.step for event in one.events] == steps
             assert [event.token for event in one.events] == [tokens[step] for step in steps]
             pool = 8.0 if steps else None
-            assert one.usage == Usage(len(steps), pool, len(steps), written)
+            assert one.usage == Usage(len(steps), pool, len(steps), written, read)
             made += written
     assert (made > 20) == (threshold < math.inf)
 
@@ -243,7 +247,7 @@ def test_spans_end_at_the_limits():
     for length in range(1, 16):  # a step without an end
         (one,) = spans(slm, llm, policy, prompts(5), length, step_ends=nothing)
         assert one.token_ids.tolist() == whole.token_ids[:length].tolist()
-        assert one.usage[2:] == (1, length - 1)
+        assert one.usage[2:] == (1, length - 1, length - 1)
     full, short = spans(slm, llm, policy, prompts(19, 5), 30, step_ends=nothing, max_events=1)
     assert (len(full.token_ids), full.written) == (30, 0)  # the LLM has no position left after its first token
     assert (len(short.token_ids), short.written) == (30, 14)

@@ -144,8 +144,9 @@ def test_decoders_have_the_pools_policy_and_budget_of_the_run(rows, prompts, pai
         decoder = CollaborativeDecoder(pair.slm, pair.llm, selector, frozen_policy(run), **options)
         wanted = decoder.generate_many(prompts, 45)
         assert written(rows[key]) == tokens_of(wanted)
-        for row, one in zip(rows[key], wanted, strict=True):
+        for row, one, prompt in zip(rows[key], wanted, prompts, strict=True):
             sizes = [len(event.pool) for event in one.events]
+            assert row["read"] == (len(prompt) + row["steps"][-1] if sizes else 0)
             assert row["steps"] == [event.step for event in one.events]
             assert (row["calls"], row["appended"], row["suffix"]) == (len(sizes), len(sizes), 0)
             assert row["pool"] == (pytest.approx(sum(sizes) / len(sizes)) if sizes else None)
@@ -167,6 +168,7 @@ def test_takeover_writes_the_rest_behind_the_first_admitted_state(rows, prompts,
         rest = llm.complete(state, 45 - step).tolist()
         assert row["tokens"] == [*greedy["tokens"][:step], *rest]
         assert (row["calls"], row["appended"], row["suffix"]) == (1, 1, len(rest) - 1)
+        assert row["read"] == len(prompt) + len(row["tokens"]) - 1
         taken += 1
     assert taken > 4
 
@@ -212,8 +214,9 @@ def test_spec_reason_has_the_delimiter_and_judge_of_the_run(rows, prompts, pair)
     wanted = spec_reason(pair.slm, pair.llm, prompts, 45, **options)
     found = rows["spec-reason", None]
     assert written(found) == tokens_of(wanted)
-    for row, one in zip(found, wanted, strict=True):
+    for row, one, prompt in zip(found, wanted, prompts, strict=True):
         theirs = [step for step in one.steps if step.writer == "llm"]
+        assert row["read"] == len(prompt) + one.read
         assert row["calls"] == len(one.steps) + len(theirs)
         assert row["suffix"] == sum(step.length for step in theirs)
         assert (row["pool"], row["appended"], row["steps"]) == (None, 0, [])
@@ -262,15 +265,15 @@ ALONE = Event.alone(9, 1.0, torch.zeros(3))
 @pytest.mark.parametrize(
     ("kind", "length", "events", "wanted"),
     [
-        (Generation, 9, [], Usage(0, None, 0, 0)),
-        (Generation, 12, EVENTS[:1], Usage(1, 3.0, 1, 0)),
-        (Generation, 12, EVENTS[:2], Usage(2, 2.5, 2, 0)),  # one candidate that the LLM knows nothing of
-        (Generation, 12, EVENTS, Usage(2, 7 / 3, 3, 0)),  # the last one without an LLM
-        (Generation, 12, [*EVENTS[:2], ALONE], Usage(2, 2.0, 2, 0)),  # left to the SLM by a router
-        (Generation, 12, [event(2, [-1.0])], Usage(1, 1.0, 1, 0)),  # both wanted the same
-        (TakeoverGeneration, 12, [event(4, [-1.0, -2.0])], Usage(1, None, 1, 7)),  # tokens 5 to 11
-        (TakeoverGeneration, 5, [event(4, [-1.0, -2.0])], Usage(1, None, 1, 0)),  # its one token was the last
-        (TakeoverGeneration, 12, [], Usage(0, None, 0, 0)),
+        (Generation, 9, [], Usage(0, None, 0, 0, 0)),
+        (Generation, 12, EVENTS[:1], Usage(1, 3.0, 1, 0, 2)),
+        (Generation, 12, EVENTS[:2], Usage(2, 2.5, 2, 0, 7)),  # one candidate that the LLM knows nothing of
+        (Generation, 12, EVENTS, Usage(2, 7 / 3, 3, 0, 7)),  # the last one without an LLM
+        (Generation, 12, [*EVENTS[:2], ALONE], Usage(2, 2.0, 2, 0, 7)),  # left to the SLM by a router
+        (Generation, 12, [event(2, [-1.0])], Usage(1, 1.0, 1, 0, 2)),  # both wanted the same
+        (TakeoverGeneration, 12, [event(4, [-1.0, -2.0])], Usage(1, None, 1, 7, 11)),  # tokens 5 to 11
+        (TakeoverGeneration, 5, [event(4, [-1.0, -2.0])], Usage(1, None, 1, 0, 4)),  # its one token was the last
+        (TakeoverGeneration, 12, [], Usage(0, None, 0, 0, 0)),
     ],
 )
 def test_usage_by_hand(kind, length, events, wanted):
@@ -284,7 +287,7 @@ def test_usage_of_steps_by_hand():
         ReasoningStep(13, 1, 0, "llm", 3),
         ReasoningStep(14, 2, 7, "slm", 2),
     ]
-    assert SpecReasonGeneration(torch.zeros(16), [], None, steps).usage == Usage(6, None, 0, 9)
+    assert SpecReasonGeneration(torch.zeros(16), [], None, steps, 31).usage == Usage(6, None, 0, 9, 31)
 
 
 @pytest.fixture

@@ -297,7 +297,7 @@ def test_a_text_parts_at_the_event_whose_token_differs(tokens, step):
     known = {"benchmark": "b", "method": "m", "seed": None, "loop": "batch", "problem": "p", "prompt_sha256": ""}
     known |= {"gold": "", "verdict": "wrong", "calls": 1, "seconds": None, "peak_bytes": None, "text": ""}
     event = Event(1, 2.0, [tokens[1], 7], [1, 2], [-1.0, -1.0], [-1.0, -1.0], [1.0, 0.0], 0)
-    counts = {"pool": None, "appended": 1, "suffix": 0}
+    counts = {"pool": None, "appended": 1, "suffix": 0, "read": 1}
     greedy = Row(**known, **counts, tokens=[1, 2, 3, 4], events=[])
     assert parting_event(greedy, Row(**known, **counts, tokens=tokens, events=[event])) == step
 

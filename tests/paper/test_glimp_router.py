@@ -23,18 +23,19 @@ def logits(model, ids):
 
 
 def naive(slm, llm, ids, limit, threshold):
-    """(new tokens, steps, steps of the LLM, its tokens)"""
-    ids, new, steps, calls, written = ids.tolist(), [], 0, 0, 0
+    """(new tokens, steps, steps of the LLM, its tokens, its last position)"""
+    ids, new, steps, calls, written, read = ids.tolist(), [], 0, 0, 0, 0
     while len(new) < limit and (not new or new[-1] != EOS):
         entropy = float(torch.special.entr(logits(slm, ids + new).softmax(-1)).sum())
         writer = llm if entropy > threshold else slm
         steps, calls = steps + 1, calls + (writer is llm)
         while len(new) < limit:
+            read = len(new) if writer is llm else read
             new.append(int(logits(writer, ids + new).argmax()))
             written += writer is llm
             if new[-1] in (EOS, *BREAKS):
                 break
-    return new, steps, calls, written
+    return new, steps, calls, written, read
 
 
 @pytest.mark.parametrize("threshold", [-math.inf, 0.5, 1.0, 2.0, math.inf])
@@ -43,8 +44,10 @@ def test_it_is_its_definition(threshold):
     asked = prompts(4, 9, 6, 5)
     generations = glimp_router(slm, llm, RequestPolicy(threshold, V), asked, 40, step_ends=BREAKS)
     for ids, one in zip(asked, generations, strict=True):
-        assert (one.token_ids.tolist(), one.steps, one.calls, one.written) == naive(slm, llm, ids, 40, threshold)
-        assert one.usage == (one.calls, None, 0, one.written)
+        assert (one.token_ids.tolist(), one.steps, one.calls, one.written, one.read) == naive(
+            slm, llm, ids, 40, threshold
+        )
+        assert one.usage == (one.calls, None, 0, one.written, one.read)
         assert one.events == []
     calls, steps = (sum(getattr(one, name) for one in generations) for name in ("calls", "steps"))
     if math.isinf(threshold):

@@ -133,7 +133,8 @@ def test_the_frontier_tells_what_is_worth_more_than_taking_over(single):
     distance = 95.8 - 71.2 - 1.91 / 40.2 * 28
     last = f"{distance:+.1f} [{distance - 3:+.1f}, {distance + 3:+.1f}]"
     assert rows["FutureBridge"] == [
-        *("95.8 [92.8, 98.8]", "1.9 [1.8, 2.0]", "1.91 [1.72, 2.10]", "0.048, 1.55 [1.50, 1.61] × greedy, fast", last)
+        *("95.8 [92.8, 98.8]", "1.9 [1.8, 2.0]", "1.91 [1.72, 2.10]", "31.9 [31.9, 31.9]"),
+        *("0.048, 1.55 [1.50, 1.61] × greedy, fast", last),
     ]
     assert (rows["Greedy"][-1], rows["Takeover"][-1]) == ("", "")
     takeover, worth = items(single, "Accuracy against the LLM's work")

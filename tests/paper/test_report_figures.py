@@ -118,9 +118,9 @@ def test_curves_go_through_the_means_of_their_rows():
 
 
 def test_the_line_of_the_frontier_ends_at_greedy_and_takeover():
-    tokens, calls, time = drawn("frontier", read(tiny(benchmarks=("one", "other", "average")))).axes
+    tokens, calls, positions, time = drawn("frontier", read(tiny(benchmarks=("one", "other", "average")))).axes
     assert tokens.get_ylabel() == "accuracy on average, %"
-    for axis, ends in ((tokens, (0.0, 40.2)), (calls, (0.0, 1.0)), (time, (1.0, 1.87))):
+    for axis, ends in ((tokens, (0.0, 40.2)), (calls, (0.0, 1.0)), (positions, (30.0, 70.2)), (time, (1.0, 1.87))):
         (line,) = [one for one in axis.lines if one.get_linestyle() == "--"]
         xs, ys = line.get_data()
         assert (xs[0], xs[-1]) == pytest.approx(ends)

@@ -31,11 +31,13 @@ def decoded() -> list[Decoded]:
                 verdict = "correct" if draw.random() < 0.6 else "wrong"
                 calls, tokens = (0, 0) if method == "greedy" else draw.integers(1, 9, 2).tolist()
                 about = ("run", method, method, benchmark, seed, "batch", f"{benchmark}/{problem}", verdict)
-                rows.append(Decoded(*about, 30 + problem, calls, calls, tokens, 4.0, None, None))
+                rows.append(Decoded(*about, 30 + problem, calls, calls, tokens, 20 + tokens, 4.0, None, None))
     for method, loop in (("greedy", "fast"), ("direct", "fast"), ("greedy", "plain")):
         for problem in range(3):
             about = ("run", "", method, "demo:plans", None, loop, str(problem), "correct")
-            rows.append(Decoded(*about, 9, 1, 2, 3, None if problem else 6.0, float(draw.random()) + 1, 7 + problem))
+            rows.append(
+                Decoded(*about, 9, 1, 2, 3, 23, None if problem else 6.0, float(draw.random()) + 1, 7 + problem)
+            )
     return rows
 
 

@@ -44,16 +44,17 @@ def naive_step(model, ids, most):
 
 
 def naive(slm, llm, ids, max_new_tokens, threshold, step_tokens):
-    ids, new, steps = ids.tolist(), [], []
+    ids, new, steps, read = ids.tolist(), [], [], 0
     while len(new) < max_new_tokens and (not new or new[-1] != EOS):
         most = min(step_tokens, max_new_tokens - len(new))
         draft = naive_step(slm, ids + new, most)
         shown = draft[:-1] if draft[-1] == EOS else draft
         score = int(logits(llm, ids + new + shown + [2])[list(DIGITS)].argmax())
         kept = draft if score >= threshold else naive_step(llm, ids + new, most)
+        read += len(shown) + 1 + len(kept) * (kept is not draft)
         steps.append((len(new), len(kept), score, "slm" if score >= threshold else "llm", len(draft)))
         new += kept
-    return new, steps
+    return new, steps, read - (steps[-1][3] == "llm")
 
 
 def as_tuples(generation):
@@ -70,7 +71,8 @@ def test_it_is_the_naive_loop(threshold, step_tokens):
     asked = prompts(4, 9, 6, 5, 7)
     found = run(slm, llm, asked, threshold=threshold, step_tokens=step_tokens)
     for ids, generation in zip(asked, found, strict=True):
-        new, steps = naive(slm, llm, ids, 40, threshold, step_tokens)
+        new, steps, read = naive(slm, llm, ids, 40, threshold, step_tokens)
+        assert generation.read == read
         assert generation.token_ids.tolist() == new
         assert as_tuples(generation) == steps
         assert generation.events == []

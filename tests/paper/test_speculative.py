@@ -34,22 +34,23 @@ def takes(rule, scores, token):
 
 
 def naive(slm, llm, ids, limit, rule, draft):
-    """(new tokens, rounds, tokens of the LLM)"""
-    ids, new, rounds, corrected = ids.tolist(), [], 0, 0
+    """(new tokens, rounds, tokens of the LLM, positions that it reads after the prompt)"""
+    ids, new, rounds, corrected, read = ids.tolist(), [], 0, 0, -1
     while len(new) < limit and (not new or new[-1] != EOS):
         rounds += 1
         drafted = []
         while len(drafted) < min(draft, limit - len(new) - 1) and (not drafted or drafted[-1] != EOS):
             drafted.append(int(logits(slm, ids + new + drafted).argmax()))
+        read += 1 + len(drafted)
         for token in drafted:
             if not takes(rule, logits(llm, ids + new), token):
                 break
             new.append(token)
             if token == EOS:
-                return new, rounds, corrected
+                return new, rounds, corrected, read
         new.append(int(logits(llm, ids + new).argmax()))
         corrected += 1
-    return new, rounds, corrected
+    return new, rounds, corrected, read
 
 
 @pytest.mark.parametrize("draft", [1, 3, 8])
@@ -59,9 +60,9 @@ def test_it_is_its_definition(family, rule, draft):
     slm, llm = models(family)
     asked = prompts(4, 9, 1, 6)
     for ids, generation in zip(asked, speculative(slm, llm, asked, 30, accept=RULES[rule], draft=draft), strict=True):
-        new, rounds, corrected = naive(slm, llm, ids, 30, rule, draft)
+        new, rounds, corrected, read = naive(slm, llm, ids, 30, rule, draft)
         assert generation.token_ids.tolist() == new
-        assert generation.usage == (rounds, None, 0, corrected)
+        assert generation.usage == (rounds, None, 0, corrected, read)
         assert generation.rounds + generation.drafted >= len(new)
 
 

@@ -36,16 +36,18 @@ class RoutedGeneration(Generation):
         steps: number of steps.
         calls: number of steps that the LLM wrote.
         written: tokens of these.
+        read: positions after the prompt that the LLM computed.
     """
 
     steps: int
     calls: int
     written: int
+    read: int
 
     @property
     def usage(self) -> Usage:
         """A call for every step that the LLM wrote."""
-        return Usage(self.calls, None, 0, self.written)
+        return Usage(self.calls, None, 0, self.written, self.read)
 
 
 def glimp_router(
@@ -84,7 +86,7 @@ def glimp_router(
     check_max_new_tokens(max_new_tokens)
     checked = checked_prompts("prompts", prompts, slm, room=1)
     texts, new = [ids.tolist() for ids in checked], [list[int]() for _ in checked]
-    steps, calls, written = ([0] * len(checked) for _ in range(3))
+    steps, calls, written, read = ([0] * len(checked) for _ in range(4))
     models = (slm, large.model) if isinstance(large, LocalLLM) else (slm,)
     positions = min(hf.max_positions(model) or math.inf for model in models)
 
@@ -104,13 +106,15 @@ def glimp_router(
                 new[row] += step
                 steps[row] += 1
                 calls[row] += writer is large
-                written[row] += len(step) * (writer is large)
+                if writer is large:
+                    written[row], read[row] = written[row] + len(step), max(0, len(new[row]) - 1)
                 if not step:  # the LLM has nothing to say
                     live.remove(row)
     tokens = [torch.tensor(ids, dtype=torch.int64, device=slm.device) for ids in new]
     empty: list[list[object]] = [[] for _ in tokens]
     return [
-        RoutedGeneration(*row) for row in zip(tokens, empty, map(pair.text, tokens), steps, calls, written, strict=True)
+        RoutedGeneration(*row)
+        for row in zip(tokens, empty, map(pair.text, tokens), steps, calls, written, read, strict=True)
     ]
 
 

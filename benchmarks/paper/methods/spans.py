@@ -33,11 +33,12 @@ class SpanGeneration(Generation):
     """A generation at whose events the LLM wrote more than the chosen token."""
 
     written: int  # tokens of the LLM after those of the events
+    read: int  # positions after the prompt that the LLM computed
 
     @property
     def usage(self) -> Usage:
         """A request for every event, to which the LLM's writing belongs."""
-        return super().usage._replace(suffix=self.written)
+        return super().usage._replace(suffix=self.written, read=self.read)
 
 
 def spans(
@@ -76,7 +77,7 @@ def spans(
     asked = [ids.tolist() for ids in checked_prompts("prompts", prompts, slm, room=1)]
     new: list[list[int]] = [[] for _ in asked]
     events: list[list[Event]] = [[] for _ in asked]
-    written = [0] * len(asked)
+    written, read = [0] * len(asked), [0] * len(asked)
     models = (slm, large.model) if isinstance(large, LocalLLM) else (slm,)
     small_positions, *large_positions = (hf.max_positions(model) or math.inf for model in models)
 
@@ -99,7 +100,8 @@ def spans(
         return [row for row in range(len(asked)) if room(row) > 0 and not ended(new[row])]
 
     while rows := [row for row in unfinished() if len(events[row]) < max_events]:
-        begun = set(go_on(rows)) & set(unfinished())
+        asking = go_on(rows)
+        begun = set(asking) & set(unfinished())
         rows = [row for row in sorted(begun) if new[row][-1] not in step_ends]
         rooms = {row: min([room(row), *(room(row, positions) for positions in large_positions)]) for row in rows}
         rows = [row for row in rows if rooms[row] > 0]
@@ -112,11 +114,13 @@ def spans(
         for row, step in zip(rows, steps, strict=True):
             new[row] += step
             written[row] += len(step)
+        for row in asking:
+            read[row] = len(new[row]) - 1
     decoder.max_events = 0
     while rows := unfinished():
         go_on(rows)
     tokens = [torch.tensor(ids, dtype=torch.int64, device=slm.device) for ids in new]
-    return [SpanGeneration(*row) for row in zip(tokens, events, map(pair.text, tokens), written, strict=True)]
+    return [SpanGeneration(*row) for row in zip(tokens, events, map(pair.text, tokens), written, read, strict=True)]
 
 
 def ending_ids(tokenizer: hf.Tokenizer, delimiter: str) -> frozenset[int]:

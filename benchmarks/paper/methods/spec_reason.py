@@ -54,12 +54,13 @@ class SpecReasonGeneration(Generation):
     """A generation without events: the LLM scored every step and wrote those whose `writer` is "llm"."""
 
     steps: list[ReasoningStep]
+    read: int  # positions after the prompt that the LLM computed
 
     @property
     def usage(self) -> Usage:
         """A score for every step, and a request for every step that the LLM wrote."""
         theirs = [step for step in self.steps if step.writer == "llm"]
-        return Usage(len(self.steps) + len(theirs), None, 0, sum(step.length for step in theirs))
+        return Usage(len(self.steps) + len(theirs), None, 0, sum(step.length for step in theirs), self.read)
 
 
 def spec_reason(
@@ -113,6 +114,7 @@ def spec_reason(
     checked = [ids.tolist() for ids in checked_prompts("prompts", prompts, slm, room=1)]
     written: list[list[int]] = [[] for _ in checked]
     steps: list[list[ReasoningStep]] = [[] for _ in checked]
+    read = [0] * len(checked)
 
     def room(row: int) -> int:
         left = max_new_tokens - len(written[row])
@@ -137,13 +139,15 @@ def spec_reason(
         for index, row in enumerate(live):
             start, length, drafted = len(written[row]), len(kept[index]), len(drafts[index])
             writer: Literal["slm", "llm"] = "llm" if index in poor else "slm"
+            read[row] += len(shown[index]) + len(question) + length * (index in poor)
             steps[row].append(ReasoningStep(start, length, scores[index], writer, drafted))
             written[row] += kept[index]
         live = [row for index, row in enumerate(live) if kept[index] and kept[index][-1] not in ends and room(row) > 0]
     generations = []
-    for tokens, own_steps in zip(written, steps, strict=True):
+    for tokens, own_steps, positions in zip(written, steps, read, strict=True):
+        unread = bool(own_steps) and own_steps[-1].writer == "llm" and own_steps[-1].length > 0  # its last token
         new = torch.tensor(tokens, dtype=torch.int64, device=slm.device)
-        generations.append(SpecReasonGeneration(new, [], pair.text(new), own_steps))
+        generations.append(SpecReasonGeneration(new, [], pair.text(new), own_steps, positions - unread))
     return generations
 
 

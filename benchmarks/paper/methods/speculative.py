@@ -55,7 +55,7 @@ class SpeculativeGeneration(Generation):
     @property
     def usage(self) -> Usage:
         """A call for every round, and the tokens that the LLM appended."""
-        return Usage(self.rounds, None, 0, self.corrected)
+        return Usage(self.rounds, None, 0, self.corrected, self.drafted + self.rounds - 1)
 
 
 def exact(logits: Tensor, drafted: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class TakeoverGeneration(Generation):
     def usage(self) -> Usage:
         """One request, and the tokens after the first of the LLM's as suffix."""
         taken, tokens = len(self.events), len(self.token_ids)
-        return Usage(taken, None, taken, tokens - self.events[0].step - 1 if taken else 0)
+        return Usage(taken, None, taken, tokens - self.events[0].step - 1 if taken else 0, tokens - 1 if taken else 0)
 
 
 def takeover(
