@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +22,28 @@ DESCRIPTION = "futurebridge.json"
 FORMAT = 3  # of the description
 LONGEST_JSON = 1 << 20  # bytes
 APART = "the directory's config and weights do not belong together"
+
+
+class CandidateRows(NamedTuple):
+    """The candidates of some states as branches of one row each, for any reranker on the same base."""
+
+    ids: Tensor  # [N] int64
+    positions: Tensor  # [N] int64
+    layout: hf.Layout
+
+    @classmethod
+    def of(cls, prefixes: Sequence[hf.Prefix], pools: Sequence[Tensor]) -> CandidateRows:
+        """From the states' prefixes, slices of one `PrefixKV`, and their candidates [K], all on one device."""
+        kv, ids = prefixes[0].kv, torch.cat(list(pools))
+        paged = kv.layers[0][0].ndim == 4
+        layout = hf.Layout.build(
+            [([1] * len(pool), prefix.start, prefix.length) for prefix, pool in zip(prefixes, pools, strict=True)],
+            ids.device,
+            prefix=kv,
+            pages=[prefix.pages for prefix in prefixes] if paged else None,
+        )
+        lengths = [prefix.length for prefix, pool in zip(prefixes, pools, strict=True) for _ in pool]
+        return cls(ids, torch.tensor(lengths, device=ids.device), layout)
 
 
 class TokenReranker(nn.Module):
@@ -137,7 +159,7 @@ class TokenReranker(nn.Module):
             state = hf.prefill_packed(self.base, [tokens])[0]
         else:
             state = hf.cached_prefix(cache, self.base, len(tokens))
-        return self.packed_scores([state], [pool])
+        return self.packed_scores(CandidateRows.of([state], [pool]))
 
     def scores_many(self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
         """Score the candidates of many states in one packed forward over their cached prefixes (scope "candidate").
@@ -157,22 +179,12 @@ class TokenReranker(nn.Module):
         if not prefixes:
             return []
         self.check_base()
-        return list(self.packed_scores(prefixes, candidates).split([len(pool) for pool in candidates]))
+        scores = self.packed_scores(CandidateRows.of(prefixes, candidates))
+        return list(scores.split([len(pool) for pool in candidates]))
 
-    def packed_scores(self, prefixes: Sequence[hf.Prefix], pools: Sequence[Tensor]) -> Tensor:
-        """`scores_many` without its checks, [sum K]: gradients reach adapter and head."""
-        kv, device = prefixes[0].kv, self.base.device
-        paged = kv.layers[0][0].ndim == 4
-        layout = hf.Layout.build(
-            [([1] * len(pool), prefix.start, prefix.length) for prefix, pool in zip(prefixes, pools, strict=True)],
-            device,
-            prefix=kv,
-            pages=[prefix.pages for prefix in prefixes] if paged else None,
-        )
-        lengths = [prefix.length for prefix, pool in zip(prefixes, pools, strict=True) for _ in pool]
-        positions = torch.tensor(lengths, device=device)
-        hidden = hf.packed_forward(hf.causal_lm(self.adapted), torch.cat(list(pools)), positions, layout)
-        return self.score_hidden(hidden)
+    def packed_scores(self, rows: CandidateRows) -> Tensor:
+        """float32 [N], without checks: gradients reach adapter and head."""
+        return self.score_hidden(hf.packed_forward(hf.causal_lm(self.adapted), *rows))
 
     def _sequence_hidden(self, tokens: Tensor, pool: Tensor) -> Tensor:
         """[K, D] through ordinary attention, adapters on prefix and candidate."""

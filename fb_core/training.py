@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
 from fb_core.counts import check_count
-from fb_core.reranker import TokenReranker
+from fb_core.reranker import CandidateRows, TokenReranker
 from fb_core.statistics import pairwise_agreement
 from fb_kernels import group_cross_entropy
 
@@ -405,11 +405,11 @@ def validate(
 
 @dataclass(frozen=True)
 class _Batch:
-    """The G groups of some trajectories with N candidates, and their prefixes, the same for all R runs."""
+    """The G groups of some trajectories with N candidates, the same for all R runs."""
 
     trajectories: Sequence[TrainingTrajectory]
     groups: list[TrainingGroup]
-    prefixes: list[hf.Prefix]  # frozen, one a group; none where no run is of scope "candidate"
+    rows: CandidateRows | None  # over the frozen prefixes; None where no run is of scope "candidate"
     cu_group: Tensor  # [G + 1]
     target: Tensor  # [N, R]
 
@@ -417,20 +417,24 @@ class _Batch:
     def build(cls, runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory]) -> _Batch:
         base = runs[0].reranker.base
         groups = [group for trajectory in trajectories for group in trajectory.groups]
-        prefixes: list[hf.Prefix] = []
+        rows = None
         if any(run.reranker.scope == "candidate" for run in runs):
             lengths = [max(group.position for group in trajectory.groups) for trajectory in trajectories]
             cut = [trajectory.tokens[:length] for trajectory, length in zip(trajectories, lengths, strict=True)]
-            for whole, trajectory in zip(hf.prefill_packed(base, cut), trajectories, strict=True):
-                prefixes += [hf.Prefix(whole.kv, whole.start, group.position) for group in trajectory.groups]
+            prefixes = [
+                hf.Prefix(whole.kv, whole.start, group.position)
+                for whole, trajectory in zip(hf.prefill_packed(base, cut), trajectories, strict=True)
+                for group in trajectory.groups
+            ]
+            rows = CandidateRows.of(prefixes, [group.candidates for group in groups])
         ends = accumulate(len(group.candidates) for group in groups)
         cu_group = torch.tensor([0, *ends], dtype=torch.int32, device=base.device)
-        return cls(trajectories, groups, prefixes, cu_group, torch.cat([group.target for group in groups]))
+        return cls(trajectories, groups, rows, cu_group, torch.cat([group.target for group in groups]))
 
     def scores(self, reranker: TokenReranker) -> Tensor:
         """float32 [N]."""
-        if reranker.scope == "candidate":
-            return reranker.packed_scores(self.prefixes, [group.candidates for group in self.groups])
+        if reranker.scope == "candidate" and self.rows is not None:
+            return reranker.packed_scores(self.rows)
         return torch.cat(
             [
                 reranker.scores(trajectory.tokens[: group.position], group.candidates)
