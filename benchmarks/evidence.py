@@ -279,7 +279,7 @@ def below(cells: Cells, world: str, name: str, delta: float) -> Below:
         ]
         for cell in cells.of(world)
     ]
-    seen = sum(any(gap.mean < -delta for gap in pair) for pair in gaps)
+    seen = sum(is_below(cells, cell, name, delta) for cell in cells.of(world))
     significant = sum(any(gap.high < -delta for gap in pair) for pair in gaps)
     return Below(len(gaps), seen, significant, min(gap.mean for pair in gaps for gap in pair))
 

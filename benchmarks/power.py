@@ -42,10 +42,11 @@ def drawn(rng: np.random.Generator, problems: int, better: float, gain: float) -
         ("greedy", only_greedy | both, 0),
         ("direct", direct, 1),
     ]
-    for recipe in ("published", "value"):
+    others: tuple[RecipeName, ...] = ("published", "value")
+    for recipe in others:
         flipped = rng.random(problems)  # about half of the problems are right, so shares of these are twice as large
         lost, won = (flipped < CHANGED + sign * gain for sign in (-1, 1))
-        tested.append((recipe, (direct & ~lost) | (~direct & won), 1))  # type: ignore[arg-type]
+        tested.append((recipe, (direct & ~lost) | (~direct & won), 1))
     return [Tried(recipe, correct.astype(np.float64), calls, calls) for recipe, correct, calls in tested]
 
 

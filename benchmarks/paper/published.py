@@ -85,8 +85,8 @@ class Published:
 
     def row(self, table: str, key: str) -> Mapping[str, float]:
         """The figures of a row of "deployment", "agreement" or "coverage"; empty if there are none."""
-        found: Mapping[str, float] = figures()[table].get(key, {}) if self.slm == LARGER else {}
-        return found
+        row: Mapping[str, float] = figures()[table].get(key, {}) if self.slm == LARGER else {}
+        return row
 
     def hours(self, stage: str) -> float | None:
         """H200 hours of a stage."""

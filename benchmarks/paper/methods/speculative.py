@@ -139,7 +139,7 @@ def speculative(
     for ids in checked_prompts("prompts", prompts, slm, room=1):
         text, start = ids.tolist(), len(ids)
         small, judge = (_Reader(model, pair.vocabulary) for model in (slm, large.model))
-        rounds = corrected = drafted_in_all = 0
+        rounds = corrected = total = 0
         while (room := min(max_new_tokens - len(text) + start, positions - len(text))) > 0:
             drafted: list[int] = []
             while len(drafted) < min(draft, room - 1) and not (drafted and drafted[-1] in pair.ends):
@@ -148,19 +148,19 @@ def speculative(
             accepted = accept(logits[:-1], torch.tensor(drafted, dtype=torch.int64, device=logits.device))
             kept = int(accepted.long().cumprod(0).sum())
             text += drafted[:kept]
-            rounds, drafted_in_all = rounds + 1, drafted_in_all + len(drafted)
+            rounds, total = rounds + 1, total + len(drafted)
             if not (kept and text[-1] in pair.ends):
                 text.append(int(logits[kept].argmax()))
                 corrected += 1
             if text[-1] in pair.ends:
                 break
         new = torch.tensor(text[start:], dtype=torch.int64, device=slm.device)
-        generations.append(SpeculativeGeneration(new, [], pair.text(new), rounds, corrected, drafted_in_all))
+        generations.append(SpeculativeGeneration(new, [], pair.text(new), rounds, corrected, total))
     return generations
 
 
-def method(name: str, label: str, accept: Accept) -> Method:
-    """Speculative decoding with a rule, as a row of the tables."""
+def speculative_method(name: str, label: str, accept: Accept) -> Method:
+    """Speculative decoding with a rule of acceptance."""
     return Method(
         name=name,
         label=label,
@@ -172,4 +172,4 @@ def method(name: str, label: str, accept: Accept) -> Method:
     )
 
 
-METHOD = method("speculative", "Speculative decoding, exact", exact)
+METHOD = speculative_method("speculative", "Speculative decoding, exact", exact)
