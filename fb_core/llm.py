@@ -204,6 +204,12 @@ def scored_of(prompts: Sequence[Ids], score_ids: Sequence[Ids] | None) -> Sequen
     return score_ids
 
 
+def check_finite(largest: Tensor) -> None:
+    """ValueError for rows whose largest logit is NaN or infinite; a NaN counts as the largest."""
+    if not bool(largest.isfinite().all()):
+        raise ValueError("model: expected finite logits, got NaN or infinite ones; check its weights and dtype")
+
+
 def _check_branches(prefixes: Sequence[Ids], branches: Sequence[Ids]) -> None:
     """ValueError if there is not one list of branches for each prefix."""
     if len(branches) != len(prefixes):
@@ -395,18 +401,13 @@ class LocalLLM(LLM):
     def _ranked(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k largest logits that count and their ids."""
         _, values, ids = topk_entropy(logits[:, : self.vocabulary], k)
-        self._check_finite(values[:, 0])
+        check_finite(values[:, 0])
         return values, ids
 
     def _greedy(self, _: Sequence[hf.Running], logits: Tensor) -> list[int]:
         largest, ids = logits[:, : self.vocabulary].max(-1)  # the first of equal ones
-        self._check_finite(largest)
+        check_finite(largest)
         return ids.tolist()
-
-    def _check_finite(self, largest: Tensor) -> None:
-        """ValueError for rows whose largest logit is NaN or infinite; a NaN counts as the largest."""
-        if not bool(largest.isfinite().all()):
-            raise ValueError("model: expected finite logits, got NaN or infinite ones; check its weights and dtype")
 
     def _begun(self, name: str, prompts: Sequence[Ids], max_new_tokens: int) -> list[Tensor]:
         """The prompts of a call that generates, checked as its other arguments and the model are."""

@@ -93,5 +93,9 @@ def test_bad_arguments():
         def candidates(self, ids, k, score_ids=None): ...
         def complete(self, ids, max_new_tokens): ...
 
+    broken = tiny("qwen3", 2)
+    torch.nn.init.constant_(broken.get_output_embeddings().weight, torch.nan)
+    with pytest.raises(ValueError, match="model: expected finite logits, got NaN or infinite ones"):
+        speculative(slm, broken, prompts(4), 8)
     with pytest.raises(ValueError, match="llm: expected a model in this process, got Elsewhere; load it here"):
         speculative(slm, Elsewhere(), prompts(4), 8)

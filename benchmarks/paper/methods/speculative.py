@@ -26,7 +26,7 @@ from benchmarks.paper.methods import Method
 from fb_core import hf
 from fb_core.counts import check_count
 from fb_core.decoding import Generation, Usage
-from fb_core.llm import LLM, Ids, LocalLLM, check_max_new_tokens, checked_prompts
+from fb_core.llm import LLM, Ids, LocalLLM, check_finite, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 
 DRAFT = 5  # tokens per round
@@ -95,7 +95,9 @@ class _Reader:
         ids = torch.tensor([tokens[kept:]], device=self.model.device)
         output = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True)
         self.held = len(tokens)
-        return output.logits[0, -last:, : self.vocabulary].float()
+        logits = output.logits[0, -last:, : self.vocabulary].float()
+        check_finite(logits.amax(-1))
+        return logits
 
 
 @torch.no_grad()
@@ -125,8 +127,8 @@ def speculative(
 
     Raises:
         TypeError: as `CollaborativeDecoder.generate`.
-        ValueError: as `CollaborativeDecoder` and its `generate`, a draft below 1, or an LLM on a server, which gives no
-            logits at the positions of a draft.
+        ValueError: as `CollaborativeDecoder` and its `generate`, NaN logits, a draft below 1, or an LLM on a server,
+            which gives no logits at the positions of a draft.
     """
     pair = Pair(slm, llm, tokenizer)
     large = pair.large()
