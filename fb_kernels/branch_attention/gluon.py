@@ -256,8 +256,8 @@ def _attend(
             p = gl.convert_layout(exponentials.to(queries.dtype), operand)
             mbarrier.wait(v_ready.index(stage), (step // STAGES) & 1)
             step += 1
-            done = BLOCK_N
             for stretch in range(low, high + 1):
+                done = gl.where(stretch == low, BLOCK_N, 0)  # carried by the loop, Gluon would keep its first value
                 begin, size, whole = _stretch(branches, stretch, tile, BLOCK_N)
                 seen = gl.where((row >= begin) & (row < begin + size), row - begin, -1)
                 last = gl.where(stretch == prefix, size - 1, seen)
@@ -269,7 +269,6 @@ def _attend(
                     acc, p, top, total, step, turn, query, keys, values, k_ready, k_empty, v_ready, v_empty, turns,
                     last, gl.maximum(done, whole), size, multiplier, True, HALF, BLOCK_N, HEAD_DIM, STAGES, WHICH,
                 )  # fmt: skip
-                done = 0
             mbarrier.arrive(q_empty)
             stage = (step - 1) % STAGES
             acc = warpgroup_mma(p, values.index(stage).reshape([BLOCK_N, HEAD_DIM]), acc, is_async=True)
