@@ -103,7 +103,8 @@ class HuggingFace:
 class Ours:
     """The same steps over the engine's pages."""
 
-    def __init__(self, loop: Loop, context: Tensor) -> None:
+    def __init__(self, loop: Loop | None, context: Tensor) -> None:
+        assert loop is not None
         self.step, self.context = loop.step, context.tolist()
         taken = loop.model.pages.take(self.context, loop.model.length)
         assert taken is not None
@@ -154,7 +155,7 @@ def test_decode_step(compare: Callable, endless: PreTrainedModel, context: int) 
     expected = next_logits(copy.deepcopy(endless).to(shapes.WIDE), ids)
     plain = next_logits(endless, ids)
     runs: dict[str, Callable[[], Tensor]] = {
-        OURS: Ours(endless, ids),
+        OURS: Ours(decoder(endless).loop, ids),
         "HF eager": HuggingFace(endless, ids),
         "HF static cache + compile": HuggingFace(endless, ids, static=True),
     }
@@ -354,9 +355,7 @@ class NaivePEFT(ScoringSelector):
 
 def calibrated(slm: PreTrainedModel, ids: Tensor, new: int) -> RequestPolicy:
     """The policy that would ask EVENTS times in a greedy generation."""
-    loop = decoder(slm).loop
-    assert loop is not None
-    ours = Ours(loop, ids)
+    ours = Ours(decoder(slm).loop, ids)
     ours.again()
     entropies = [ours.next() for _ in range(new)]
     return RequestPolicy.calibrate(entropies, 1 - shapes.EVENTS / new)
