@@ -56,7 +56,7 @@ perform() {
     return
   fi
   limit=$((limit < $(left) - 10 ? limit : $(left) - 10))
-  timeout --kill-after=5 "$limit" "$@" >> "$output" 2>&1
+  timeout --signal=INT --kill-after=10 "$limit" env --default-signal=INT "$@" >> "$output" 2>&1
   code=$?
   ((code == 0)) || ended="failed, $code"
   ((code != 124 && code != 137)) || ended="ended at its $limit s"
@@ -126,10 +126,10 @@ part() {
       ;;
     tests)
       for file in tests/gpu/test_*_gpu.py; do
-        beside "$FILES" "$(basename "$file" _gpu.py)" 180 "$PYTHON" -m pytest -q --maxfail=5 \
+        beside "$FILES" "$(basename "$file" _gpu.py)" 180 "$PYTHON" -m pytest -q --maxfail=20 --tb=short \
           -p no:cacheprovider -n 4 --dist worksteal "$file"
       done
-      beside "$FILES" contract 180 "$PYTHON" -m pytest -q --maxfail=5 -p no:cacheprovider -n 8 \
+      beside "$FILES" contract 180 "$PYTHON" -m pytest -q --maxfail=20 --tb=short -p no:cacheprovider -n 8 \
         tests/kernels/test_contract.py -k "triton or cuda"
       wait
       collect
