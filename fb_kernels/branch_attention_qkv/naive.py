@@ -28,7 +28,11 @@ def branch_attention_qkv(
 ) -> Tensor:
     """[N, Hq, E]: every row sees its sequence's held tokens and itself; its k and v go to its slot of the caches."""
     if block_table is None:  # all slots are one page
-        k_cache, v_cache, block_table = k_cache[None], v_cache[None], torch.zeros(1, 1, dtype=torch.long)
+        k_cache, v_cache, block_table = (
+            k_cache[None],
+            v_cache[None],
+            torch.zeros(1, 1, dtype=torch.long, device=qkv.device),
+        )
     q, k, v = qk_norm_rope(
         *(qkv, q_weight, k_weight, cos, sin, positions), num_heads=num_heads, num_kv_heads=num_kv_heads, eps=eps
     )

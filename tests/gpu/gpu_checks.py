@@ -32,6 +32,7 @@ class Case:
         differentiable: how many of the leading outputs carry them.
         changes: index tensors of the call with other contents that fit them.
         scale: magnitude at which units in the last place count; see `assert_close_to_reference`.
+        gradient_scales: likewise of each gradient, from the upstream ones.
         exact: positions of outputs that are compared bit by bit (indices).
     """
 
@@ -42,6 +43,7 @@ class Case:
     differentiable: int = 0
     changes: Sequence[tuple[Tensor, Tensor]] = ()
     scale: float | None = None
+    gradient_scales: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
     exact: tuple[int, ...] = ()
 
     def call(self) -> tuple[Tensor, ...]:
@@ -90,12 +92,14 @@ def matches_the_reference(case: Case) -> None:
         plain = evaluate(case.op if case.plain is None else case.plain, case.floats, case)
     outputs = len(got) - case.trained
     assert len(truth) == len(got)
+    scales: list[Tensor | float | None] = [case.scale] * outputs + [None] * case.trained
+    if case.gradient_scales is not None:
+        scales[outputs:] = case.gradient_scales(upstream(case, got[: case.differentiable]))
     for index, (actual, expected, native) in enumerate(zip(got, truth, plain, strict=True)):
         if index in case.exact and index < outputs:
             assert torch.equal(actual, expected)
         else:
-            scale = case.scale if index < outputs else None
-            assert_close_to_reference(actual, expected, native, scale=scale)
+            assert_close_to_reference(actual, expected, native, scale=scales[index])
 
 
 def evaluate(function: Callable[..., Outputs], floats: Sequence[Tensor], case: Case) -> list[Tensor]:
@@ -106,9 +110,13 @@ def evaluate(function: Callable[..., Outputs], floats: Sequence[Tensor], case: C
     if not case.trained:
         return results
     carriers = outputs[: case.differentiable]
+    return results + list(torch.autograd.grad(carriers, leaves[: case.trained], upstream(case, carriers)))
+
+
+def upstream(case: Case, carriers: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of these outputs."""
     narrow = case.floats[0].dtype
-    upstream = [randn(*x.shape, dtype=narrow, device=x.device, seed=9 + i).to(x.dtype) for i, x in enumerate(carriers)]
-    return results + list(torch.autograd.grad(carriers, leaves[: case.trained], upstream))
+    return [randn(*x.shape, dtype=narrow, device=x.device, seed=9 + i).to(x.dtype) for i, x in enumerate(carriers)]
 
 
 def repeats_are_bit_equal(case: Case, times: int = 1000) -> None:

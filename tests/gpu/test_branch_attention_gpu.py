@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,8 +97,27 @@ def make(layout: Layout, dtype: torch.dtype, device: str = DEVICE, *, index: tor
         flat = [x if x.ndim == 3 else x.flatten(0, 1) for x in prefix]
         return dense(q, k, v, flat[0], flat[1], layout.groups, slots, **layout.options)
 
+    def gradient_scales(upstream: Sequence[Tensor]) -> list[Tensor]:
+        """Bounds of the sums of |terms| of dq, dk and dv: those of ds, dout . v and dout . out, may cancel, and each
+        has the rounding of its score."""
+        (pull,), (wide, keys, values, *shared) = ([x.double() for x in each] for each in (upstream, (q, k, v, *prefix)))
+        longest = [
+            max(float(x.nan_to_num().norm(dim=-1).max()) for x in each)
+            for each in zip((keys, values), (shared or (keys, values)), strict=True)
+        ]
+        scale = layout.options.get("scale", layout.width**-0.5)
+        shift = 1 + wide.norm(dim=-1, keepdim=True) * longest[0] * scale
+        ds = 2 * pull.norm(dim=-1, keepdim=True) * longest[1] * scale * shift  # [T, Hq, 1]
+        with backend.override("reference"):
+            terms = [ds * op(wide, keys, keys.abs(), *shared[:1], *(x.abs() for x in shared[:1]))[0]]
+            for weight in (ds * wide.abs(), pull.abs() * shift):
+                leaf = values.clone().requires_grad_()
+                terms.append(torch.autograd.grad(op(wide, keys, leaf, *shared)[0], leaf, weight)[0])
+        return terms
+
     shorter = indices["prefix_len"] // 2  # a shorter slice lies within the longer one
-    return Case(op, plain, (q, k, v, *prefix), 3, 1, changes=[(indices["prefix_len"], shorter)])
+    scales = gradient_scales if dtype == torch.float32 else None  # 16-bit results are rounded far more
+    return Case(op, plain, (q, k, v, *prefix), 3, 1, [(indices["prefix_len"], shorter)], gradient_scales=scales)
 
 
 def stored_prefix(

@@ -64,7 +64,8 @@ def writes_its_slots(size: tuple[int, int, int, int], dtype: torch.dtype, device
         plain = qk_norm_rope(*arguments, **options)[1:]
     kept = slots >= 0
     for cache, value, alone in zip(caches, (k, v), plain, strict=True):
-        assert torch.equal(value, alone)
+        rounding = 4 * torch.finfo(dtype).eps * float(value.abs().max())  # products are fused or not, as it compiled
+        torch.testing.assert_close(value, alone, rtol=0.0, atol=rounding)
         want = torch.full_like(cache, 7.0)
         want[slots[kept]] = value[kept]
         assert torch.equal(cache, want)
