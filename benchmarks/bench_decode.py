@@ -114,7 +114,7 @@ class Ours:
 
     def again(self) -> None:
         """Go back to the end of the context."""
-        self.step.go_on(0, 0, self.context[-1:], len(self.context) - 1)
+        self.step.go_on(0, 0, self.context[-1], len(self.context) - 1)
 
     def next(self) -> float:
         """Run one more step; returns its entropy."""

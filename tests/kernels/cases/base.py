@@ -79,8 +79,8 @@ class Case:
         return self.with_(**{name: self.tensors[name].clone() for name in self.written})
 
     def on(self, device: torch.device) -> Case:
-        """The case with its tensors on a device; they keep their values, not their strides."""
-        moved = {name: x.to(device) for name, x in self.tensors.items() if x.device != device}
+        """The case with its tensors on a device."""
+        moved = {name: on(device, x) for name, x in self.tensors.items() if x.device != device}
         return self.with_(**moved) if moved else self
 
     def run(self, **changes: Any) -> list[Tensor]:
@@ -90,6 +90,12 @@ class Case:
         results = [] if out is None else listed(out)
         now = Case(self.op, built).tensors
         return [*results, *(now[name] for name in self.written)]
+
+
+def on(device: torch.device, x: Tensor) -> Tensor:
+    """The same with its strides, which `to` changes where elements lie apart."""
+    stored = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+    return stored.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def listed(results: Tensor | Sequence[Tensor]) -> list[Tensor]:

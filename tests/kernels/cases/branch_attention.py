@@ -26,7 +26,8 @@ Groups = Sequence[tuple[Sequence[int], int, int]]  # rows of each branch, first 
 OWN, SHARED = ("q", "k", "v"), ("prefix_k", "prefix_v")
 TILE, SPLIT = 1 << 20, 1  # hints of the longest branch, which decide which kernel of Triton's runs
 
-LAUNCH = {"BLOCK_M": 8, "BLOCK_N": 4, "num_warps": 4, "num_stages": 1}
+FEWEST = 4 if os.environ["TRITON_INTERPRET"] == "1" else 16  # keys of a block: a GPU's product is of 16 or more
+LAUNCH = {"BLOCK_M": 2 * FEWEST, "BLOCK_N": FEWEST, "num_warps": 4, "num_stages": 1}
 BACKWARD_LAUNCH = {"BLOCK_M": 16, "BLOCK_N": 16, "KEYS": 16, "KEY_ROWS": 16}
 PREFIX_LAUNCH = {"KEYS": 16, "KEY_ROWS": 16}
 
@@ -214,7 +215,7 @@ def small() -> Iterator[None]:
     given = launched(
         branch_attention=LAUNCH,
         branch_attention_gluon={"BLOCK_M": 16, "BLOCK_N": 4, "STAGES": 2},
-        branch_attention_split=LAUNCH | {"CHUNK": 8},
+        branch_attention_split=LAUNCH | {"CHUNK": 2 * FEWEST},
         branch_attention_backward=BACKWARD_LAUNCH,
         branch_attention_backward_prefix=PREFIX_LAUNCH,
     )
