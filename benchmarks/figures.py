@@ -51,8 +51,7 @@ def render(readme: str, root: Path = ROOT) -> str:
         cells = Cells(json.loads((root / CELLS).read_text()))
         worlds = read_tables(root / TABLES) if (root / TABLES).is_file() else []
         readme = replace_block(readme, "accuracy", accuracy(cells, worlds), CELLS)
-    results = next(filter(None, (load(root, device) for device in GPUS)), None) or load(root, "cpu")
-    return replace_block(readme, "speed", speed(results))
+    return replace_block(readme, "speed", speed({device: load(root, device) for device in (*GPUS, "cpu")}))
 
 
 def accuracy(cells: Cells, worlds: Sequence[Run]) -> list[str]:
@@ -125,11 +124,13 @@ def _fastest(run: Run) -> dict[str, Timed]:
     return dict(sorted(fastest.items(), key=lambda item: item[1].seconds, reverse=True))
 
 
-def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Five results, each at the longest-running shape that was timed, next to the fastest alternative."""
-    lines = ["| what | shape | ours | fastest alternative | its time / ours |", "|---|---|---|---|---|"]
+def speed(by_device: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[str]:
+    """Five results on the first device that has each, at the longest-running shape, next to the fastest alternative."""
+    lines = ["| what | on | shape | ours | fastest alternative | its time / ours |", "|---|---|---|---|---|---|"]
     where: dict[str, list[str]] = {}  # a machine, and when and at which commits
     for label, file, op, said in SPEED:
+        device = next((name for name, results in by_device.items() if file in results), "")
+        results = by_device.get(device, {})
         cases = [case for case in results.get(file, {}).get("cases", ()) if case["op"] == op and said in case["shape"]]
         best = roofline.best_peers(cases)
         ours = [case for case in cases if case["impl"] == OURS and case["median_us"] and (op, case["shape"]) in best]
@@ -137,13 +138,20 @@ def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
             case = max(ours, key=lambda case: case["median_us"])
             peer = best[op, case["shape"]]
             time, ratio = case["median_us"] / 1e3, peer["median_us"] / case["median_us"]
-            lines.append(f"| {label} | {case['shape']} | {time:.1f} ms | {peer['impl']} | {ratio:.2f}x |")
+            lines.append(
+                f"| {label} | {device.upper()} | {case['shape']} | {time:.1f} ms | {peer['impl']} | {ratio:.2f}x |"
+            )
             made = results[file]
             changed = "+" * made["commit"].endswith("+")  # of a tree with changes of its own
             stamp = f"{made['date'][:10]} at {made['commit'][:7]}{changed}"
             where.setdefault(f"{made['device']}, torch {made['torch']}", []).append(stamp)
     machines = (f"{machine} ({', '.join(dict.fromkeys(stamps))})" for machine, stamps in where.items())
-    return [*lines, "", f"*Measured on {'; '.join(machines)}.*"]
+    left = " ".join(
+        f"No alternative that uses `torch.compile` was timed on the {device.upper()}."
+        for device, results in by_device.items()
+        if results and not any("compile" in case["impl"] for made in results.values() for case in made["cases"])
+    )
+    return [*lines, "", f"*Measured on {'; '.join(machines)}. {left}".strip() + "*"]
 
 
 def render_worlds(text: str, root: Path = ROOT) -> str:
