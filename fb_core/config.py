@@ -246,12 +246,13 @@ class RolloutSettings(Section):
 
 
 class TrainSettings(Section):
-    """The sweep of rerankers: horizons times seeds, on one data order."""
+    """The sweep of rerankers: horizons times seeds."""
 
     horizons: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(16, 32, 64, 128), min_length=1)
     """Future tokens that a target is made from; the sweep has one run for each horizon and seed."""
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2), min_length=1)
-    """Of initialisation and dropout."""
+    """Each of initialisation, dropout and the order of the data. That a seed has an order of its own, and that it is a
+    random one of whole trajectories, are ours: the paper does not say."""
     target: Literal["future", "select"] = "future"
     """Softmax of the standardised compatibility ("future"), or the LLM's best candidate, with the loss of S2T-Local
     ("select")."""
@@ -280,9 +281,6 @@ class TrainSettings(Section):
     """Groups per optimiser step."""
     epochs: int = Field(default=3, ge=1)
     """Passes over the training states."""
-    order_seed: int = Field(default=0, ge=0)
-    """Of the order of the trajectories, the same for all runs of the sweep. That, and steps of whole trajectories in a
-    random order, are ours: the paper does not say."""
     microbatches: int = Field(default=1, ge=1)
     """Pieces of a step; up to this many processes can share it."""
     checkpoint_steps: Annotated[int, NOT_IN_IDENTITY] = Field(default=50, ge=1)

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ log = logging.getLogger(__name__)
 class TrainStage(Stage):
     """All rerankers of the sweep, one epoch per shard; `step-*` files are checkpoints, removed after the last epoch.
 
-    The seeds share one data order, so that every trajectory's prefix is computed once for all runs; they differ in
-    initialisation and dropout.
+    A seed sets the data order, initialisation and dropout. The horizons of a seed share one sweep, in which every
+    trajectory's prefix is computed once; the sweeps advance together, step by step.
     """
 
     name = "training"
@@ -61,7 +62,7 @@ class TrainStage(Stage):
 
     def runs(self) -> list[tuple[int, int]]:
         """(horizon, seed) of every run, in order."""
-        return [(horizon, seed) for horizon in self.settings.train.horizons for seed in self.settings.train.seeds]
+        return [(horizon, seed) for seed in self.settings.train.seeds for horizon in self.settings.train.horizons]
 
     def reranker(self, seed: int) -> TokenReranker:
         """A fresh reranker, initialised by a seed."""
@@ -81,31 +82,34 @@ class TrainStage(Stage):
 
     def work(self, shard: str) -> Output:
         epoch, began, groups = int(shard.removeprefix("epoch-")), time.perf_counter(), self.shards()[shard]
-        sweep, seconds = self._sweep_for(epoch)
-        end = sweep.epoch_ends[epoch - 1]
-        begin = sweep.epoch_ends[epoch - 2] if epoch > 1 else 0
+        sweeps, seconds = self._sweeps_for(epoch)
+        first = sweeps[0]  # all have the same numbers of steps
+        end = first.epoch_ends[epoch - 1]
+        begin = first.epoch_ends[epoch - 2] if epoch > 1 else 0
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         names = [run_name(*key) for key in self.runs()]
         figures: dict[int, dict[str, float]] = {}  # by step, since the last checkpoint
-        while sweep.step < end:
-            losses = sweep.advance()
-            figures[sweep.step] = {
-                "learning_rate": sweep.rate,
+        while first.step < end:
+            losses = [loss for sweep in sweeps for loss in sweep.advance()]
+            figures[first.step] = {
+                "learning_rate": first.rate,
                 **_by_run("loss", names, losses),
-                **_by_run("gradient_norm", names, sweep.norms),
+                **_by_run("gradient_norm", names, [norm for sweep in sweeps for norm in sweep.norms]),
             }
-            self.on_progress(round(groups * max(0, sweep.step - begin) / (end - begin)))
-            if sweep.step == end or sweep.step % self.settings.train.checkpoint_steps == 0:
-                self._checkpoint(sweep, seconds + processes * (time.perf_counter() - began))
+            self.on_progress(round(groups * max(0, first.step - begin) / (end - begin)))
+            if first.step == end or first.step % self.settings.train.checkpoint_steps == 0:
+                self._checkpoint(sweeps, seconds + processes * (time.perf_counter() - began))
                 self._track(figures)  # only now, since a killed process repeats the steps after its last checkpoint
                 figures.clear()
         if not self.is_main:
             return Output({}, {})
         at_once = -(-self.settings.train.groups_per_step // self.settings.train.microbatches)
+        trained, validation = [run for sweep in sweeps for run in sweep.runs], self.groups("validation")
         metrics = [
             {name: None if math.isnan(value) else value for name, value in measured._asdict().items()}
-            for measured in validate(sweep.runs, self.groups("validation"), at_once)
+            for measured in validate(trained, validation, at_once)
         ]
+        losses_by_run = [own for sweep in sweeps for own in zip(*sweep.losses[begin:end], strict=True)]
         for name in ("cross_entropy", "pairwise_accuracy"):
             self._track({end: _by_run(f"validation_{name}", names, [each[name] for each in metrics])})
         if epoch == self.settings.train.epochs:
@@ -113,7 +117,7 @@ class TrainStage(Stage):
                 tracker.finish()
         tensors = {
             f"{run_name(*key)}/{name}": tensor
-            for key, run in zip(self.runs(), sweep.runs, strict=True)
+            for key, run in zip(self.runs(), trained, strict=True)
             for name, tensor in run.reranker.tensors().items()
         }
         rows = [
@@ -121,7 +125,7 @@ class TrainStage(Stage):
                 "epoch": epoch,
                 "horizon": horizon,
                 "seed": seed,
-                "loss": [losses[index] for losses in sweep.losses[begin:end]],
+                "loss": losses_by_run[index],
                 **{f"validation_{name}": value for name, value in metrics[index].items()},
             }
             for index, (horizon, seed) in enumerate(self.runs())
@@ -138,7 +142,7 @@ class TrainStage(Stage):
     def summary(self) -> dict[str, Any]:
         for path in self.folder.path.glob("step-*"):
             path.unlink()
-        return {"runs": [run_name(*run) for run in self.runs()], "order_seed": self.settings.train.order_seed}
+        return {"runs": [run_name(*run) for run in self.runs()]}
 
     def groups(self, split: str) -> list[TrainingTrajectory]:
         """The groups of a split, with one target column per horizon."""
@@ -169,33 +173,35 @@ class TrainStage(Stage):
             alpha=settings.alpha,
         )[1]
 
-    def _sweep_for(self, epoch: int) -> tuple[Sweep, float]:
-        """(the sweep at the point where an epoch continues, seconds that earlier processes spent on that epoch)."""
-        if self._kept is not None and self._kept.step <= self._kept.epoch_ends[epoch - 1]:
+    def _sweeps_for(self, epoch: int) -> tuple[Sequence[Sweep], float]:
+        """(each seed's sweep where an epoch continues, seconds that earlier processes spent on that epoch)."""
+        if self._kept and self._kept[0].step <= self._kept[0].epoch_ends[epoch - 1]:
             return self._kept, 0.0
-        sweep, seconds = self._fresh(), 0.0
+        sweeps, seconds = self._fresh(), 0.0
         for step, name in self._checkpoints():
-            if step > sweep.epoch_ends[epoch - 1]:
+            if step > sweeps[0].epoch_ends[epoch - 1]:
                 continue  # it is past this epoch, which is made anew
             try:
                 state, receipt = self.folder.tensors(name), self.folder.receipt(name)
             except ValueError as problem:
                 log.warning("%s; resuming from an earlier checkpoint", problem)
                 continue
-            sweep.load_state(state)
+            for place, sweep in enumerate(sweeps):
+                own = f"{place}/"
+                sweep.load_state({key.removeprefix(own): x for key, x in state.items() if key.startswith(own)})
             seconds = 0.0 if receipt is None else receipt.seconds
             break
-        sweep.check_step()
-        self._kept = sweep
-        return sweep, seconds
+        for sweep in sweeps:
+            sweep.check_step()
+        self._kept = sweeps
+        return sweeps, seconds
 
-    _kept: Sweep | None = None
+    _kept: Sequence[Sweep] = ()
 
-    def _fresh(self) -> Sweep:
-        """The sweep before its first step."""
+    def _fresh(self) -> list[Sweep]:
+        """Each seed's sweep before its first step."""
         settings, accelerator = self.settings.train, self._accelerator()  # first, since it sets this process's device
         columns = {horizon: column for column, horizon in enumerate(settings.horizons)}
-        runs = [Run(self.reranker(seed), seed, columns[horizon]) for horizon, seed in self.runs()]
         recipe = Recipe(
             learning_rate=settings.learning_rate,
             weight_decay=settings.weight_decay,
@@ -203,7 +209,6 @@ class TrainStage(Stage):
             clip=settings.clip,
             groups_per_step=settings.groups_per_step,
             epochs=settings.epochs,
-            seed=settings.order_seed,
             microbatches=settings.microbatches,
             margin=MARGIN if settings.target == "select" else 0.0,
         )
@@ -211,7 +216,15 @@ class TrainStage(Stage):
         for split, trajectories in groups.items():
             if not trajectories:
                 raise ValueError(self._no_groups(split))
-        return Sweep(runs, groups["train"], recipe, accelerator)
+        return [
+            Sweep(
+                [Run(self.reranker(seed), seed, columns[horizon]) for horizon in settings.horizons],
+                groups["train"],
+                replace(recipe, seed=seed),
+                accelerator,
+            )
+            for seed in settings.seeds
+        ]
 
     def _no_groups(self, split: str) -> str:
         """The error message for a split without groups: what its states were lost to, and the remedy."""
@@ -280,14 +293,15 @@ class TrainStage(Stage):
         names = (CHECKPOINT.fullmatch(path.stem) for path in self.folder.path.glob("step-*.json"))
         return sorted(((int(match[1]), match[0]) for match in names if match), reverse=True)
 
-    def _checkpoint(self, sweep: Sweep, seconds: float) -> None:
-        """Write the sweep's state and remove earlier checkpoints; `seconds` is the epoch's time so far."""
+    def _checkpoint(self, sweeps: Sequence[Sweep], seconds: float) -> None:
+        """Write the sweeps' states and remove earlier checkpoints; `seconds` is the epoch's time so far."""
         if not self.is_main:
             return
-        before, name = self._checkpoints(), f"step-{sweep.step:07d}"
-        if sweep.step in sweep.epoch_ends:
+        before, name = self._checkpoints(), f"step-{sweeps[0].step:07d}"
+        if sweeps[0].step in sweeps[0].epoch_ends:
             seconds = 0.0  # they are in the epoch's own receipt
-        self.folder.put(name, {f"{name}.safetensors": tensor_bytes(sweep.state())}, {}, seconds, self.device)
+        state = {f"{place}/{key}": x for place, sweep in enumerate(sweeps) for key, x in sweep.state().items()}
+        self.folder.put(name, {f"{name}.safetensors": tensor_bytes(state)}, {}, seconds, self.device)
         for _, old in before:
             if old != name:
                 (self.folder.path / f"{old}.json").unlink()

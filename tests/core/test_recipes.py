@@ -92,7 +92,7 @@ def test_the_selectors_target_and_margin_are_those_of_its_loss(run):
 
     assert_targets(run, wanted, target="select", horizons=[8, 4])
     for target, margin in (("select", MARGIN), ("future", 0.0)):
-        assert TrainStage(settings(train={"target": target}), run)._fresh().recipe.margin == margin
+        assert TrainStage(settings(train={"target": target}), run)._fresh()[0].recipe.margin == margin
 
 
 def trained(run, folder, *stages, **changes) -> tuple:

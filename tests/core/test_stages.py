@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import get_args
@@ -42,6 +43,7 @@ from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import plan, run_stage
 from fb_core.stages.scores import ScoreStage, part_of
 from fb_core.stages.train import TrainStage
+from fb_core.training import Run, Sweep
 from fb_core.verify import Verdict, tally_words
 
 
@@ -134,6 +136,17 @@ def test_the_sweep_logs_losses_and_validation_of_every_run(run):
     assert [(row["epoch"], row["horizon"], row["seed"]) for row in rows] == [(e, 8, s) for e in (1, 2) for s in (0, 1)]
     assert all(math.isfinite(value) for row in rows for value in [*row["loss"], row["validation_cross_entropy"]])
     assert rows[0]["loss"] != rows[1]["loss"]
+
+
+def test_a_seed_trains_as_it_does_alone_in_an_order_of_its_own(run):
+    stage = TrainStage(settings(), run)
+    logged = {row["seed"]: row["loss"] for row in stage.metrics() if row["epoch"] == 1}
+    recipe, orders = stage._fresh()[0].recipe, []
+    for seed in (0, 1):
+        sweep = Sweep([Run(stage.reranker(seed), seed)], stage.groups("train"), replace(recipe, seed=seed))
+        assert [loss for _ in logged[seed] for loss in sweep.advance()] == logged[seed]
+        orders.append([[step[0].tokens.tolist() for step in sweep._steps]])
+    assert orders[0] != orders[1]
 
 
 def test_the_choice_is_the_best_mean_over_seeds(run):
@@ -318,9 +331,9 @@ def test_an_earlier_epoch_is_made_anew_from_where_it_was(undisturbed, tmp_path, 
     class Enough(Exception):
         pass
 
-    def stop_in_the_second_epoch(self, sweep, seconds):
-        checkpoint(self, sweep, seconds)
-        if sweep.step > sweep.epoch_ends[0]:
+    def stop_in_the_second_epoch(self, sweeps, seconds):
+        checkpoint(self, sweeps, seconds)
+        if sweeps[0].step > sweeps[0].epoch_ends[0]:
             raise Enough
 
     monkeypatch.setattr(TrainStage, "_checkpoint", stop_in_the_second_epoch)
