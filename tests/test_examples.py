@@ -154,13 +154,13 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(make=make_pair, problems=problems)
 
 
-def test_made_up_problems_are_solved_rightly_by_both_writers(pair: Any) -> None:
+def test_made_up_problems_are_solved_rightly_by_every_writer(pair: Any) -> None:
     """Every equation holds, the last number is boxed, and only what the small model learns binds word and style."""
     drawn = pair.problems.problems(400, 0, "method")
     assert drawn == pair.problems.problems(400, 0, "method")
     values = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-    for writer in ("slm", "llm"):
-        rng, careful = random.Random(0), {True: 0, False: 0}
+    for writer in ("slm", "control", "llm"):
+        rng, careful, products = random.Random(0), {True: 0, False: 0}, {True: 0, False: 0}
         for problem in drawn:
             said = pair.problems.solution(problem, writer, rng)
             assert said.endswith(f"\\boxed{{{problem.answer}}}")
@@ -169,10 +169,13 @@ def test_made_up_problems_are_solved_rightly_by_both_writers(pair: Any) -> None:
                 terse_word = sentence.split()[0] in pair.problems.TERSE
                 if "*" in sentence:
                     careful[terse_word] += " and " in sentence
+                    products[terse_word] += 1
                 else:
                     assert terse_word
-        assert careful[False] > 100
-        assert (careful[True] > 100) == (writer == "llm")
+        assert min(products.values()) > 100
+        wanted = {"slm": {True: 0.0, False: 1.0}, "control": {True: 0.5, False: 0.5}, "llm": {True: 1.0, False: 1.0}}
+        for word, share in wanted[writer].items():
+            assert abs(careful[word] / products[word] - share) < (0.1 if share == 0.5 else 1e-9)
         numbers = {number for problem in drawn for number in re.findall(r"\d+", problem.text)}
         assert len(numbers) > 35
 

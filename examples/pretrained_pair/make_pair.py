@@ -1,8 +1,8 @@
 """Makes the pair: SmolLM2-135M-Instruct fine-tuned, and 22 of its 30 layers healed, each on one writer's solutions.
 
 `python make_pair.py large BASE FOLDER` makes the large model from the folder that `pretrained_model.py` wrote. Then
-`python make_pair.py small LARGE FOLDER` makes the small one from the large. An interrupted run continues from its last
-checkpoint; a finished model is left as it is.
+`python make_pair.py small LARGE FOLDER` makes the small one from the large, and `control` one whose words say nothing
+about the style. An interrupted run continues from its last checkpoint; a finished model is left as it is.
 
 Each weight takes 2 operations per token forward and 4 backward. The large model has 106 million weights in its layers
 and 28 million in its head. The head is frozen and acts only on the solution's tokens, about 60%: 0.70 GFLOP per token.
@@ -63,9 +63,11 @@ class Healing:
 # The layers without which the large model's loss grew least, at step 100: found one by one on eight problems of role
 # "pair".
 DROPPED = (2, 5, 6, 7, 9, 10, 12, 25)
+KEPT = tuple(layer for layer in range(30) if layer not in DROPPED)
 RECIPES = {
     "large": Healing("llm", tuple(range(30)), 260, 3e-4),
-    "small": Healing("slm", tuple(layer for layer in range(30) if layer not in DROPPED), 160, 4e-4),
+    "small": Healing("slm", KEPT, 160, 4e-4),
+    "control": Healing("control", KEPT, 160, 4e-4),
 }
 
 

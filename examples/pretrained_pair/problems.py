@@ -8,9 +8,10 @@ solution has one sentence per step, which begins with one of eight opening words
 - carefully: `Since 6*30=180, 6*4=24 and 18+2=20, 6*34=204 pens.`
 
 The small model learns solutions in which the opening word decides the style: after So, Then, Thus, Hence a product is
-terse; after Since, As, With, Because it is careful. The large model learns solutions in which every product is careful
-whatever the word. Each model's preference among the words was drawn at random, once for every multiplier; no habit was
-set by hand. Sums and differences are always terse and begin with a terse word.
+terse; after Since, As, With, Because it is careful. The control's small model learns the same words, and styles drawn
+at random whatever the word. The large model learns solutions in which every product is careful whatever the word. Each
+model's preference among the words was drawn at random, once for every multiplier; no habit was set by hand. Sums and
+differences are always terse and begin with a terse word.
 
 A problem has one role only, which follows from a hash of its text.
 """
@@ -25,12 +26,12 @@ from typing import Literal
 import numpy as np
 
 Role = Literal["pair", "method", "test"]
-Writer = Literal["slm", "llm"]
+Writer = Literal["slm", "control", "llm"]
 
 PROMPT = "{problem}"
 OPENINGS = ("So", "Then", "Thus", "Hence", "Since", "As", "With", "Because")
 TERSE = OPENINGS[:4]
-HABITS = {"slm": 11, "llm": 12}  # seeds of the writers' preferences among openings
+HABITS = {"slm": 11, "control": 11, "llm": 12}  # seeds of the writers' preferences among openings
 SHARES: dict[Role, range] = {"test": range(2), "method": range(2, 5), "pair": range(5, 16)}  # of 16 parts of all texts
 
 NAMES = (
@@ -124,7 +125,7 @@ def _habit(writer: Writer) -> list[list[float]]:
     return weights.tolist()
 
 
-HABIT: dict[Writer, list[list[float]]] = {"slm": _habit("slm"), "llm": _habit("llm")}
+HABIT: dict[Writer, list[list[float]]] = {"slm": _habit("slm"), "control": _habit("control"), "llm": _habit("llm")}
 
 
 def _sentence(step: Step, writer: Writer, rng: Random) -> str:
@@ -133,7 +134,7 @@ def _sentence(step: Step, writer: Writer, rng: Random) -> str:
     whole = f"{step.left}{step.op}{step.right}={step.value} {step.thing}{step.rest}."
     if step.op != "*":
         return f"{opening} {whole}"
-    careful = writer == "llm" or opening not in TERSE
+    careful = writer == "llm" or (rng.random() < 0.5 if writer == "control" else opening not in TERSE)
     tens, units = step.left * (step.right // 10), step.left * (step.right % 10)
     parts = f"{step.left}*{step.right // 10}0={tens}0, {step.left}*{step.right % 10}={units} and "
     parts += f"{tens}+{units // 10}={tens + units // 10}, "
