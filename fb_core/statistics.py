@@ -1,7 +1,7 @@
-"""Statistics of reported results: intervals over problems, and how well scores order candidates by outcome.
+"""Statistics of reported results: intervals over problems and seeds, and how well scores order candidates by outcome.
 
-Vectors hold one finite number a problem, the same problems in the same order. Average the runs of a problem first: they
-are not independent. Bootstrap intervals are those of percentiles, and repeat with their seed.
+Outcomes are one finite number a problem, [n], or one a problem and training seed, [n, S], the same problems and seeds
+in the same order. Bootstrap intervals are those of percentiles, and repeat with their seed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,13 @@ class Interval(NamedTuple):
     high: float
 
 
+class Draw(NamedTuple):
+    """R resamples: indices of problems, [R, n] for each benchmark, and of the seeds, [R, S]."""
+
+    problems: tuple[NDArray[np.integer], ...]
+    seeds: NDArray[np.integer]
+
+
 def average_interval(
     a: Sequence[ArrayLike],
     b: Sequence[ArrayLike] | None = None,
@@ -38,25 +45,23 @@ def average_interval(
 ) -> Interval:
     """Bootstrap interval of the average of the benchmarks' means, with equal weight for each benchmark.
 
-    Problems are resampled within each benchmark: the benchmarks are fixed, not a sample of others. A single problem, or
-    equal outcomes, give an interval of no width: the sample shows no spread, not that there is none.
+    Problems are resampled within each benchmark: the benchmarks are fixed, not a sample of others. Training seeds are
+    resampled too, the same for all benchmarks, so what a seed did to all its problems counts once. A single problem and
+    seed, or equal outcomes, give an interval of no width: the sample shows no spread, not that there is none. With two
+    or three seeds it shows little of theirs.
 
     Args:
-        a: one vector of outcomes per benchmark, one outcome for each of its problems.
+        a: the outcomes on each benchmark, [n] or [n, S].
         b: the other method's outcomes; the interval is then of the difference a - b. A problem is drawn with both its
-            outcomes, so what makes it easy or hard for both cancels out.
-        resamples: how often the problems are drawn again, with replacement.
+            outcomes, and a seed likewise if both have S, so what makes it easy or hard for both cancels out.
+        resamples: how often problems and seeds are drawn again, with replacement.
         level: share of the resampled averages between the ends, in (0, 1).
         seed: of the draws.
     """
-    values = vectors(a)
+    values = by_problem(a)
     if b is not None:
-        values = [own - other for own, other in zip(values, vectors(b, like=values), strict=True)]
-
-    def average(*drawn: NDArray[np.integer]) -> Vector:
-        return averages(values, drawn)
-
-    return bootstrap(average, values, resamples, level, seed)
+        values = [own - other for own, other in zip(values, by_problem(b, like=values), strict=True)]
+    return bootstrap(lambda draw: averages(values, draw), values, resamples, level, seed)
 
 
 def paired_lower_bound(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> Interval:
@@ -107,35 +112,42 @@ def outcomes_differ(outcome: ArrayLike) -> bool:
 
 
 def bootstrap(
-    statistic: Callable[..., Vector], sets: Sequence[Vector], resamples: int, level: float, seed: int
+    statistic: Callable[[Draw], Vector], sets: Sequence[Vector], resamples: int, level: float, seed: int
 ) -> Interval:
-    """The interval of a statistic that maps drawn problems, [R, n] of each set, to [R], NaN where it has no value."""
+    """The interval of a statistic of a `Draw` of these sets, each [n, S], with a value [R], NaN where it has none."""
     assert resamples >= 1
     assert 0 < level < 1
-    problems = tuple(len(one) for one in sets)
+    problems, seeds = tuple(len(one) for one in sets), max(one.shape[1] for one in sets)
     draw = _kept_draws if resamples * sum(problems) <= DRAWS_KEPT else _draws
-    values = np.concatenate([statistic(*drawn) for drawn in draw(problems, resamples, seed)])
+    values = np.concatenate([statistic(drawn) for drawn in draw(problems, seeds, resamples, seed)])
     low, high = np.quantile(values[~np.isnan(values)], [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(statistic(*(np.arange(n)[None] for n in problems))[0]), float(low), float(high))
+    whole = Draw(tuple(np.arange(n)[None] for n in problems), np.arange(seeds)[None])
+    return Interval(float(statistic(whole)[0]), float(low), float(high))
 
 
-def _draws(problems: tuple[int, ...], resamples: int, seed: int) -> Iterator[tuple[NDArray[np.int32], ...]]:
-    """Resampled problems, [rows, n] of each set, in parts that fit in memory."""
-    generator = np.random.default_rng(seed)
-    rows = max(1, DRAWS_AT_ONCE // sum(problems))
+def _draws(problems: tuple[int, ...], seeds: int, resamples: int, seed: int) -> Iterator[Draw]:
+    """Resampled problems and seeds, in parts that fit in memory."""
+    of_problems, of_seeds = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+    rows = max(1, DRAWS_AT_ONCE // (sum(problems) * seeds))
     for start in range(0, resamples, rows):
         size = min(rows, resamples - start)
-        yield tuple(generator.integers(n, size=(size, n), dtype=np.int32) for n in problems)
+        yield Draw(
+            tuple(of_problems.integers(n, size=(size, n), dtype=np.int32) for n in problems),
+            of_seeds.integers(seeds, size=(size, seeds)),
+        )
 
 
 @lru_cache(maxsize=4)
-def _kept_draws(problems: tuple[int, ...], resamples: int, seed: int) -> list[tuple[NDArray[np.int32], ...]]:
-    return list(_draws(problems, resamples, seed))
+def _kept_draws(problems: tuple[int, ...], seeds: int, resamples: int, seed: int) -> list[Draw]:
+    return list(_draws(problems, seeds, resamples, seed))
 
 
-def averages(values: Sequence[Vector], drawn: Sequence[NDArray[np.integer]]) -> Vector:
-    """[R] averages of the sets' means."""
-    return np.mean([one[rows].mean(axis=1) for one, rows in zip(values, drawn, strict=True)], axis=0)
+def averages(values: Sequence[Vector], draw: Draw) -> Vector:
+    """[R] averages of the sets' means over the drawn problems and, where there are several, seeds."""
+    by_seed = np.mean([one[rows].mean(axis=1) for one, rows in zip(values, draw.problems, strict=True)], axis=0)
+    if by_seed.shape[1] == 1:
+        return by_seed[:, 0]
+    return np.take_along_axis(by_seed, draw.seeds, axis=1).mean(axis=1)
 
 
 def columns(*given: ArrayLike) -> Vector:
@@ -147,9 +159,10 @@ def columns(*given: ArrayLike) -> Vector:
     return matrix
 
 
-def vectors(values: Sequence[ArrayLike], like: Sequence[Vector] | None = None) -> list[Vector]:
-    """Vectors, each as long as its counterpart."""
-    found = [np.asarray(one, np.float64) for one in values]
-    assert all(one.ndim == 1 and len(one) and np.isfinite(one).all() for one in found)
+def by_problem(outcomes: Sequence[ArrayLike], like: Sequence[Vector] | None = None) -> list[Vector]:
+    """The outcomes on each benchmark, [n, S], as many as their counterparts; [n] is one seed's."""
+    found = [np.asarray(one, np.float64) for one in outcomes]
+    found = [one[:, None] if one.ndim == 1 else one for one in found]
+    assert all(one.ndim == 2 and one.size and np.isfinite(one).all() for one in found)
     assert like is None or [len(one) for one in found] == [len(one) for one in like]
     return found

@@ -12,7 +12,7 @@ from fb_core.statistics import Interval
 
 BELOW_GREEDY, BELOW_DIRECT = "▼", "▽"
 LEGEND = f"{BELOW_GREEDY} significantly below greedy, {BELOW_DIRECT} significantly below the direct LLM score."
-BOOTSTRAP = "95% bootstrap over problems, differences paired"
+BOOTSTRAP = "95% bootstrap over problems and training seeds, differences paired"
 SHARES = "95% score intervals with each problem as one trial at most, differences paired"
 
 Columns = dict[str, Callable[[Any], Text]]  # what makes a cell of a row, by head; heads that end in "|" are text

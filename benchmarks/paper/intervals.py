@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from fb_core.statistics import Interval, Vector, averages, bootstrap, columns, vectors
+from fb_core.statistics import Draw, Interval, Vector, averages, bootstrap, by_problem, columns
 
 
 def above_line_interval(
@@ -32,11 +32,11 @@ def above_line_interval(
     All are as in `average_interval`; tokens are the large model's, those of takeover not 0 everywhere. Draws in which
     takeover writes nothing are left out.
     """
-    own = vectors(accuracy)
-    parts = [own, *(vectors(values, like=own) for values in (tokens, greedy, takeover, takeover_tokens))]
+    own = by_problem(accuracy)
+    parts = [own, *(by_problem(values, like=own) for values in (tokens, greedy, takeover, takeover_tokens))]
 
-    def distance(*drawn: NDArray[np.integer]) -> Vector:
-        right, cost, least, most, written = (averages(column, drawn) for column in parts)
+    def distance(draw: Draw) -> Vector:
+        right, cost, least, most, written = (averages(column, draw) for column in parts)
         return right - least - _divided(cost, written).clip(max=1) * (most - least)
 
     return bootstrap(distance, own, resamples, level, seed)
@@ -51,10 +51,11 @@ def ratio_interval(
     """
     parts, wholes = columns(part, whole)
 
-    def ratio(drawn: NDArray[np.integer]) -> Vector:
+    def ratio(draw: Draw) -> Vector:
+        (drawn,) = draw.problems
         return _divided(parts[drawn].sum(axis=1), wholes[drawn].sum(axis=1))
 
-    return bootstrap(ratio, [parts], resamples, level, seed)
+    return bootstrap(ratio, [parts[:, None]], resamples, level, seed)
 
 
 def share_interval(part: ArrayLike, whole: ArrayLike, *, level: float = 0.95) -> Interval:

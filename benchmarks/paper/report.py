@@ -45,7 +45,8 @@ FOREST = (
 )
 HOW = (
     "Accuracies are in percent, differences in percentage points (pp). Brackets hold 95% bootstrap intervals: problems "
-    "are resampled with all their runs, and differences are paired by problem. A difference is called statistically "
+    "and training seeds are resampled, and differences are paired by both. Two or three seeds show little of their "
+    "spread. A difference is called statistically "
     "significant if its interval excludes 0. Intervals are not corrected for multiple comparisons. If there are "
     "several benchmarks, “average” is the primary result: all benchmarks have equal weight, and problems are resampled "
     "within each. A column headed “published” holds the paper's figures, if the models are the paper's; it says “other "

@@ -250,10 +250,13 @@ class _Group:
         for row in rows:
             self.problems.setdefault(row.benchmark, {}).setdefault(row.problem, []).append(row)
 
-    def column(self, name: str, benchmarks: Sequence[str]) -> list[list[float]]:
-        """For every benchmark a value per problem, averaged over seeds."""
+    def column(
+        self, name: str, benchmarks: Sequence[str], like: Mapping[str, Iterable[str]] | None = None
+    ) -> list[list[list[float]]]:
+        """For every benchmark a value per problem and seed; the problems of `like`, in its order, if given."""
+        wanted = like or self.problems
         return [
-            [float(np.mean([getattr(row, name) for row in runs])) for runs in self.problems[benchmark].values()]
+            [[float(getattr(row, name)) for row in self.problems[benchmark][problem]] for problem in wanted[benchmark]]
             for benchmark in benchmarks
         ]
 
@@ -283,16 +286,16 @@ def results(plan: Plan, rows: Sequence[Decoded], tables: Mapping[str, Table] = T
             return statistics.average_interval(own.column("correct", members))
         theirs = groups[other]
         assert all(own.problems[benchmark].keys() == theirs.problems[benchmark].keys() for benchmark in members)
-        paired = [[theirs.problems[benchmark][problem] for problem in own.problems[benchmark]] for benchmark in members]
-        values = [[float(np.mean([row.correct for row in runs])) for runs in problems] for problems in paired]
-        return statistics.average_interval(own.column("correct", members), values)
+        return statistics.average_interval(
+            own.column("correct", members), theirs.column("correct", members, own.problems)
+        )
 
     @cache
     def above_line(members: tuple[str, ...], name: str, takeover: str) -> Interval | None:
         if name in ("greedy", takeover) or "greedy" not in groups or takeover not in groups:
             return None
         own, least, most = (groups[key] for key in (name, "greedy", takeover))
-        if not any(map(sum, most.column("llm_tokens", members))):
+        if not most.mean("llm_tokens", members):
             return None  # takeover never called the LLM
         columns = (own, "correct"), (own, "llm_tokens"), (least, "correct"), (most, "correct"), (most, "llm_tokens")
         return intervals.above_line_interval(*(group.column(column, members) for group, column in columns))

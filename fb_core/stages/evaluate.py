@@ -79,8 +79,7 @@ class EvaluateStage(DecodeStage):
         for row in self.rows():
             rows.setdefault((row.benchmark, row.method), {}).setdefault(row.problem, []).append(row)
         right = {
-            cell: [float(np.mean([row.correct for row in runs])) for runs in by_problem.values()]
-            for cell, by_problem in rows.items()
+            cell: [[row.correct for row in runs] for runs in by_problem.values()] for cell, by_problem in rows.items()
         }
         table = []
         for name, members in self._shown().items():
@@ -128,5 +127,8 @@ def table_of(results: Sequence[dict[str, Any]]) -> Table:
         ]
         size, calls, tokens = f"{row['problems']} x {row['runs']}", f"{row['calls']:.2f}", f"{row['tokens']:.1f}"
         rows.append((row["benchmark"], row["method"], size, *spread, calls, tokens))
-    note = "In brackets 95% intervals by resampling problems; differences are paired. Calls and tokens are per problem."
+    note = (
+        "In brackets 95% intervals by resampling problems and training seeds; differences are paired. Calls and tokens "
+        "are per problem."
+    )
     return Table("Evaluation", head, rows, note, "ll" + "r" * (len(head) - 2))

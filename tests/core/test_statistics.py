@@ -71,6 +71,30 @@ def test_an_average_is_over_benchmarks_and_draws_inside_them() -> None:
     assert average_interval([large, small]).mean == pytest.approx((1 / 3 + 1) / 2)  # however many problems
 
 
+def test_two_seeds_resample_to_a_half_most_often() -> None:
+    """One seed right everywhere, one nowhere: however many problems, the means are those of the seeds drawn."""
+    seeds = [[True, False]] * 50
+    assert average_interval([seeds]) == Interval(0.5, 0.0, 1.0)
+    assert average_interval([seeds], level=0.4) == Interval(0.5, 0.5, 0.5)
+    assert average_interval([seeds, seeds]) == Interval(0.5, 0.0, 1.0)  # one draw of seeds for all benchmarks
+    assert average_interval([seeds], [seeds]) == Interval(0.0, 0.0, 0.0)  # paired by seed
+    assert average_interval([seeds], [[0.5] * 50]) == Interval(0.0, -0.5, 0.5)  # the other has one run
+    assert average_interval([[[True], [False]]]) == average_interval([[True, False]])
+
+
+def test_intervals_hold_what_a_seed_does_to_all_its_problems() -> None:
+    """A method whose seeds differ by 10 points: intervals over problems alone miss its mean in most runs."""
+    draw, covered = np.random.default_rng(5), {"problems": 0, "both": 0}
+    for _ in range(100):
+        share = np.clip(0.6 + draw.normal(0.0, 0.1, 8), 0, 1)
+        right = draw.random((400, 8)) < share
+        for name, outcomes in (("both", right), ("problems", right.mean(axis=1))):
+            found = average_interval([outcomes], resamples=500)
+            covered[name] += found.low <= 0.6 <= found.high
+    assert covered["both"] >= 84
+    assert covered["problems"] <= 55
+
+
 def test_averages_are_paired_problem_by_problem() -> None:
     hardness = [np.arange(40.0), np.arange(7.0)]
     assert average_interval([one + 0.25 for one in hardness], hardness) == Interval(0.25, 0.25, 0.25)

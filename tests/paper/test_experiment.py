@@ -11,6 +11,7 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from limits import HANG
@@ -172,8 +173,8 @@ def rows_of(found, table):
     return {(row.key, row.quantile): row for row in found.of(table)}
 
 
-def shares(run, key):
-    """Share of right runs by problem, from a variant's files alone; also its mean steps and tokens."""
+def outcomes(run, key):
+    """Whether each run was right, by problem, from a variant's files alone; also its mean steps and tokens."""
     path = run.joinpath("variants", *"/variants/".join(key.split("/")).split("/"))
     right: dict = {}
     steps, tokens = [], []
@@ -183,25 +184,25 @@ def shares(run, key):
             steps.append(len(row["events"]))
             tokens.append(len(row["tokens"]))
     means = [sum(steps) / len(steps), sum(tokens) / len(tokens)]
-    return {problem: sum(runs) / len(runs) for problem, runs in right.items()}, *means
+    return right, *means
 
 
 def test_a_row_is_what_its_files_say(made, found):
     run, _, _ = made
     row = rows_of(found, "alpha")["alpha-0.5", None]
-    own, events, tokens = shares(run, "alpha-0.5")
+    own, events, tokens = outcomes(run, "alpha-0.5")
     assert len(own) == row.problems == 9
     assert row.accuracy == statistics.average_interval([list(own.values())])
     assert (row.events, row.tokens) == (pytest.approx(events), pytest.approx(tokens))
     assert (row.seeds, row.x, row.label, row.benchmark) == ((0, 1), 0.5, "alpha = 0.5", "demo:plans")
     for name in ("greedy", "direct", "futurebridge"):
-        theirs, _, _ = shares(run, name)
+        theirs, _, _ = outcomes(run, name)
         wanted = statistics.average_interval([list(own.values())], [[theirs[problem] for problem in own]])
         assert row.minus[name] == wanted
     assert list(row.minus) == ["greedy", "direct", "futurebridge"]
     ours = rows_of(found, "alpha")["futurebridge", None]
     assert (ours.x, ours.label) == (1.0, "alpha = 1")
-    assert ours.accuracy == statistics.average_interval([list(shares(run, "futurebridge")[0].values())])
+    assert ours.accuracy == statistics.average_interval([list(outcomes(run, "futurebridge")[0].values())])
     assert "futurebridge" not in ours.minus
 
 
@@ -226,16 +227,16 @@ def test_rows_of_a_quantile_are_beside_the_methods_at_that_quantile(made, found,
     run, _, _ = made
     rows = rows_of(found, "quantiles")
     there, here = rows["futurebridge", 0.92], rows["futurebridge", 0.9]
-    own, direct = shares(run, "q0.92/futurebridge")[0], shares(run, "q0.92/direct")[0]
+    own, direct = outcomes(run, "q0.92/futurebridge")[0], outcomes(run, "q0.92/direct")[0]
     assert there.accuracy == statistics.average_interval([list(own.values())])
     assert there.minus["direct"] == statistics.average_interval([list(own.values())], [[direct[p] for p in own]])
-    greedy = shares(run, "greedy")[0]
+    greedy = outcomes(run, "greedy")[0]
     assert there.minus["greedy"] == statistics.average_interval([list(own.values())], [[greedy[p] for p in own]])
     assert "futurebridge" not in there.minus
     assert rows["direct", 0.92].minus["futurebridge"].mean == pytest.approx(-there.minus["direct"].mean)
     assert there.threshold == frozen_policy(run / "variants" / "q0.92").threshold
     assert here.threshold == frozen_policy(run).threshold
-    assert here.accuracy == statistics.average_interval([list(shares(run, "futurebridge")[0].values())])
+    assert here.accuracy == statistics.average_interval([list(outcomes(run, "futurebridge")[0].values())])
     quantiles = [row.quantile for row in found.of("quantiles")]
     assert quantiles == sorted(quantiles)
     keys = {q: [key for key, quantile in rows if quantile == q] for q in (0.9, 0.92)}
@@ -351,7 +352,7 @@ def test_a_new_ablation_is_one_entry(made, chosen, monkeypatch):
     found = gather(chosen, run)
     ours, new = found.of("events")
     assert (ours.label, new.label) == ("all events", "one event")
-    assert new.accuracy == statistics.average_interval([list(shares(run, "events-1")[0].values())])
+    assert new.accuracy == statistics.average_interval([list(outcomes(run, "events-1")[0].values())])
     assert set(new.minus) == {"greedy", "direct", "futurebridge"}
     (section,) = [section for section in render([found]).sections if section.title == "Number of events"]
     assert [block.caption for block in section.blocks if hasattr(block, "rows")] == ["Number of events on demo:plans"]
@@ -383,9 +384,9 @@ def test_a_benchmark_has_its_own_events_and_tokens(trained, tmp_path):
         assert getattr(average, name) == pytest.approx((getattr(rows[0], name) + getattr(rows[1], name)) / 2)
     right = {}
     for key in ("direct", "greedy"):
-        shared = shares(place, key)[0]  # of both sets, whose problems differ
+        shared = outcomes(place, key)[0]  # of both sets, whose problems differ
         right[key] = [
-            [share for problem, share in shared.items() if problem.startswith("plans/") == world]
+            [runs for problem, runs in shared.items() if problem.startswith("plans/") == world]
             for world in (True, False)
         ]
     assert average.accuracy == statistics.average_interval(right["direct"])
@@ -407,14 +408,14 @@ def test_a_row_tells_the_llms_tokens_and_what_taking_over_on_a_share_would_bring
                 asked = row["appended"] if row["calls"] else 0
                 found.setdefault(row["problem"], []).append((row["verdict"] == "correct", asked + row["suffix"]))
         for runs in found.values():
-            right.append(sum(one for one, _ in runs) / len(runs))
-            tokens.append(sum(count for _, count in runs) / len(runs))
+            right.append([one for one, _ in runs])
+            tokens.append([count for _, count in runs])
     table = {"methods": TABLES["methods"]}
     rows = {row.key: row for row in gather(chosen, place, table).of("methods") if row.accuracy}
     assert rows.keys() == set(keys)
     greedy, takeover = columns["greedy"], columns["takeover"]
     for key, (right, tokens) in columns.items():
-        assert rows[key].llm_tokens.mean == pytest.approx(sum(tokens) / 9)
+        assert rows[key].llm_tokens.mean == pytest.approx(np.mean(tokens))
         line = intervals.above_line_interval([right], [tokens], [greedy[0]], [takeover[0]], [takeover[1]])
         if key in ("greedy", "takeover"):
             assert rows[key].above_line is None
