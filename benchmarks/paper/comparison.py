@@ -1,4 +1,4 @@
-"""All methods on the same benchmark problems: decoded in batches, and the first ones timed one at a time."""
+"""All methods on the same benchmark problems: decoded in batches, and some timed one at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fb_core.stages.models import (
     file_stem,
     problems_hash,
 )
-from fb_core.stages.problems import Problem
+from fb_core.stages.problems import Problem, drawn
 from fb_core.stages.run import Stage
 
 METHODS = ("compare.methods", "compare.votes", "compare.delimiter", "compare.judge", "train.seeds")
@@ -82,7 +82,7 @@ class CompareStage(DecodeStage):
 
 
 class DeploymentStage(DecodeStage):
-    """Methods on the first problems of the first benchmark, one problem at a time.
+    """Methods on some problems of every benchmark, one problem at a time.
 
     "fast" is `LowLatencyDecoder`, "plain" the loop that works for every method. A method is compared with greedy
     decoding in the same loop, problem by problem.
@@ -106,21 +106,24 @@ class DeploymentStage(DecodeStage):
         chosen = (
             {"deployed": Artefact(self.run, DEPLOYED_STAGE).finished()["digest"]} if "deployed" in self._methods else {}
         )
-        return {"timed": problems_hash(self._problems), "methods": self._methods} | chosen
+        timed = {name: problems_hash(problems) for name, problems in self._problems.items()}
+        return {"timed": timed, "methods": self._methods} | chosen
 
     @cached_property
-    def _problems(self) -> list[Problem]:
-        first = next(iter(benchmark_problems(self.settings).values()))
-        return first[: self.settings.compare.timed]
+    def _problems(self) -> dict[str, list[Problem]]:
+        count, seed = self.settings.compare.timed, self.settings.problems.seed
+        return {name: drawn(problems, count, seed) for name, problems in benchmark_problems(self.settings).items()}
 
     @cached_property
     def trials(self) -> dict[str, Trial]:
-        benchmark, loops = next(iter(benchmark_problems(self.settings))), get_args(Loop)
         return {
-            f"{loop}.{name}": Trial(benchmark, name, seed_of(name, self.settings), loop, self._problems)
-            for loop in loops
+            f"{loop}.{name}.{file_stem(benchmark)}": Trial(
+                benchmark, name, seed_of(name, self.settings), loop, problems
+            )
+            for loop in get_args(Loop)
             for name in self._methods
             if loop in method(name).timed
+            for benchmark, problems in self._problems.items()
         }
 
     @cached_property

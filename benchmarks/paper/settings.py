@@ -95,7 +95,8 @@ class CompareSettings(Section):
         delimiter: text after which a step ends, of SpecReason and of the spans.
         judge: the prompt between such a step and its score; None for a chat turn if the tokenizer is of Qwen's kind,
             else plain words.
-        timed: number of problems of the first benchmark that are decoded one at a time for the table of costs.
+        timed: number of problems of each benchmark that are decoded one at a time for the table of costs, drawn by the
+            seed of the problems.
     """
 
     methods: tuple[Annotated[str, BeforeValidator(_known_method)], ...] = Field(default_factory=names)

@@ -403,14 +403,16 @@ def timed(run, chosen) -> DeploymentStage:
 
 
 SPECULATIVE = ("speculative", "speculative-probability", "speculative-top-k")
-PLAIN = ("greedy", "glimp-router", "majority", "r2r", "spec-reason", *SPECULATIVE, "takeover", "futurebridge")
+FAST = ("greedy", "direct", "one-token-takeover", "random", "s2t", "slm-preference", "takeover", "futurebridge")
+ROUTED = ("r2r", "r2r-entropy", "r2r-events")
+PLAIN = ("greedy", "glimp-router", "majority", *ROUTED, "spans", "spec-reason", *SPECULATIVE, "takeover", "futurebridge")
 
 
 def test_every_method_is_timed_beside_greedy_in_its_own_loop(timed, rows, chosen, run):
     plan = Plan(chosen, run, 8)
     table = timed_rows(plan, long_table(plan))
     assert [(row.key, row.loop) for row in table] == [
-        *((name, "fast") for name in ("greedy", "direct", "s2t", "futurebridge")),
+        *((name, "fast") for name in FAST),
         *((name, "plain") for name in PLAIN),
     ]
     known = list(timed.rows())
@@ -427,10 +429,24 @@ def test_every_method_is_timed_beside_greedy_in_its_own_loop(timed, rows, chosen
         if row.key == "greedy":
             assert tuple(row.relative) == (1.0, 1.0, 1.0)
         seed = 0 if row.key in SEEDED else None
-        for one, same in zip(mine, rows[row.key, seed], strict=False):
+        batched = {same["problem"]: same for same in rows[row.key, seed]}
+        for one in mine:
+            same = batched[one.problem]
             assert (one.tokens, one.text, one.verdict) == (same["tokens"], same["text"], same["verdict"])
             assert (one.calls, one.suffix) == (same["calls"], same["suffix"])
             assert (one.seconds > 0, same["seconds"]) == (True, None)
+
+
+def test_problems_of_every_benchmark_are_timed(chosen, run):
+    several = settings(evaluate={"benchmarks": ["demo:plans", "demo:helpful"]}, compare={"timed": 3})
+    trials = DeploymentStage(several, run).trials.values()
+    assert {(trial.benchmark, len(trial.problems)) for trial in trials} == {("demo:plans", 3), ("demo:helpful", 3)}
+    by_method = {(trial.method, trial.loop): [] for trial in trials}
+    for trial in trials:
+        by_method[trial.method, trial.loop].append(trial.benchmark)
+    assert set(map(tuple, by_method.values())) == {("demo:plans", "demo:helpful")}
+    plans = next(trial.problems for trial in trials if trial.benchmark == "demo:plans")
+    assert plans != benchmark_problems(several)["demo:plans"][:3]  # not the first
 
 
 def test_what_is_timed_depends_on_the_settings(timed, run, checkpoints):

@@ -9,4 +9,5 @@ METHOD = Method(
     name="one-token-takeover",
     label="One-token takeover",
     decode=lambda run, _: run.decoder(LLMPreference(), pool="llm", llm_k=1).generate_many,
+    timed=("fast",),
 )

@@ -15,4 +15,5 @@ METHOD = Method(
     decode=lambda run, _: partial(
         r2r, run.models.slm, run.models.llm, None, threshold=run.policy.threshold, mode="entropy", **run.batched
     ),
+    timed=("plain",),
 )

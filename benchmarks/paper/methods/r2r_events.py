@@ -19,5 +19,11 @@ def decode(run: Context, seed: int) -> Generate:
 
 
 METHOD = Method(
-    name="r2r-events", label="R2R at admitted events", source=SOURCE, decode=decode, seeded=True, routed=True
+    name="r2r-events",
+    label="R2R at admitted events",
+    source=SOURCE,
+    decode=decode,
+    seeded=True,
+    routed=True,
+    timed=("plain",),
 )

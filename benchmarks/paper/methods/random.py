@@ -10,4 +10,5 @@ METHOD = Method(
     label="Random choice",
     decode=lambda run, seed: run.decoder(RandomChoice(seed), pool="joint").generate_many,
     seeded=True,
+    timed=("fast",),
 )

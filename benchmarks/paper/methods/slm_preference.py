@@ -12,4 +12,5 @@ METHOD = Method(
     name="slm-preference",
     label="SLM preference",
     decode=lambda run, _: run.decoder(SLMPreference(), pool="joint").generate_many,
+    timed=("fast",),
 )

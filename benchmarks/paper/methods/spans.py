@@ -147,4 +147,4 @@ def decode(run: Context, seed: int | None) -> Generate:
     return partial(spans, models.slm, models.llm, run.policy, **given)
 
 
-METHOD = Method(name="spans", label="Spans to a step's end", decode=decode)
+METHOD = Method(name="spans", label="Spans to a step's end", decode=decode, timed=("plain",))

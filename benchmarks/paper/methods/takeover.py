@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ from torch import Tensor
 from benchmarks.paper.methods import Method
 from fb_core import hf
 from fb_core.decoding import CollaborativeDecoder, Generation, Usage
+from fb_core.engine.loop import has_native
 from fb_core.llm import LLM, LocalLLM
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
+from fb_core.stages.models import alone
 
 
 @dataclass
@@ -55,27 +56,46 @@ def takeover(
         TypeError: as `CollaborativeDecoder.generate`.
         ValueError: as `CollaborativeDecoder` and its `generate`.
     """
+    return taking_over(slm, llm, policy, **options)(prompts, max_new_tokens)
+
+
+def taking_over(
+    slm: hf.CausalLM, llm: LLM | hf.CausalLM, policy: RequestPolicy, **options: Any
+) -> Callable[[Sequence[Tensor | Sequence[int]], int], list[TakeoverGeneration]]:
+    """`takeover` of prompts and a maximum of new tokens; with `max_length` both models decode in the fast loop."""
     decoder = CollaborativeDecoder(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
     pair, large = decoder.pair, decoder.pair.large()
-    done = decoder.generate_many(prompts, max_new_tokens, until=1)
-    positions = hf.max_positions(large.model) if isinstance(large, LocalLLM) else None
-    states: dict[int, Tensor] = {}
-    for index, begun in enumerate(done):
-        if begun.events and len(begun.token_ids) < max_new_tokens and int(begun.token_ids[-1]) not in pair.ends:
-            state = torch.cat([torch.as_tensor(prompts[index], device=slm.device), begun.token_ids])
-            if positions is None or len(state) < positions:  # else the LLM has no position for another token
-                states[index] = state.to(large.device)
-    longest = max((max_new_tokens - len(done[index].token_ids) for index in states), default=0)
-    rests = large.complete_many(list(states.values()), longest) if states else []
-    tokens = [begun.token_ids for begun in done]
-    for index, rest in zip(states, rests, strict=True):
-        tokens[index] = torch.cat([tokens[index], rest.to(slm.device)])[:max_new_tokens]
-    return [TakeoverGeneration(ids, begun.events, pair.text(ids)) for ids, begun in zip(tokens, done, strict=True)]
+    model = large.model if isinstance(large, LocalLLM) else None
+    positions = None if model is None else hf.max_positions(model)
+    ending = None
+    if decoder.loop is not None and model is not None and has_native("llm", model):
+        ending = alone(model, **{name: value for name, value in options.items() if name != "tokenizer"})
+
+    def rests(states: list[Tensor], longest: int) -> list[Tensor]:
+        if ending is None:
+            return large.complete_many(states, longest)
+        return [done.token_ids for done in ending.generate_many(states, longest)]
+
+    def generate(prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int) -> list[TakeoverGeneration]:
+        done = decoder.generate_many(prompts, max_new_tokens, until=1)
+        states: dict[int, Tensor] = {}
+        for index, begun in enumerate(done):
+            if begun.events and len(begun.token_ids) < max_new_tokens and int(begun.token_ids[-1]) not in pair.ends:
+                state = torch.cat([torch.as_tensor(prompts[index], device=slm.device), begun.token_ids])
+                if positions is None or len(state) < positions:  # else the LLM has no position for another token
+                    states[index] = state.to(large.device)
+        longest = max((max_new_tokens - len(done[index].token_ids) for index in states), default=0)
+        tokens = [begun.token_ids for begun in done]
+        for index, rest in zip(states, rests(list(states.values()), longest) if states else [], strict=True):
+            tokens[index] = torch.cat([tokens[index], rest.to(slm.device)])[:max_new_tokens]
+        return [TakeoverGeneration(ids, begun.events, pair.text(ids)) for ids, begun in zip(tokens, done, strict=True)]
+
+    return generate
 
 
 METHOD = Method(
     name="takeover",
     label="Takeover",
-    decode=lambda run, _: partial(takeover, run.models.slm, run.models.llm, run.policy, **run.options),
-    timed=("plain",),
+    decode=lambda run, _: taking_over(run.models.slm, run.models.llm, run.policy, **run.options),
+    timed=("fast", "plain"),
 )
