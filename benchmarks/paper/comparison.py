@@ -25,7 +25,7 @@ from fb_core.stages.models import (
 from fb_core.stages.problems import Problem, drawn
 from fb_core.stages.run import Stage
 
-METHODS = ("compare.methods", "compare.votes", "compare.delimiter", "compare.judge", "train.seeds")
+METHODS = ("compare.methods", "compare.votes", "compare.delimiter", "compare.judge", "compare.recall", "train.seeds")
 AT_ONCE = 256  # problems per shard
 
 

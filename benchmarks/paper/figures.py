@@ -182,7 +182,7 @@ def curve(run: Run, theme: Theme, table: str, name: str) -> Figure | None:
 def frontier(run: Run, theme: Theme) -> Figure | None:
     """Accuracy of all methods on the primary benchmark against the LLM's tokens, its calls and the time, where known.
 
-    The dashed line in each panel joins greedy decoding and takeover.
+    The dashed line in each panel joins greedy decoding and takeover, the dotted one R2R's thresholds.
     """
     rows = sorted((row for row in primary(run.of("methods")) if row.accuracy), key=lambda row: row.accuracy or ())
     by_cost: dict[str, list[tuple[Interval, Result, str]]] = {name: [] for name in COSTS}
@@ -194,18 +194,24 @@ def frontier(run: Run, theme: Theme) -> Figure | None:
     by_cost = {cost: points for cost, points in by_cost.items() if points}
     if not by_cost:
         return None
+    swept = [row for row in primary(run.of("recalls")) if row.accuracy]
+    costs_swept = {"LLM tokens": "llm_tokens", "LLM calls": "calls", "LLM positions": "read"}
     height = max(3.6, 0.24 * max(map(len, by_cost.values())) + 1.0)
     figure, axes = _panels(len(by_cost), 1, height)
     for axis, (cost, points) in zip(axes, by_cost.items(), strict=True):
         _frontier(axis, points, theme, height)
+        if cost in costs_swept and len(swept) > 1:
+            line = [(getattr(row, costs_swept[cost]).mean, 100 * row.accuracy.mean) for row in swept if row.accuracy]
+            axis.plot(*zip(*line, strict=True), color=theme.others, linestyle=":", marker=".", linewidth=1, zorder=1)
         axis.set_xlabel(f"{cost}, per problem (square-root scale)")
         axis.set_ylabel(f"accuracy on {_shown(rows[0].benchmark)}, %")
     key = [
         Line2D([], [], color=theme.ours, marker="o", linestyle="none", label="FutureBridge"),
         Line2D([], [], color=theme.others, marker="s", linestyle="none", label="other methods"),
         Line2D([], [], color=theme.faint, marker="D", linestyle="--", label="takeover on a share of the problems"),
+        *([Line2D([], [], color=theme.others, marker=".", linestyle=":", label="R2R by threshold")] if swept else []),
     ]
-    figure.legend(handles=key, loc="outside upper left", ncols=3, fontsize=8)
+    figure.legend(handles=key, loc="outside upper left", ncols=4, fontsize=8)
     return figure
 
 

@@ -356,6 +356,7 @@ def _frontier(run: Run, prefix: str) -> list[Block]:
         "LLM positions per problem [95%]": lambda row: spread(row.read),
         **({"seconds per problem [95%], loop": seconds} if times else {}),
         "above the line to takeover, pp [95%]": lambda row: percent(row.above_line, signed=True),
+        "above it at equal LLM positions, pp [95%]": lambda row: percent(row.above_read_line, signed=True),
     }
     by_key, points = {row.key: row for row in rows}, list[Text]()
     stand = [
@@ -365,13 +366,14 @@ def _frontier(run: Run, prefix: str) -> list[Block]:
         if row
     ]
     points += [f"{stand[0]}; {stand[1]}."] if len(stand) == 2 else []
-    words = (
-        "Significantly better than takeover on a share of the problems with the same number of LLM tokens",
-        "Significantly worse",
-        "Not significantly different",
-    )
-    distances = [(row.label, row.above_line) for row in rows if row.above_line]
-    points += [by_significance(words, distances)] if distances else []
+    for cost, name in (("LLM tokens", "above_line"), ("LLM positions", "above_read_line")):
+        words = (
+            f"Significantly better than takeover on a share of the problems with the same number of {cost}",
+            "Significantly worse",
+            "Not significantly different",
+        )
+        distances = [(row.label, distance) for row in rows if (distance := getattr(row, name))]
+        points += [by_significance(words, distances)] if distances else []
     note = (
         "LLM tokens are the tokens of the answer that the LLM wrote or that were chosen when it was asked. The line "
         "joins greedy decoding and takeover: it is the accuracy if the LLM takes over a random share of the problems, "

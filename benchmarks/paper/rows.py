@@ -101,6 +101,7 @@ class Result:
         published: the paper's accuracy on that benchmark.
         above_line: accuracy minus that of takeover on such a share of the problems (the SLM decodes the rest) that it
             costs the same number of `llm_tokens`; None for greedy decoding and takeover, the ends of that line.
+        above_read_line: likewise at the same number of positions `read`.
     """
 
     table: str
@@ -121,6 +122,7 @@ class Result:
     llm_tokens: Interval | None = None
     read: Interval | None = None
     above_line: Interval | None = None
+    above_read_line: Interval | None = None
     published: float | None = None
 
 
@@ -291,13 +293,13 @@ def results(plan: Plan, rows: Sequence[Decoded], tables: Mapping[str, Table] = T
         )
 
     @cache
-    def above_line(members: tuple[str, ...], name: str, takeover: str) -> Interval | None:
+    def above_line(members: tuple[str, ...], name: str, takeover: str, cost: str) -> Interval | None:
         if name in ("greedy", takeover) or "greedy" not in groups or takeover not in groups:
             return None
         own, least, most = (groups[key] for key in (name, "greedy", takeover))
-        if not most.mean("llm_tokens", members):
+        if not most.mean(cost, members):
             return None  # takeover never called the LLM
-        columns = (own, "correct"), (own, "llm_tokens"), (least, "correct"), (most, "correct"), (most, "llm_tokens")
+        columns = (own, "correct"), (own, cost), (least, "correct"), (most, "correct"), (most, cost)
         return intervals.above_line_interval(*(group.column(column, members) for group, column in columns))
 
     def result(table: Table, variant: Variant, benchmark: str, members: tuple[str, ...]) -> Result:
@@ -310,6 +312,7 @@ def results(plan: Plan, rows: Sequence[Decoded], tables: Mapping[str, Table] = T
         if (own := groups.get(variant.name)) is None:
             return Result(table.name, benchmark, **about, note=why_not(plan.run, variant) or "not run")
         others = {name: other for name, other in _compared(plan, table, variant).items() if other in groups}
+        takeover = Variant("takeover", "", inside=variant.state_source).name
         return Result(
             table.name,
             benchmark,
@@ -325,7 +328,8 @@ def results(plan: Plan, rows: Sequence[Decoded], tables: Mapping[str, Table] = T
             tokens=own.mean("tokens", members),
             llm_tokens=statistics.average_interval(own.column("llm_tokens", members)),
             read=statistics.average_interval(own.column("read", members)),
-            above_line=above_line(members, variant.name, Variant("takeover", "", inside=variant.state_source).name),
+            above_line=above_line(members, variant.name, takeover, "llm_tokens"),
+            above_read_line=above_line(members, variant.name, takeover, "read"),
         )
 
     for table in tables.values():

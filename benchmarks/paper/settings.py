@@ -65,7 +65,6 @@ class RouterSettings(Section):
         epochs: passes over the labelled tokens.
         batch_size: tokens per step.
         learning_rate: of AdamW.
-        min_recall: minimum recall of divergent held-out tokens; it sets the threshold.
     """
 
     problems: int = Field(default=1000, ge=5)
@@ -74,7 +73,6 @@ class RouterSettings(Section):
     epochs: int = Field(default=50, ge=1)
     batch_size: int = Field(default=1024, ge=1)
     learning_rate: float = Field(default=5e-5, gt=0)
-    min_recall: float = Field(default=0.95, gt=0, le=1)
 
 
 def _known_method(name: Any) -> Any:
@@ -92,6 +90,7 @@ class CompareSettings(Section):
         external: checkpoints that replace the SLM and decode alone, by the name of their method.
         votes: samples per problem for majority voting.
         router: the router of R2R.
+        recall: share of the divergent held-out tokens that R2R routes at least; it sets the router's threshold.
         delimiter: text after which a step ends, of SpecReason and of the spans.
         judge: the prompt between such a step and its score; None for a chat turn if the tokenizer is of Qwen's kind,
             else plain words.
@@ -103,6 +102,7 @@ class CompareSettings(Section):
     external: Mapping[str, str] = Field(default_factory=dict)
     votes: int = Field(default=8, ge=1)
     router: RouterSettings = RouterSettings()
+    recall: float = Field(default=0.95, gt=0, le=1)
     delimiter: str = Field(default="\n\n", min_length=1)
     judge: str | None = Field(default=None, min_length=1)
     timed: int = Field(default=50, ge=1)
@@ -123,6 +123,7 @@ class ExperimentSettings(Section):
         alphas: shares of the future's score in the hybrid target.
         temperatures: of the soft targets.
         quantiles: of the request policy; states, futures and rerankers are made again for each.
+        recalls: of R2R's router.
         benchmark_problems: number of problems of each benchmark, drawn by the seed of the problems, whose states are
             also rolled out once a reranker is chosen; 0 for none.
     """
@@ -130,6 +131,7 @@ class ExperimentSettings(Section):
     alphas: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.25, 0.5, 0.75)
     temperatures: tuple[Annotated[float, Field(gt=0)], ...] = (0.25, 1.0, 2.0)
     quantiles: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.98, 0.995)
+    recalls: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.2, 0.5, 0.8, 1.0)
     benchmark_problems: int = Field(default=50, ge=0)
 
 

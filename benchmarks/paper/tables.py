@@ -145,7 +145,7 @@ def settings_of_variant(settings: PaperSettings, variant: Variant) -> PaperSetti
     name = method.removeprefix(EXTERNAL)
     external = {name: settings.compare.external[name]} if method.startswith(EXTERNAL) else {}
     compare = {"methods": (method,) if method and not external else (), "external": external}
-    return changed(settings, {**variant.changes, "compare": compare})
+    return changed(settings, {**variant.changes, "compare": {**variant.changes.get("compare", {}), **compare}})
 
 
 def _methods(plan: Plan) -> list[Variant]:
@@ -216,6 +216,20 @@ def _scope(plan: Plan) -> list[Variant]:
     return [plan.own("adapter on the candidate alone"), sequence]
 
 
+def _recalls(plan: Plan) -> list[Variant]:
+    """R2R at several thresholds of one router."""
+    own = plan.settings.compare.recall
+    if "r2r" not in plan.settings.compare.methods:
+        return []
+    others = [
+        Variant(f"r2r-{recall:g}", f"R2R, recall {recall:g}", {"compare": {"recall": recall}}, "r2r", recall)
+        for recall in plan.settings.experiment.recalls
+        if recall != own
+    ]
+    routed = replace(plan.method("r2r", own), label=f"R2R, recall {own:g}", borrowed=True)
+    return _by_number([*others, routed])
+
+
 def _quantiles(plan: Plan) -> list[Variant]:
     """Peers and FutureBridge at every request quantile; at other quantiles they have their own states and rerankers."""
     peers = ("takeover", "s2t", "direct", "futurebridge")
@@ -274,6 +288,12 @@ TABLES = {
             "scope", "Adapter scope", "Whether the adapter acts on the candidate alone or on its prefix too.", _scope
         ),
         Table("temperature", "Target temperature", "How soft the target is.", _temperatures),
+        Table(
+            "recalls",
+            "Router threshold",
+            "Which share of the divergent held-out tokens R2R's threshold routes to the LLM.",
+            _recalls,
+        ),
         Table(
             "quantiles",
             "Request quantiles",

@@ -73,6 +73,7 @@ def row_of(table: str, benchmark: str, key: str, label: str, accuracy: float, ba
     row["minus"] = {other: around(accuracy - value, 0.037) for other, value in base.items() if key != other}
     if key not in ENDS:
         row["above_line"] = around(accuracy - 0.712 - asked / 40.2 * 0.28)
+        row["above_read_line"] = around(accuracy - 0.712 - 0.2)
     return row | more
 
 
@@ -91,6 +92,10 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
         for table, variants in VARIANTS.items():
             for key, label, accuracy, x in variants:
                 rows.append(row_of(table, benchmark, key, label, accuracy - shift, base, x=x))
+        for recall, accuracy in ((0.5, 0.9), (0.95, 0.995)):
+            rows.append(
+                row_of("recalls", benchmark, f"r2r-{recall}", f"R2R, recall {recall}", accuracy, base, x=recall)
+            )
         for quantile, accuracies in SWEPT.items():
             there = dict(zip(("direct", "futurebridge", "takeover"), accuracies, strict=True))
             there["futurebridge"] -= shift

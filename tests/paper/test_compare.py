@@ -185,9 +185,14 @@ def test_a_majority_is_of_as_many_votes_as_set(rows, prompts, pair, chosen):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_routers_are_those_of_the_run(rows, prompts, pair, run, chosen, seed):
-    router, policy = read_router(run, models_of(chosen.models), seed), frozen_policy(run)
-    known = json.loads((run / "router" / f"seed-{seed}.jsonl").read_text())
-    assert (router.threshold, router.network.settings["width"]) == (known["threshold"], 16)
+    models, policy = models_of(chosen.models), frozen_policy(run)
+    router = read_router(run, models, seed, 0.95)
+    held_out = Artefact(run, "router").tensors(f"seed-{seed}")
+    assert router.network.settings["width"] == 16
+    for recall in (0.2, 0.95, 1.0):
+        threshold = read_router(run, models, seed, recall).threshold
+        assert (held_out["probability"][held_out["divergent"]] >= threshold).float().mean() >= recall
+        assert threshold >= router.threshold or recall == 1.0
     options = {"threshold": router.threshold, "tokenizer": pair.world.tokenizer}
     every = r2r(pair.slm, pair.llm, router.network, prompts, 45, **options)
     assert written(rows["r2r", seed]) == tokens_of(every)
@@ -405,7 +410,17 @@ def timed(run, chosen) -> DeploymentStage:
 SPECULATIVE = ("speculative", "speculative-probability", "speculative-top-k")
 FAST = ("greedy", "direct", "one-token-takeover", "random", "s2t", "slm-preference", "takeover", "futurebridge")
 ROUTED = ("r2r", "r2r-entropy", "r2r-events")
-PLAIN = ("greedy", "glimp-router", "majority", *ROUTED, "spans", "spec-reason", *SPECULATIVE, "takeover", "futurebridge")
+PLAIN = (
+    "greedy",
+    "glimp-router",
+    "majority",
+    *ROUTED,
+    "spans",
+    "spec-reason",
+    *SPECULATIVE,
+    "takeover",
+    "futurebridge",
+)
 
 
 def test_every_method_is_timed_beside_greedy_in_its_own_loop(timed, rows, chosen, run):

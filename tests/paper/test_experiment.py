@@ -546,7 +546,8 @@ def test_shipped_settings_are_published_where_they_say_so():
         ({"experiment": {"temperatures": [0]}}, "experiment.temperatures"),
         ({"experiment": {"quantiles": [1.01]}}, "experiment.quantiles"),
         ({"compare": {"votes": 0}}, "compare.votes"),
-        ({"compare": {"router": {"min_recall": 0}}}, "compare.router.min_recall"),
+        ({"compare": {"recall": 0}}, "compare.recall"),
+        ({"experiment": {"recalls": [1.5]}}, "experiment.recalls"),
         ({"compare": {"rooter": {}}}, "compare.rooter"),
     ],
 )
@@ -654,7 +655,11 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     assert all(row.keys() == {"future", "states", "4", "8"} for row in quality)
     judged = {(row["where"], row["score"]) for row in found.parts["agreement"] if row["kind"] == "all"}
     assert judged >= {("validation, quantile 0.92", score) for score in ("SLM", "LLM", "FutureBridge")}
-    assert len(found.timed) == 16
+    assert len(found.timed) == 9 + 14  # in the fast loop, in the plain one
+    swept = found.of("recalls")
+    assert [row.x for row in swept] == [0.2, 0.5, 0.8, 0.95, 1.0]
+    assert swept[3].accuracy == rows_of(found, "methods")["r2r", None].accuracy
+    assert (run / "variants" / "r2r-0.5" / "router").is_symlink()  # trained once
     assert {"samples", "router", "rollouts"} <= {row["stage"] for row in found.parts["offline"]}
     for kind in ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"):
         assert (run / "variants" / f"future-{kind}" / "samples").is_symlink()  # sampled once

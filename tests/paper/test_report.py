@@ -77,7 +77,7 @@ def test_rows_of_methods_are_as_found(single):
     assert "GRPO: no checkpoint given: compare.external." in items(single, "Methods")
     for words in ("SLM demo:plans, LLM demo:plans", "400 problems", "seeds 0, 1", "greedy decoding between events"):
         assert words in found.note
-    assert "quantile 0.94, 1.695 nats; 95% bootstrap over problems, differences paired" in found.note
+    assert "quantile 0.94, 1.695 nats; 95% bootstrap over problems and training seeds, differences paired" in found.note
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -134,14 +134,18 @@ def test_the_frontier_tells_what_is_worth_more_than_taking_over(single):
     last = f"{distance:+.1f} [{distance - 3:+.1f}, {distance + 3:+.1f}]"
     assert rows["FutureBridge"] == [
         *("95.8 [92.8, 98.8]", "1.9 [1.8, 2.0]", "1.91 [1.72, 2.10]", "31.9 [31.9, 31.9]"),
-        *("0.048, 1.55 [1.50, 1.61] × greedy, fast", last),
+        *("0.048, 1.55 [1.50, 1.61] × greedy, fast", last, "+4.6 [+1.6, +7.6]"),
     ]
     assert (rows["Greedy"][-1], rows["Takeover"][-1]) == ("", "")
-    takeover, worth = items(single, "Accuracy against the LLM's work")
+    takeover, worth, read = items(single, "Accuracy against the LLM's work")
     assert takeover.startswith("Takeover is right on 99.2 [96.2, 100.0]% of the problems with 40.2 [40.1, 40.3] LLM ")
     more, less = worth.split("Significantly worse: ")
     assert more.endswith("LLM tokens: Direct LLM score; R2R; FutureBridge. ")
     assert less == "Random choice; S2T. Not significantly different: Maj@8."
+    assert read.startswith(
+        "Significantly better than takeover on a share of the problems with the same number of LLM pos"
+    )
+    assert "positions: FutureBridge. Significantly worse: " in read
     found = tiny()
     found["results"] = [row | {"llm_tokens": None} for row in found["results"]]
     assert "Accuracy against the LLM's work" not in [section.title for section in render(found).sections]

@@ -126,6 +126,8 @@ def test_the_line_of_the_frontier_ends_at_greedy_and_takeover():
         assert (xs[0], xs[-1]) == pytest.approx(ends)
         assert (ys[0], ys[-1]) == pytest.approx((71.2, 99.2))
         assert np.allclose(np.diff(ys) / np.diff(xs), (99.2 - 71.2) / (ends[1] - ends[0]))  # straight; the axis is not
+        swept = [one for one in axis.lines if one.get_linestyle() == ":"]
+        assert [len(one.get_xdata()) for one in swept] == [2] * (axis is not time)  # R2R's thresholds have no times
     assert (len(tokens.containers), len(time.containers)) == (len(METHODS), 4)
     assert [text.get_text() for text in time.texts][-1] == "Takeover, plain loop"
     colours = {text.get_text(): text.get_color() for text in tokens.texts}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from torch import Tensor
 from benchmarks.paper.r2r.network import R2RRouter, router_features
 from benchmarks.paper.r2r.training import divergence_labels, recall_threshold, train_router
 from benchmarks.paper.settings import PaperSettings
-from fb_core.stages.files import Artefact, table_bytes
+from fb_core.stages.files import Artefact, table_bytes, tensor_bytes
 from fb_core.stages.models import Models, problems_hash, splits_of, verifier_of
 from fb_core.stages.problems import Problem
 from fb_core.stages.records import IDS
@@ -80,7 +79,7 @@ class RouterLabelStage(Stage):
 
 
 class RouterStage(Stage):
-    """The trained routers, one folder per seed, with thresholds that reach the wanted recall on held-out solutions."""
+    """The trained routers, one folder per seed, with what they say of the held-out solutions."""
 
     name = "router"
     command = "python -m benchmarks.paper"
@@ -122,13 +121,11 @@ class RouterStage(Stage):
         judged: list[Tensor] = [router.probability(features[index]).cpu() for index in sorted(held)]
         actual = torch.cat([divergent[index] for index in sorted(held)])
         probability = torch.cat(judged)
-        threshold = recall_threshold(probability, actual, settings.min_recall)
+        recall_threshold(probability, actual)  # raises here if no held-out token is divergent
         with tempfile.TemporaryDirectory() as folder:
             router.save_pretrained(folder)
             files = {f"{shard}/{path.name}": path.read_bytes() for path in sorted(Path(folder).iterdir())}
-        routed = int((probability >= threshold).sum())
-        about = {"threshold": threshold, "held_out_tokens": len(actual), "routed": routed}
-        files[f"{shard}.jsonl"] = (json.dumps(about) + "\n").encode()
+        files[f"{shard}.safetensors"] = tensor_bytes({"probability": probability, "divergent": actual})
         return Output(files, {"routers": 1})
 
     def cost(self) -> Cost:
@@ -142,10 +139,10 @@ class Router(NamedTuple):
     threshold: float
 
 
-def read_router(run: Path, models: Models, seed: int) -> Router:
-    """The router of a seed; raises ValueError if it is not finished or is damaged."""
+def read_router(run: Path, models: Models, seed: int, recall: float) -> Router:
+    """The router of a seed with the threshold of a recall; raises ValueError if it is not finished or is damaged."""
     folder, shard = Artefact(run, RouterStage.name), f"seed-{seed}"
     if folder.receipt(shard) is None:
         raise ValueError(f"{folder.path}: expected {shard}, got none; run `python -m benchmarks.paper tables methods`")
-    network = R2RRouter.from_pretrained(folder.path / shard, models.slm)
-    return Router(network, json.loads(folder.read(shard, "jsonl"))["threshold"])
+    held_out, network = folder.tensors(shard), R2RRouter.from_pretrained(folder.path / shard, models.slm)
+    return Router(network, recall_threshold(held_out["probability"], held_out["divergent"], recall))
