@@ -31,6 +31,11 @@ ACCURACY = (  # label, row of the cells
     ("**FutureBridge**, the recipe that `train` chose", DEPLOYED),
     ("Takeover: the LLM writes everything from the first event", TAKEOVER),
 )
+PEERS = (  # label, method of the worlds' tables
+    ("in one run of each world: R2R", "r2r"),
+    ("speculative decoding, exact", "speculative"),
+    ("FutureBridge", DEPLOYED),
+)
 SHOWN = {
     "tiny": "plans",
     "tiny-helpful": "helpful",
@@ -70,12 +75,44 @@ def accuracy(cells: Cells, worlds: Sequence[Run]) -> list[str]:
         f"whose accuracies are {plain}, in {theirs} ([full results](docs/evidence.md)). The pairs are tiny and their "
         "worlds were made by hand: this shows when the method works, not what it gains on real models.*"
     )
-    return [*markdown_table(head, rows), "", f"{note} {_why_not_take_over(cells)}{_times(worlds)}"]
+    rows += _in_one_run(worlds, cells.worlds)
+    return [
+        *markdown_table(head, rows),
+        "",
+        f"{note} {_why_not_take_over(cells)}{_at_equal_positions(worlds)}{_times(worlds)}",
+    ]
 
 
 def _accuracy(cells: Cells, world: str, name: str) -> str:
     interval = cells.interval(world, lambda cell: cells.correct(cell, name))
     return f"{percent(interval)} ({cells.mean(world, name, 'llm_tokens'):.1f})"
+
+
+def _in_one_run(worlds: Sequence[Run], names: Sequence[str]) -> list[list[str]]:
+    """The peers that were run once in each world, and the deployed recipe in the same runs."""
+    by_world = {run.name: {row.key: row for row in run.of("methods")} for run in worlds}
+    rows = []
+    for label, key in PEERS:
+        found = [by_world.get(name, {}).get(key) for name in names]
+        if all(row and row.accuracy and row.llm_tokens for row in found):
+            cells = [f"{percent(row.accuracy)} ({row.llm_tokens.mean:.1f})" for row in found if row and row.llm_tokens]
+            rows.append([label, *cells])
+    return rows
+
+
+def _at_equal_positions(worlds: Sequence[Run]) -> str:
+    """How far the deployed recipe and R2R are above takeover at equal LLM positions; empty if they are not known."""
+    above = [
+        [row.above_read_line for run in worlds for row in run.of("methods") if row.key == key and row.above_read_line]
+        for key in (DEPLOYED, "r2r")
+    ]
+    if not worlds or any(len(one) < len(worlds) for one in above):
+        return ""
+    ours, theirs = (", ".join(f"{100 * each.mean:+.1f}" for each in one) for one in above)
+    return (
+        " These tokens do not count what the LLM reads. At equal LLM *positions*, read or written, FutureBridge is "
+        f"{ours} points above takeover in one run of each world, R2R {theirs}."
+    )
 
 
 def _why_not_take_over(cells: Cells) -> str:
@@ -181,15 +218,16 @@ def paper_orderings(worlds: Sequence[Run]) -> list[str]:
 
 
 def times(worlds: Sequence[Run]) -> list[str]:
-    """Milliseconds per problem of every method that was timed in all worlds."""
+    """Milliseconds per problem of every method that was timed in all worlds, and greedy decodings of the same loop."""
     by_world = {SHOWN.get(run.name, run.name): _fastest(run) for run in worlds}
     first = next(iter(by_world.values()))
     rows = []
     for key in reversed(first):  # the fastest first
         if all(key in timings for timings in by_world.values()):
-            seconds = (timings[key].seconds for timings in by_world.values())
-            rows.append([f"{first[key].method}, {first[key].loop}", *(f"{1000 * value:.1f}" for value in seconds)])
-    return markdown_table(["milliseconds per problem, loop", *by_world], rows)
+            own = [timings[key] for timings in by_world.values()]
+            cells = [f"{1000 * one.seconds:.1f}{f' ({one.relative.mean:.2f}x)' if one.relative else ''}" for one in own]
+            rows.append([f"{first[key].method}, {first[key].loop}", *cells])
+    return markdown_table(["milliseconds per problem (times greedy in its loop), loop", *by_world], rows)
 
 
 def draw_worlds(root: Path) -> None:

@@ -290,6 +290,22 @@ def test_the_readme_shows_the_means_of_all_cells() -> None:
     (with_times,) = figures.accuracy(Cells([cell(1, 7)]), [Run(name="x", timed=deployment)])[-1:]
     assert "takeover takes 1.5 times as long as the SLM alone, FutureBridge 1.7 times" in with_times  # fastest loops
 
+    def in_a_run(key: str, mean: float, tokens: float, above: float) -> Result:
+        interval = Interval(above, above - 0.1, above + 0.1)
+        accuracy, written = Interval(mean, mean - 0.1, mean + 0.1), Interval(tokens, tokens, tokens)
+        more: dict[str, Any] = {"accuracy": accuracy, "llm_tokens": written, "above_read_line": interval}
+        return Result("methods", "demo:plans", key, key, **more)
+
+    peers = (
+        in_a_run("r2r", 0.7, 8.0, -0.05),
+        in_a_run("speculative", 0.9, 7.0, 0.0),
+        in_a_run("deployed", 0.8, 2.0, 0.1),
+    )
+    lines = figures.accuracy(Cells([cell(1, 7)]), [Run(name="tiny", results=peers)])
+    assert "| in one run of each world: R2R | 70.0 [60.0, 80.0] (8.0) |" in lines
+    assert "| speculative decoding, exact | 90.0 [80.0, 100.0] (7.0) |" in lines
+    assert "FutureBridge is +10.0 points above takeover in one run of each world, R2R -5.0." in lines[-1]
+
 
 def test_the_worlds_frontier_is_drawn_from_the_committed_rows(root: Path) -> None:
     folder = (root / figures.TABLES).parent
