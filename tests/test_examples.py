@@ -23,6 +23,8 @@ from limits import HANG
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.paper.settings import PaperSettings
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 RUNS = {
@@ -178,6 +180,12 @@ def test_made_up_problems_are_solved_rightly_by_every_writer(pair: Any) -> None:
             assert abs(careful[word] / products[word] - share) < (0.1 if share == 0.5 else 1e-9)
         numbers = {number for problem in drawn for number in re.findall(r"\d+", problem.text)}
         assert len(numbers) > 35
+
+
+def test_the_settings_of_the_pretrained_pair_are_settings() -> None:
+    settings = PaperSettings.of_config(str(EXAMPLES / "pretrained_pair" / "pretrained_pair.yaml"))
+    assert len(settings.train.seeds) >= 5
+    assert settings.problems.certification
 
 
 def test_no_made_up_problem_is_in_two_roles(pair: Any) -> None:
