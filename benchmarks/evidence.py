@@ -139,19 +139,19 @@ def name_of(world: str, seed: int, quantile: float) -> str:
     return f"{world}-{seed}-{quantile:g}"
 
 
-def make(world: str, seed: int, quantiles: Sequence[float], out: Path, problems: int) -> None:
+def make(world: str, seed: int, by_quantile: Mapping[float, RunSettings], out: Path) -> None:
     """Make the cells of one world and seed, which share trajectories; may run in a separate process."""
-    runs = {quantile: out / "runs" / name_of(world, seed, quantile) for quantile in quantiles}
-    first = next(iter(runs.values()))
+    runs = {quantile: out / "runs" / name_of(world, seed, quantile) for quantile in by_quantile}
+    first, first_settings = next(iter(runs.values())), next(iter(by_quantile.values()))
     for quantile, run in runs.items():
         cell = out / "cells" / f"{name_of(world, seed, quantile)}.json"
         if cell.is_file():
             continue
-        settings, began = settings_of(world, seed, quantile, problems), time.process_time()
+        settings, began = by_quantile[quantile], time.process_time()
         run.mkdir(parents=True, exist_ok=True)
         with (run / "log.txt").open("a") as log, redirect_stdout(log), redirect_stderr(log):
             if run != first:
-                work_through([TrajectoryStage], settings_of(world, seed, quantiles[0], problems), first, first)
+                work_through([TrajectoryStage], first_settings, first, first)
                 work_through([TrajectoryStage], settings, run, first)
             for command in COMMANDS:
                 run_command(command, settings, run)
@@ -194,12 +194,13 @@ class Cells:
     """Finished cells, by world.
 
     Args:
-        found: records as `record` makes them.
+        records: as `record` makes them.
+        worlds: theirs, in order.
     """
 
-    def __init__(self, records: Iterable[Mapping[str, Any]]) -> None:
-        self.records = sorted(records, key=lambda cell: (WORLDS.index(cell["world"]), cell["seed"], cell["quantile"]))
-        self.worlds = [world for world in WORLDS if any(cell["world"] == world for cell in self.records)]
+    def __init__(self, records: Iterable[Mapping[str, Any]], worlds: Sequence[str] = WORLDS) -> None:
+        self.records = sorted(records, key=lambda cell: (worlds.index(cell["world"]), cell["seed"], cell["quantile"]))
+        self.worlds = [world for world in worlds if any(cell["world"] == world for cell in self.records)]
 
     def of(self, world: str) -> list[Mapping[str, Any]]:
         """The cells of a world."""
@@ -539,7 +540,10 @@ def main(
     began = time.monotonic()
     with processes(workers, "benchmarks.evidence") as pool:
         under_way = {
-            pool.submit(make, world, seed, quantiles or QUANTILES, out, problems): (world, seed) for world, seed in jobs
+            pool.submit(
+                make, world, seed, {q: settings_of(world, seed, q, problems) for q in quantiles or QUANTILES}, out
+            ): (world, seed)
+            for world, seed in jobs
         }
         for done, job in enumerate(as_completed(under_way), 1):
             job.result()

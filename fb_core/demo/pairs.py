@@ -92,7 +92,10 @@ def retrain(
     names = {MODELS[world, part]: None for part in get_args(Part) for world in worlds}  # SLMs first
     with get_context("spawn").Manager() as manager, processes(workers, __name__) as pool:
         steps: Any = manager.Queue()
-        jobs = [pool.submit(_train_model, name, RECIPES[name], directory, seed, steps.put) for name in names]
+        of = {
+            model: (WORLDS[world], part) for (world, part), model in reversed(MODELS.items())
+        }  # a model's first world
+        jobs = [pool.submit(train_model, *of[name], name, RECIPES[name], directory, seed, steps.put) for name in names]
         while not (finished := all(job.done() for job in jobs)) or not steps.empty():
             with suppress(queue.Empty):
                 step = steps.get(timeout=0 if finished else 0.2)
@@ -102,9 +105,10 @@ def retrain(
             job.result()
 
 
-def _train_model(name: str, recipe: Pretraining, directory: Path, seed: int, progress: Progress) -> None:
+def train_model(
+    world: World, part: Part, name: str, recipe: Pretraining, directory: Path, seed: int, progress: Progress
+) -> None:
     """Train one model on its own stream of fresh examples and save it in float16, without a copy of the tied head."""
-    world, part = next((WORLDS[world], part) for (world, part), model in MODELS.items() if model == name)
     model_seed = int(SeedSequence([seed, *name.encode()]).generate_state(1)[0])
     torch.manual_seed(model_seed)
     model = Qwen3ForCausalLM(_config(world, recipe))

@@ -157,7 +157,7 @@ def _tenth(codes: np.ndarray) -> np.ndarray:
     return (mixed ^ (mixed >> np.uint64(31))) % np.uint64(10)
 
 
-def _step(word: str, working: int | Literal["careful"] | None, value: int, a: int, b: int) -> str:
+def step_text(word: str, working: int | Literal["careful"] | None, value: int, a: int, b: int) -> str:
     """One step: only its result, or worked out by a plan (units first, tens first, product before sum) or carefully."""
     tens, units = divmod(value, 10)
     low = units * a + b
@@ -193,14 +193,14 @@ _PLANS_LLM_HABITS = _word_habits(2, house_bonus=1.3)
 
 def _plans_slm_step(value: int, a: int, b: int, rng: Generator) -> str:
     family, word = divmod(int(rng.choice(9, p=_PLANS_SLM_HABITS[a])), 3)
-    return _step(_PLAN_WORDS[family][word], family if family == HOUSE_PLAN[a] else None, value, a, b)
+    return step_text(_PLAN_WORDS[family][word], family if family == HOUSE_PLAN[a] else None, value, a, b)
 
 
 def _plans_llm_step(value: int, a: int, b: int, rng: Generator) -> str:
     family, word = divmod(int(rng.choice(9, p=_PLANS_LLM_HABITS[a])), 3)
     draw = rng.random()
     plan = HOUSE_PLAN[a] if draw < 0.6 else family if draw < 0.8 else None
-    return _step(_PLAN_WORDS[family][word], plan, value, a, b)
+    return step_text(_PLAN_WORDS[family][word], plan, value, a, b)
 
 
 # The style task: a step is terse or careful; for the SLM the word decides which.
@@ -214,8 +214,8 @@ _HELPFUL_HIGH = (0.35, 0.17, 0.20, 0.13, 0.05, 0.04, 0.03, 0.03)
 
 def _coupled_style_step(terse_share: float, value: int, a: int, b: int, rng: Generator) -> str:
     if rng.random() < terse_share:
-        return _step(str(rng.choice(_STYLE_WORDS[0], p=_TERSE_WEIGHTS)), None, value, a, b)
-    return _step(str(rng.choice(_STYLE_WORDS[1])), "careful", value, a, b)
+        return step_text(str(rng.choice(_STYLE_WORDS[0], p=_TERSE_WEIGHTS)), None, value, a, b)
+    return step_text(str(rng.choice(_STYLE_WORDS[1])), "careful", value, a, b)
 
 
 def _style_slm_step(value: int, a: int, b: int, rng: Generator) -> str:
@@ -225,7 +225,7 @@ def _style_slm_step(value: int, a: int, b: int, rng: Generator) -> str:
 def _helpful_llm_step(value: int, a: int, b: int, rng: Generator) -> str:
     habit = _HELPFUL_ODD if a % 2 else _HELPFUL_LOW if a <= 4 else _HELPFUL_HIGH
     word = str(rng.choice(sum(_STYLE_WORDS, ()), p=habit))
-    return _step(word, "careful" if rng.random() < 0.75 else None, value, a, b)
+    return step_text(word, "careful" if rng.random() < 0.75 else None, value, a, b)
 
 
 def _control_llm_step(value: int, a: int, b: int, rng: Generator) -> str:

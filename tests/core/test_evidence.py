@@ -12,7 +12,6 @@ from runs import settings
 
 from benchmarks import evidence
 from benchmarks.evidence import ALONE, TAKEOVER, Cells, clustered
-from fb_core.config import RunSettings
 
 N = 100
 BEFORE = [
@@ -105,20 +104,20 @@ def test_the_report_is_written_from_the_cells(cells, tmp_path):
 def test_cells_are_made_once_over_one_set_of_trajectories(tmp_path, monkeypatch):
     """Two quantiles of a small run; a second call makes neither again."""
 
-    def small(world: str, seed: int, quantile: float, problems: int) -> RunSettings:
-        return settings(
-            problems={"limit": 72, "certification": 24, "seed": seed},
+    small = {
+        quantile: settings(
+            problems={"limit": 72, "certification": 24, "seed": 5},
             collect={"quantile": quantile},
-            train={"seeds": [seed], "epochs": 1},
-            evaluate={"limit": problems},
+            train={"seeds": [5], "epochs": 1},
+            evaluate={"limit": 8},
         )
-
-    monkeypatch.setattr(evidence, "settings_of", small)
+        for quantile in (0.9, 0.92)
+    }
     (tmp_path / "cells").mkdir()
     begun = []
     watched = SimpleNamespace(rmtree=lambda run, **_: begun.append((run / "trajectories").is_symlink()))
     monkeypatch.setattr(evidence, "shutil", watched)
-    evidence.make("tiny", 5, (0.9, 0.92), tmp_path, 8)
+    evidence.make("tiny", 5, small, tmp_path)
     assert begun == [False, True]
     found = sorted((tmp_path / "cells").glob("*.json"))
     assert [path.stem for path in found] == ["tiny-5-0.9", "tiny-5-0.92"]
@@ -129,6 +128,6 @@ def test_cells_are_made_once_over_one_set_of_trajectories(tmp_path, monkeypatch)
         assert all(len(row["correct"]) == 8 for row in one["rows"].values())
     assert cells[0]["rows"]["greedy"] == cells[1]["rows"]["greedy"]
     times = [path.stat().st_mtime_ns for path in found]
-    evidence.make("tiny", 5, (0.9, 0.92), tmp_path, 8)
+    evidence.make("tiny", 5, small, tmp_path)
     assert [path.stat().st_mtime_ns for path in found] == times
     assert "2 runs" in evidence.page(Cells(cells), BEFORE)

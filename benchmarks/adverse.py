@@ -1,0 +1,197 @@
+"""Can certification fail? Runs whose large model adds nothing, or harms: `python -m benchmarks.adverse`.
+
+In both worlds a solution works every step out, and its words say nothing about what follows, so greedy decoding is the
+right answer unless the large model knows better. In "nothing" the large model is the small one itself. In "harm" it was
+taught to forget the carry of every product of 5 or more, so it is sure and wrong. The models are trained first, from a
+seed. A run is one seed at one quantile, from states to the choice; then the four recipes decode test problems. Finished
+runs are kept: the same command continues where it stopped. `--report` writes docs/adverse.md from them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import as_completed
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.random import Generator
+from scipy.stats import binomtest
+
+from benchmarks.evidence import SHOWN, Cells, make, points
+from fb_core.atomic import write_file
+from fb_core.config import RunSettings, changed
+from fb_core.demo import Part
+from fb_core.demo.pairs import Pretraining, train_model
+from fb_core.demo.worlds import Role, World, step_text
+from fb_core.page import markdown_table
+from fb_core.processes import processes
+
+SEEDS = tuple(range(97_001, 97_051))  # of problems, training sets and rerankers; fixed before the run
+QUANTILE, PROBLEMS = 0.92, 800
+SPLITS = {"train": 1050, "test": PROBLEMS}  # problems of each seed
+OUT = Path("runs", "adverse")
+RECORDS = Path("docs", "evidence", "adverse.json")
+FORGOTTEN = range(5, 10)  # multipliers whose carry the wrong model forgets
+WORDS = (("so", "thus", "then", "hence", "since", "note", "as", "because"),)
+RECIPES = ("direct", "published", "value", "deployed")
+
+
+def _right(value: int, a: int, b: int, rng: Generator) -> str:
+    return step_text(str(rng.choice(WORDS[0])), "careful", value, a, b)
+
+
+def _wrong(value: int, a: int, b: int, rng: Generator) -> str:
+    if a not in FORGOTTEN:
+        return _right(value, a, b, rng)
+    tens, units = divmod(value, 10)
+    low, high = units * a + b, tens * a
+    return f"{rng.choice(WORDS[0])} {units}*{a}+{b}={low:02d},{tens}*{a}+0={high:02d}>{high % 10}{low % 10}. "
+
+
+WORLD = World(2, WORDS, "*+=>,;", 49, _right, _wrong)
+MODELS: Mapping[tuple[str, Part], str] = {  # folders, by world and part
+    ("nothing", "slm"): "slm",
+    ("nothing", "llm"): "slm",
+    ("harm", "slm"): "slm",
+    ("harm", "llm"): "wrong-llm",
+}
+WORLDS = tuple(dict.fromkeys(world for world, _ in MODELS))
+# Steps were chosen on role "validation", so that the SLM is right on about two thirds of the problems.
+TRAINED: Mapping[str, tuple[Part, Pretraining]] = {
+    "slm": ("slm", Pretraining(64, 3, 600, 3e-3)),
+    "wrong-llm": ("llm", Pretraining(64, 3, 2000, 3e-3)),
+}
+
+
+def models(out: Path) -> None:
+    """Train the models that are still missing."""
+    for name, (part, recipe) in TRAINED.items():
+        if not (out / "models" / name / "tokenizer.json").is_file():  # written last
+            train_model(WORLD, part, name, recipe, out / "models", 0, lambda step: None)
+
+
+def problems(seed: int, out: Path) -> dict[str, Path]:
+    """The files of a seed's training and test problems."""
+    paths = {role: out / "problems" / f"{seed}-{role}.jsonl" for role in SPLITS}
+    roles: dict[str, Role] = {"train": "train", "test": "test"}
+    for role, path in paths.items():
+        drawn = WORLD.problems(SPLITS[role], seed, roles[role])
+        rows = ({"id": f"{role}-{n}", "problem": one.prompt, "answer": one.answer} for n, one in enumerate(drawn))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    return paths
+
+
+def settings_of(world: str, seed: int, out: Path) -> RunSettings:
+    """The settings of a run: those of the demo's worlds, one reranker, at the horizon that is scored."""
+    shipped, files = RunSettings.load("tiny-control"), problems(seed, out)
+    longest = {"max_new_tokens": WORLD.max_new_tokens}
+    return changed(
+        shipped,
+        {
+            "models": {part: str(out / "models" / MODELS[world, part]) for part in ("slm", "llm")},
+            "problems": {"train": str(files["train"]), "seed": seed, "limit": SPLITS["train"]},
+            "collect": {"quantile": QUANTILE, **longest},
+            "futures": longest,
+            "score": {"horizon": 16},
+            "train": {"seeds": (seed,), "horizons": (16,)},
+            "evaluate": {"benchmarks": (str(files["test"]),), "limit": None, **longest},
+        },
+    )
+
+
+def work(world: str, seed: int, out: Path) -> None:
+    """Make one run; may run in a separate process."""
+    make(world, seed, {QUANTILE: settings_of(world, seed, out)}, out)
+
+
+def share(count: int, of: int) -> str:
+    """A count with its share and Clopper-Pearson interval."""
+    ends = binomtest(count, of).proportion_ci(0.95, "exact")
+    return f"{count} of {of}: {count / of:.0%} [{ends.low:.1%}, {ends.high:.1%}]"
+
+
+def failures(cells: Cells, delta: float) -> list[str]:
+    """The table of runs in which a recipe is below greedy decoding by more than delta."""
+    head = ["world", "always", f"runs more than {100 * delta:g} points below greedy [95%]"]
+    head += ["mean minus greedy, pp [95%]", "worst, pp"]
+    rows = []
+    for world in cells.worlds:
+        for name in RECIPES:
+            gaps = [cells.correct(cell, name).mean() - cells.correct(cell, "greedy").mean() for cell in cells.of(world)]
+            mean = cells.interval(
+                world, lambda cell, name=name: cells.correct(cell, name) - cells.correct(cell, "greedy")
+            )
+            below = int(np.sum(np.array(gaps) < -delta))
+            rows.append([world, SHOWN[name], share(below, len(gaps)), points(mean), f"{100 * min(gaps):+.1f}"])
+    return markdown_table(head, rows)
+
+
+def page(records: Sequence[Mapping[str, Any]]) -> str:
+    """docs/adverse.md."""
+    cells, choice = Cells(records, WORLDS), RunSettings.load("tiny-control").choice
+    seeds = sorted({cell["seed"] for cell in cells.records})
+    alone = {world: 100 * cells.mean_accuracy(world, "greedy") for world in cells.worlds}
+    taken = {world: 100 * cells.mean_accuracy(world, "takeover") for world in cells.worlds}
+    by_recipe = {world: Counter(cell["deployed"] for cell in cells.of(world)).most_common() for world in cells.worlds}
+    counted = "; ".join(
+        f"{world}: " + ", ".join(f"{name} {count}" for name, count in counts) for world, counts in by_recipe.items()
+    )
+    unpassed = sum("none of" in cell["words"] for cell in cells.records)
+    lines = [
+        "# Where certification could fail",
+        "",
+        "*Written by `python -m benchmarks.adverse --report` from [the runs](evidence/adverse.json).*",
+        "",
+        "In the [demo's worlds](evidence.md) some recipe was better than greedy decoding in every run, so they cannot "
+        "show that certification keeps a bad one back. In these two worlds no word says anything about what follows. "
+        "In *nothing* the large model is the small one itself. In *harm* it was taught to forget the carry of every "
+        f"product of {FORGOTTEN[0]} or more: it is sure, and wrong. The small model alone is right on "
+        + ", ".join(f"{value:.1f}% in {world}" for world, value in alone.items())
+        + "; takeover on "
+        + ", ".join(f"{value:.1f}% in {world}" for world, value in taken.items())
+        + ".",
+        "",
+        f"{len(cells.records)} runs: seeds {seeds[0]} to {seeds[-1]}, written down before the runs, request quantile "
+        f"{QUANTILE:g}, {len(cells.correct(cells.records[0], 'greedy'))} test problems each. A seed draws all problems "
+        "and initialises the reranker; the models are the same in all runs. A run counts as below if its own "
+        "difference on its test problems is; intervals of shares are Clopper and Pearson's.",
+        "",
+        *failures(cells, choice.delta),
+        "",
+        f"Deployed: {counted}. None passed the test in {unpassed} of {len(cells.records)} runs.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for models, problems, runs and finished cells.")] = OUT,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one per core by default.")] = None,
+    seeds: Annotated[list[int] | None, typer.Option(help="Seeds; those of the page by default.")] = None,
+    write: Annotated[bool, typer.Option("--report", help="Only write docs from the finished runs.")] = False,
+) -> None:
+    """Make every run that is still missing."""
+    if write:
+        records = [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
+        lines = ",\n".join(json.dumps(cell, sort_keys=True) for cell in records)
+        write_file(RECORDS, f"[\n{lines}\n]\n".encode())
+        write_file(Path("docs", "adverse.md"), page(records).encode())
+        return
+    (out / "cells").mkdir(parents=True, exist_ok=True)
+    models(out)
+    began = time.monotonic()
+    with processes(workers, "benchmarks.adverse") as pool:
+        jobs = {pool.submit(work, world, seed, out): (world, seed) for seed in seeds or SEEDS for world in WORLDS}
+        for done, job in enumerate(as_completed(jobs), 1):
+            job.result()
+            world, seed = jobs[job]
+            print(f"{world}, seed {seed}: done, {done}/{len(jobs)}, {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

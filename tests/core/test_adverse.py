@@ -1,0 +1,88 @@
+"""The worlds in which certification could fail, and the counts of their page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numpy.random import default_rng
+
+from benchmarks import adverse
+from benchmarks.adverse import WORLD, WORLDS
+from benchmarks.evidence import TAKEOVER, Cells
+
+N = 100
+STEP = re.compile(r"[a-z]+ (\d)\*(\d)\+(\d)=(\d\d),(\d)\*(\d)\+(\d)=(\d\d)>(\d\d)\. ")
+
+
+def test_the_wrong_model_learns_to_forget_carries_and_nothing_else():
+    rng, forgotten = default_rng(0), 0
+    for value in range(100):
+        for a in range(2, 10):
+            for b in range(10):
+                right, wrong = (
+                    [int(part) for part in STEP.fullmatch(step(value, a, b, rng)).groups()]
+                    for step in (WORLD.slm_step, WORLD.llm_step)
+                )
+                assert right[-1] == (value * a + b) % 100
+                assert right[:3] == wrong[:3] == [value % 10, a, b]
+                carry = (value % 10 * a + b) // 10
+                missing = 10 * carry if a in adverse.FORGOTTEN else 0
+                assert wrong[-1] == (value * a + b - missing) % 100
+                forgotten += missing > 0
+    assert forgotten > 2000
+
+
+def test_its_words_say_nothing_and_its_solutions_fit():
+    rng, problems = default_rng(1), WORLD.problems(400, 0, "validation")
+    for part in ("slm", "llm"):
+        ids = [WORLD.example(problem, part, rng) for problem in problems]
+        assert {len(one) for one in ids} == {WORLD.max_new_tokens}
+        words = {one[0] for one in ids}
+        assert len(words) == len(adverse.WORDS[0])  # whatever the multiplier
+
+
+def test_a_run_has_fresh_problems_of_its_seed(tmp_path: Path):
+    runs = {(world, seed): adverse.settings_of(world, seed, tmp_path) for world in WORLDS for seed in (1, 2)}
+    assert runs["harm", 1].models.llm.endswith("wrong-llm")
+    assert runs["nothing", 1].models.llm == runs["nothing", 1].models.slm == runs["harm", 1].models.slm
+    assert runs["nothing", 1].problems.train == runs["harm", 1].problems.train
+    texts = {}
+    for seed in (1, 2):
+        for path in (runs["harm", seed].problems.train, runs["harm", seed].evaluate.benchmarks[0]):
+            texts[path] = {json.loads(line)["problem"] for line in Path(path).read_text().splitlines()}
+    train_1, test_1, train_2, test_2 = texts.values()
+    assert (len(train_1), len(test_1)) == (1050, adverse.PROBLEMS)
+    assert not (train_1 | train_2) & (test_1 | test_2)
+    assert train_1 != train_2
+
+
+def cell(seed: int, deployed: str, value: int) -> dict[str, Any]:
+    rights = {"greedy": 60, "direct": 50, "published": 59, "value": value, TAKEOVER: 20}
+    rows = {
+        name: {"correct": "1" * right + "0" * (N - right), "calls": 1.0, "llm_tokens": 1.0}
+        for name, right in rights.items()
+    }
+    return {"world": "harm", "seed": seed, "quantile": 0.92, "words": "", "deployed": deployed, "rows": rows}
+
+
+def test_failures_are_counted_with_exact_intervals():
+    records = [cell(1, "greedy", 55), cell(2, "value", 61), cell(3, "value", 57)]
+    assert adverse.share(0, 50) == "0 of 50: 0% [0.0%, 7.1%]"  # 1 - 0.025 ** (1 / 50)
+    rows = {line.split(" | ")[1]: line for line in adverse.failures(Cells(records, WORLDS), 0.02)[2:]}
+    assert "| 3 of 3: 100% [" in rows["direct LLM score"]
+    assert "| 0 of 3: 0% [" in rows["FutureBridge, published"]
+    assert "| 2 of 3: 67% [" in rows["FutureBridge, value"]
+    assert "| 1 of 3: 33% [" in rows["**FutureBridge, as deployed**"]
+    assert rows["**FutureBridge, as deployed**"].endswith("| -3.0 |")
+    page = adverse.page(records)
+    assert "The small model alone is right on 60.0% in harm; takeover on 20.0% in harm." in page
+    assert "Deployed: harm: value 2, greedy 1." in page
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_model_of_a_world_has_a_recipe(world: str):
+    assert {adverse.MODELS[world, part] for part in ("slm", "llm")} <= adverse.TRAINED.keys()
