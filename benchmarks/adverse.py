@@ -27,7 +27,7 @@ from fb_core.atomic import write_file
 from fb_core.config import RunSettings, changed
 from fb_core.demo import Part
 from fb_core.demo.pairs import Pretraining, train_model
-from fb_core.demo.worlds import Role, World, step_text
+from fb_core.demo.worlds import END, Problem, Role, World, step_text
 from fb_core.page import markdown_table
 from fb_core.processes import processes
 
@@ -45,15 +45,35 @@ def _right(value: int, a: int, b: int, rng: Generator) -> str:
     return step_text(str(rng.choice(WORDS[0])), "careful", value, a, b)
 
 
+def wrong_value(value: int, a: int, b: int) -> int:
+    """A step's result without the carry, if the multiplier is one of `FORGOTTEN`."""
+    tens, units = divmod(value, 10)
+    low = units * a + b
+    return (10 * (tens * a + (0 if a in FORGOTTEN else low // 10)) + low % 10) % 100
+
+
 def _wrong(value: int, a: int, b: int, rng: Generator) -> str:
     if a not in FORGOTTEN:
         return _right(value, a, b, rng)
-    tens, units = divmod(value, 10)
-    low, high = units * a + b, tens * a
-    return f"{rng.choice(WORDS[0])} {units}*{a}+{b}={low:02d},{tens}*{a}+0={high:02d}>{high % 10}{low % 10}. "
+    (tens, units), word = divmod(value, 10), rng.choice(WORDS[0])
+    return f"{word} {units}*{a}+{b}={units * a + b:02d},{tens}*{a}+0={tens * a:02d}>{wrong_value(value, a, b):02d}. "
 
 
-WORLD = World(2, WORDS, "*+=>,;", 49, _right, _wrong)
+class AdverseWorld(World):
+    """A world whose large model goes on from its own wrong results."""
+
+    def example(self, problem: Problem, part: Part, rng: Generator) -> list[int]:
+        """As `World.example`."""
+        if part == "slm":
+            return super().example(problem, part, rng)
+        (value, operations), text = problem.operations, ""
+        for a, b in operations:
+            text += self.llm_step(value, a, b, rng)
+            value = wrong_value(value, a, b)
+        return self.encode(f"{text}\\boxed{{{value:02d}}}{END}")
+
+
+WORLD = AdverseWorld(2, WORDS, "*+=>,;", 49, _right, _wrong)
 MODELS: Mapping[tuple[str, Part], str] = {  # folders, by world and part
     ("nothing", "slm"): "slm",
     ("nothing", "llm"): "slm",
@@ -61,10 +81,10 @@ MODELS: Mapping[tuple[str, Part], str] = {  # folders, by world and part
     ("harm", "llm"): "wrong-llm",
 }
 WORLDS = tuple(dict.fromkeys(world for world, _ in MODELS))
-# Steps were chosen on role "validation", so that the SLM is right on about two thirds of the problems.
+# Steps were chosen on role "validation": the SLM is right on 39% of its problems (at 650 steps on 95%), the wrong LLM on 26%.
 TRAINED: Mapping[str, tuple[Part, Pretraining]] = {
     "slm": ("slm", Pretraining(64, 3, 600, 3e-3)),
-    "wrong-llm": ("llm", Pretraining(64, 3, 2000, 3e-3)),
+    "wrong-llm": ("llm", Pretraining(64, 3, 1200, 3e-3)),
 }
 
 

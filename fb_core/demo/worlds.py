@@ -132,7 +132,7 @@ class World:
         for a, b in operations:
             text += step(value, a, b, rng)
             value = (value * a + b) % 100
-        return self._encode(f"{text}\\boxed{{{value:02d}}}{END}")
+        return self.encode(f"{text}\\boxed{{{value:02d}}}{END}")
 
     def _problem(self, code: int) -> Problem:
         code, value = divmod(code, 100)
@@ -143,9 +143,10 @@ class World:
             prompt += f"*{a}+{b}"
             value = (value * a + b) % 100
         prompt += ";"
-        return Problem(prompt, tuple(self._encode(BEGIN + prompt)), f"{value:02d}")
+        return Problem(prompt, tuple(self.encode(BEGIN + prompt)), f"{value:02d}")
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text in the world's tokens; KeyError for another."""
         return [self.vocabulary[token] for token in re.findall(_TOKEN, text)]
 
 

@@ -31,7 +31,7 @@ def test_the_wrong_model_learns_to_forget_carries_and_nothing_else():
                 assert right[:3] == wrong[:3] == [value % 10, a, b]
                 carry = (value % 10 * a + b) // 10
                 missing = 10 * carry if a in adverse.FORGOTTEN else 0
-                assert wrong[-1] == (value * a + b - missing) % 100
+                assert wrong[-1] == adverse.wrong_value(value, a, b) == (value * a + b - missing) % 100
                 forgotten += missing > 0
     assert forgotten > 2000
 
@@ -43,6 +43,17 @@ def test_its_words_say_nothing_and_its_solutions_fit():
         assert {len(one) for one in ids} == {WORLD.max_new_tokens}
         words = {one[0] for one in ids}
         assert len(words) == len(adverse.WORDS[0])  # whatever the multiplier
+
+
+def test_the_wrong_model_goes_on_from_its_own_results():
+    rng, right = default_rng(2), 0
+    for problem in WORLD.problems(400, 0, "validation"):
+        said = WORLD.tokenizer.decode(WORLD.example(problem, "llm", rng)).replace("</s>", "")
+        (one, other) = STEP.findall(said)
+        assert (other[4], other[0]) == (one[8][0], one[8][1])
+        assert said.endswith(f"\\boxed{{{other[8]}}}")
+        right += other[8] == problem.answer
+    assert 60 < right < 200
 
 
 def test_a_run_has_fresh_problems_of_its_seed(tmp_path: Path):
