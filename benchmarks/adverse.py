@@ -81,7 +81,7 @@ MODELS: Mapping[tuple[str, Part], str] = {  # folders, by world and part
     ("harm", "llm"): "wrong-llm",
 }
 WORLDS = tuple(dict.fromkeys(world for world, _ in MODELS))
-# Steps were chosen on role "validation": the SLM is right on 39% of its problems (at 650 steps on 95%), the wrong LLM on 26%.
+# Steps were chosen on role "validation": there the SLM is right on 39% (at 650 steps on 95%), the wrong LLM on 26%.
 TRAINED: Mapping[str, tuple[Part, Pretraining]] = {
     "slm": ("slm", Pretraining(64, 3, 600, 3e-3)),
     "wrong-llm": ("llm", Pretraining(64, 3, 1200, 3e-3)),
