@@ -692,8 +692,8 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
         for method in (*once, "FutureBridge")
     ]
     average = summary["table"][-1]
-    assert average["accuracy"] == list(statistics.average_interval([[1, 0.5], [1]]))
-    assert average["minus greedy"] == list(statistics.average_interval([[1, 0.5], [1]], [[1, 0], [0]]))
+    assert average["accuracy"] == list(statistics.average_interval(known := [[[1, 1], [1, 0]], [[1, 1]]]))
+    assert average["minus greedy"] == list(statistics.average_interval(known, [[1, 0], [0]]))
     assert average["minus direct"] == average["minus greedy"]  # which are right on the same problems here
     assert average["accuracy"][0] == (0.75 + 1) / 2
     assert average["tokens"] == 6  # a benchmark counts alike, however many problems it has

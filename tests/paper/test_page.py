@@ -81,7 +81,8 @@ TITLES += [
     "Pool coverage",
     "Horizon",
 ]
-TITLES += ["Futures", "Future quality", "Hybrid targets", "Adapter scope", "Target temperature", "Request quantiles"]
+TITLES += ["Futures", "Future quality", "Hybrid targets", "Adapter scope", "Target temperature"]
+TITLES += ["Router threshold", "Request quantiles"]
 TITLES += ["Agreement with rollouts", "Settings", "How to read the numbers"]
 
 
