@@ -29,7 +29,66 @@ def faults(source: str) -> list[str]:
             decorators = map(ast.unparse, function.decorator_list)
             jitted = any(each.startswith(("triton.jit", "gluon.jit")) for each in decorators)
             found += [f"{function.name}: {fault}" for fault in (_in_kernel if jitted else _in_launcher)(function)]
-    return found
+    return found + list(_carried_bounds(tree))
+
+
+def _carried_bounds(tree: ast.AST) -> Iterator[str]:
+    """Of Gluon's kernels: a scalar that a loop carries, as the bound of a loop in it or of one in what that calls.
+
+    Gluon's inlining gives such a bound the scalar's first value, in every turn (Triton 3.6.0, 3.7.1).
+    """
+    kernels = {
+        node.name: node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any("gluon.jit" in ast.unparse(one) for one in node.decorator_list)
+    }
+    bounds = {  # places of the parameters that bound a loop
+        name: {
+            place
+            for place, argument in enumerate(kernel.args.args)
+            if any(argument.arg in _names(loop.iter) for loop in _loops(kernel))
+        }
+        for name, kernel in kernels.items()
+    }
+    for name, kernel in kernels.items():
+        for loop in _loops(kernel):
+            carried = _assigned(kernel.body, before=loop.lineno) & _assigned(loop.body)
+            carried -= {each for each in carried if _set_first(loop, each)}
+            for inner in (node for statement in loop.body for node in ast.walk(statement)):
+                given: list[ast.expr] = [inner.iter] if isinstance(inner, ast.For) else []
+                if isinstance(inner, ast.Call) and ast.unparse(inner.func) in bounds:
+                    given = [inner.args[place] for place in bounds[ast.unparse(inner.func)] if place < len(inner.args)]
+                for found in sorted(carried & {each for one in given for each in _names(one)}):
+                    yield f"{name}: line {inner.lineno}: {found} is carried by a loop and bounds one in it"
+
+
+def _loops(node: ast.AST) -> list[ast.For]:
+    return [one for one in ast.walk(node) if isinstance(one, ast.For)]
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
+def _assigned(body: list[ast.stmt], before: float = float("inf")) -> set[str]:
+    targets = [
+        target
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Assign | ast.AugAssign) and node.lineno < before
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    ]
+    return {name for target in targets for name in _names(target)}
+
+
+def _set_first(loop: ast.For, name: str) -> bool:
+    """Whether each turn of a loop sets a name at its top level before anything reads it."""
+    for statement in loop.body:
+        if isinstance(statement, ast.Assign) and name in {each for one in statement.targets for each in _names(one)}:
+            return name not in _names(statement.value)
+        if name in _names(statement):
+            return False
+    return False
 
 
 def _anywhere(tree: ast.AST) -> Iterator[str]:
@@ -115,6 +174,31 @@ KERNEL = "@triton.jit\ndef _kernel(x, stride):\n    "
 )
 def test_a_broken_rule_is_seen(source: str) -> None:
     assert len(faults(source)) == 1
+
+
+GLUON = """
+@gluon.jit
+def _inner(x, low):
+    for i in range(low, 9):
+        gl.store(x + i, 0)
+
+@gluon.jit
+def _kernel(x, n):
+    done = 4
+    for s in range(n):
+        {turn}
+"""
+
+
+def test_a_bound_that_a_loop_of_gluon_carries_is_seen() -> None:
+    for turn in (
+        "for i in range(done, 9):\n            gl.store(x + i, s)\n        done = 0",
+        "_inner(x, done)\n        done = 0",
+    ):
+        assert len(faults(GLUON.format(turn=turn))) == 1
+        assert faults(GLUON.format(turn=turn).replace("@gluon", "@triton")) == []  # Triton compiles it rightly
+    for turn in ("done = gl.where(s == 0, 4, 0)\n        _inner(x, done)", "_inner(x, 4)\n        done += 1"):
+        assert faults(GLUON.format(turn=turn)) == []
 
 
 def test_what_is_allowed() -> None:
