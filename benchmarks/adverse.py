@@ -2,9 +2,9 @@
 
 In both worlds a solution works every step out, and its words say nothing about what follows, so greedy decoding is the
 right answer unless the large model knows better. In "nothing" the large model is the small one itself. In "harm" it was
-taught to forget the carry of every product of 5 or more, so it is sure and wrong. The models are trained first, from a
-seed. A run is one seed at one quantile, from states to the choice; then the four recipes decode test problems. Finished
-runs are kept: the same command continues where it stopped. `--report` writes docs/adverse.md from them.
+taught to forget the carry in steps with a multiplier of 5 or more, so it is sure and wrong. The models are trained
+first, from a seed. A run is one seed at one quantile, from states to the choice; then the four recipes decode test
+problems. Finished runs are kept: the same command continues where it stopped. `--report` writes docs/adverse.md.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from numpy.random import Generator
 from scipy.stats import binomtest
 
-from benchmarks.evidence import SHOWN, Cells, make, points
+from benchmarks.evidence import SHOWN, Cells, gap, make, points
 from fb_core.atomic import write_file
 from fb_core.config import RunSettings, changed
 from fb_core.demo import Part
@@ -33,7 +32,7 @@ from fb_core.processes import processes
 
 SEEDS = tuple(range(97_001, 97_051))  # of problems, training sets and rerankers; fixed before the run
 QUANTILE, PROBLEMS = 0.92, 800
-SPLITS = {"train": 1050, "test": PROBLEMS}  # problems of each seed
+SPLITS: Mapping[Role, int] = {"train": 1050, "test": PROBLEMS}  # problems of each seed
 OUT = Path("runs", "adverse")
 RECORDS = Path("docs", "evidence", "adverse.json")
 FORGOTTEN = range(5, 10)  # multipliers whose carry the wrong model forgets
@@ -95,12 +94,11 @@ def models(out: Path) -> None:
             train_model(WORLD, part, name, recipe, out / "models", 0, lambda step: None)
 
 
-def problems(seed: int, out: Path) -> dict[str, Path]:
+def problems(seed: int, out: Path) -> dict[Role, Path]:
     """The files of a seed's training and test problems."""
     paths = {role: out / "problems" / f"{seed}-{role}.jsonl" for role in SPLITS}
-    roles: dict[str, Role] = {"train": "train", "test": "test"}
     for role, path in paths.items():
-        drawn = WORLD.problems(SPLITS[role], seed, roles[role])
+        drawn = WORLD.problems(SPLITS[role], seed, role)
         rows = ({"id": f"{role}-{n}", "problem": one.prompt, "answer": one.answer} for n, one in enumerate(drawn))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
@@ -143,11 +141,9 @@ def failures(cells: Cells, delta: float) -> list[str]:
     rows = []
     for world in cells.worlds:
         for name in RECIPES:
-            gaps = [cells.correct(cell, name).mean() - cells.correct(cell, "greedy").mean() for cell in cells.of(world)]
-            mean = cells.interval(
-                world, lambda cell, name=name: cells.correct(cell, name) - cells.correct(cell, "greedy")
-            )
-            below = int(np.sum(np.array(gaps) < -delta))
+            gaps = [gap(cells, cell, name, "greedy").mean() for cell in cells.of(world)]
+            mean = cells.interval(world, lambda cell, name=name: gap(cells, cell, name, "greedy"))
+            below = sum(value < -delta for value in gaps)
             rows.append([world, SHOWN[name], share(below, len(gaps)), points(mean), f"{100 * min(gaps):+.1f}"])
     return markdown_table(head, rows)
 
@@ -170,8 +166,8 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         "",
         "In the [demo's worlds](evidence.md) some recipe was better than greedy decoding in every run, so they cannot "
         "show that certification keeps a bad one back. In these two worlds no word says anything about what follows. "
-        "In *nothing* the large model is the small one itself. In *harm* it was taught to forget the carry of every "
-        f"product of {FORGOTTEN[0]} or more: it is sure, and wrong. The small model alone is right on "
+        "In *nothing* the large model is the small one itself. In *harm* it was taught to forget the carry in steps "
+        f"with a multiplier of {FORGOTTEN[0]} or more: it is sure, and wrong. The small model alone is right on "
         + ", ".join(f"{value:.1f}% in {world}" for world, value in alone.items())
         + "; takeover on "
         + ", ".join(f"{value:.1f}% in {world}" for world, value in taken.items())
