@@ -91,10 +91,6 @@ _stage("collect", "Stage 1: SLM trajectories, the request threshold, and the adm
 _stage("futures", "Stage 2: the LLM's continuation of every state, verified.")
 _stage("score", "Stage 3: how well the SLM continues from every candidate.")
 _stage("train", "Stage 4: train the rerankers and choose among them; also under `accelerate launch`.")
-_stage(
-    "rollouts",
-    "The outcome of each candidate of the held-out states and of some training states, by greedy SLM rollouts.",
-)
 _stage("evaluate", "Stage 5: evaluate the chosen rerankers on the benchmarks.")
 
 

@@ -237,9 +237,7 @@ class ScoreSettings(Section):
 class RolloutSettings(Section):
     """Greedy rollouts of the SLM after every candidate."""
 
-    validation: float = Field(default=1.0, gt=0, le=1)
-    """Share of the held-out states to roll out, for the diagnostics."""
-    train: float = Field(default=0.2, ge=0, le=1)
+    train: float = Field(default=0.2, gt=0, le=1)
     """Share of the training states to roll out, for the value head."""
     seed: int = Field(default=0, ge=0)
     """Of the choice of states."""

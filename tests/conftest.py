@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 Once = Callable[[str, Callable[[Path], None]], Path]
-COMMANDS = ("collect", "futures", "score", "rollouts", "train", "evaluate")
+COMMANDS = ("collect", "futures", "score", "train", "evaluate")
 HAS_CUDA = torch.cuda.is_available()
 os.environ.setdefault("TRITON_INTERPRET", "0" if HAS_CUDA else "1")  # read when a kernel's module is imported
 torch.set_num_threads(1)

@@ -26,7 +26,7 @@ from fb_core.demo.pairs import load_pair
 from fb_core.verify import Verifier
 
 SECTIONS = ("models", "problems", "collect", "futures", "score", "rollouts", "train", "evaluate", "verify")
-STAGES = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
+STAGES = ("trajectories", "policy", "states", "futures", "scores", "training", "selection", "reranker")
 ANSWERS = (
     "12",
     r"\boxed{12}",
@@ -53,7 +53,7 @@ def run_digests(folder: Path) -> dict[str, Any]:
     values = {name: SMALL[name] for name in SECTIONS}
     values["score"] = {**values["score"], "token_budget": 4096}  # else of the free memory, and rounding with it
     config.write_text(yaml.safe_dump(values))
-    for command in ("collect", "futures", "score", "rollouts", "train", "evaluate"):
+    for command in ("collect", "futures", "score", "train", "evaluate"):
         command_line = [sys.executable, "-m", "fb_core", command, "--config", str(config), "--run-dir", str(run)]
         subprocess.run(command_line, check=True, stdout=subprocess.DEVNULL)
     found: dict[str, Any] = {}

@@ -93,9 +93,9 @@ def test_the_version_is_that_of_the_package():
 def test_shells_can_complete():
     assert "--install-completion" in run("--help").stdout
     code = "import sys; sys.argv[0] = 'futurebridge'; from fb_core.cli import main; main()"
-    asked = {"_FUTUREBRIDGE_COMPLETE": "complete_bash", "COMP_WORDS": "futurebridge ro", "COMP_CWORD": "1"}
+    asked = {"_FUTUREBRIDGE_COMPLETE": "complete_bash", "COMP_WORDS": "futurebridge ev", "COMP_CWORD": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | asked)
-    assert done.stdout.split() == ["rollouts"]
+    assert done.stdout.split() == ["evaluate"]
 
 
 def test_the_help_of_config_names_all_that_is_shipped():

@@ -19,7 +19,7 @@ COMMANDS = [
     for line in block.splitlines()
     if line.startswith("futurebridge ")
 ]
-STAGES = ("collect", "futures", "score", "train", "evaluate", "rollouts")
+STAGES = ("collect", "futures", "score", "train", "evaluate")
 
 
 @pytest.mark.parametrize("name", figures.RENDERED)

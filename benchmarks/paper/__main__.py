@@ -12,10 +12,11 @@ from benchmarks.paper.agreement import judge
 from benchmarks.paper.benchmark_states import judge_benchmarks
 from benchmarks.paper.gather import gather
 from benchmarks.paper.report import write_report
+from benchmarks.paper.rollouts import HeldOutRolloutStage
 from benchmarks.paper.run import COSTS, run_tables
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import TABLES
-from fb_core.stages.commands import run_command
+from fb_core.stages.run import run_stage
 from fb_core.terminal import escaped
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -68,7 +69,8 @@ def rollouts(
 ) -> None:
     """How well scores predict the outcome of each candidate, at held-out states and, once trained, at benchmarks."""
     settings, folder = _opened(config, changes, run)
-    run_command("rollouts", settings, folder)
+    stage = HeldOutRolloutStage(settings, folder)
+    print(stage.report(run_stage(stage)))
     print(judge(settings, folder))
     judge_benchmarks(settings, folder)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.paper import intervals
 from benchmarks.paper.cells import Columns, number, percent, table
+from benchmarks.paper.rollouts import HeldOutRolloutStage
 from benchmarks.paper.rows import finished
 from fb_core import statistics
 from fb_core.config import RunSettings
@@ -27,7 +28,6 @@ from fb_core.stages.collect import StateStage, TrajectoryStage
 from fb_core.stages.files import Artefact, table_bytes
 from fb_core.stages.models import chosen_reranker
 from fb_core.stages.records import NATS, Examples, Group, Rollout
-from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import Cost, Output, Stage, run_stage
 from fb_core.stages.scores import ScoreStage
 from fb_core.statistics import Interval
@@ -43,21 +43,22 @@ class AgreementStage(Stage):
     name = "agreement"
     command = "python -m benchmarks.paper"
     slice = ("train.seeds", "train.scope", "train.horizons")
-    reads: Sequence[type[Stage]] = (TrajectoryStage, StateStage, RolloutStage, RerankerStage)
+    reads: Sequence[type[Stage]] = (TrajectoryStage, StateStage, HeldOutRolloutStage, RerankerStage)
     unit = "states"
 
     def shards(self) -> dict[str, int]:
-        folder, states = self.input(RolloutStage).folder, {}
-        for shard in folder.shards("validation"):
+        folder, states = self.input(HeldOutRolloutStage).folder, {}
+        for shard in folder.shards():
             receipt = folder.receipt(shard)
             if receipt is None:
-                raise ValueError(f"{folder.path}: expected {shard}, got none; run `rollouts`")
-            states[shard] = receipt.counts["validation states"]
+                raise ValueError(f"{folder.path}: expected {shard}, got none; run `{HeldOutRolloutStage.command}`")
+            states[shard] = receipt.counts["states"]
         return states
 
     def work(self, shard: str) -> Output:
         slm = self.models.slm
-        states = [rollout.state for rollout in Examples(self.run, shard, slm.device).rollouts.values()]
+        rollouts = Examples(self.run, shard, slm.device).rollouts(HeldOutRolloutStage.name)
+        states = [rollout.state for rollout in rollouts.values()]
         rows: dict[str, dict[str, Any]] = {state.id: {"state": state.id} for state in states}
         for done, (state, seed, scores) in enumerate(reranked(slm, self._rerankers, states)):
             self.on_progress(done // len(self._rerankers))
@@ -96,14 +97,15 @@ def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
     Raises:
         ValueError: the run has no rollouts.
     """
-    Artefact(run, RolloutStage.name).finished()
+    rolled = Artefact(run, HeldOutRolloutStage.name)
+    rolled.finished()
     scored, learned = finished(run, ScoreStage.name), finished(run, AgreementStage.name)
     states = []
-    for shard in Artefact(run, RolloutStage.name).shards("validation"):
+    for shard in rolled.shards():
         examples = Examples(run, shard)
         groups = examples.groups if scored else {}
         by_state = {row["state"]: row for row in Artefact(run, AgreementStage.name).table(shard)} if learned else {}
-        for state, rollout in examples.rollouts.items():
+        for state, rollout in examples.rollouts(HeldOutRolloutStage.name).items():
             pool = rollout.state.pool
             scores: dict[str, Sequence[Tensor]] = {"SLM": [pool.slm_logprob], "LLM": [pool.llm_logprob]}
             if (matrix := matrix_of(groups.get(state), rollout)) is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.agreement import AgreementStage, agreement_table
+from benchmarks.paper.rollouts import HeldOutRolloutStage
 from benchmarks.paper.settings import PaperSettings
 from fb_core.stages.choose import ChoiceStage, RerankerStage
 from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
@@ -15,10 +16,9 @@ from fb_core.stages.commands import Command, stages_of
 from fb_core.stages.files import Artefact
 from fb_core.stages.models import POLICY, RERANKER, benchmark_problems, file_stem, frozen_policy
 from fb_core.stages.problems import Problem, drawn
-from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import Output, Stage, run_stage
 
-BEFORE: tuple[Command, ...] = ("collect", "futures", "score", "rollouts")  # whose stages come before `AgreementStage`
+BEFORE: tuple[Command, ...] = ("collect", "futures", "score")  # whose stages come before the rollouts
 
 
 class BenchmarkTrajectoryStage(TrajectoryStage):
@@ -53,7 +53,7 @@ class BenchmarkPolicyStage(PolicyStage):
 class BenchmarkAgreementStage(AgreementStage):
     """The rerankers of the run around this one."""
 
-    reads = (TrajectoryStage, StateStage, RolloutStage)
+    reads = (TrajectoryStage, StateStage, HeldOutRolloutStage)
 
     @property
     def trained(self) -> Path:
@@ -105,7 +105,7 @@ def judge_benchmarks(settings: PaperSettings, run: Path, show: Callable[[str], N
     """
     for name, (chosen, folder) in benchmark_runs(settings, run).items():
         kinds: list[type[Stage]] = [kind for command in BEFORE for kind in stages_of(command, chosen)]
-        kinds.append(AgreementStage)
+        kinds += [HeldOutRolloutStage, AgreementStage]
         for kind in kinds:
             run_stage(INSTEAD.get(kind, kind)(chosen, folder, INSTEAD))
         show(f"**agreement on {name}**\n\n{agreement_table(chosen, folder)}")

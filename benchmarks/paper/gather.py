@@ -17,6 +17,7 @@ from benchmarks.paper.benchmark_states import benchmark_runs
 from benchmarks.paper.futures import OwnFutureStage, SampleStage
 from benchmarks.paper.published import Published
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
+from benchmarks.paper.rollouts import HeldOutRolloutStage
 from benchmarks.paper.rows import DEPLOYED, Run, decoded, finished, long_table, results, timed
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import OURS, TABLES, Plan, Table, plan_of, settings_of_variant
@@ -41,6 +42,7 @@ OFFLINE: tuple[type[Stage], ...] = (
     OwnFutureStage,
     SampleStage,
     ScoreStage,
+    HeldOutRolloutStage,
     RolloutStage,
     TrainStage,
     SelectionStage,
@@ -76,7 +78,7 @@ def gather(settings: PaperSettings, run: Path, tables: Mapping[str, Table] = TAB
         "certification": certification(plan),
         "offline": offline(plan),
     }
-    if finished(run, RolloutStage.name):
+    if finished(run, HeldOutRolloutStage.name):
         parts |= {"agreement": agreement(plan), "coverage": coverage(plan)}
         parts["future_quality"] = future_quality(plan)
     return Run(
@@ -168,8 +170,8 @@ def future_quality(plan: Plan) -> Part:
         return []
     horizons, states = plan.settings.train.horizons, [0] * len(folders)
     won, pairs = np.zeros((2, len(folders), len(horizons)))
-    for shard in Artefact(plan.run, RolloutStage.name).shards("validation"):
-        rolled = Examples(plan.run, shard).rollouts
+    for shard in Artefact(plan.run, HeldOutRolloutStage.name).shards():
+        rolled = Examples(plan.run, shard).rollouts(HeldOutRolloutStage.name)
         for quality, folder in enumerate(folders):
             for state, group in Examples(folder, shard).groups.items():
                 rollout = rolled.get(state)
@@ -248,5 +250,5 @@ def _units(stage: Stage, manifest: dict[str, Any]) -> int:
     """The number of units that a finished stage worked on; rollouts and samples are of some states only."""
     counts: dict[str, int] = manifest["counts"]
     if isinstance(stage, RolloutStage):
-        return counts.get("train states", 0) + counts.get("validation states", 0)
+        return counts["states"]
     return counts["sampled"] if isinstance(stage, SampleStage) else sum(stage.shards().values())

@@ -20,6 +20,7 @@ from benchmarks.paper.futures import OtherScoreStage, SampleStage, made_for
 from benchmarks.paper.methods import method
 from benchmarks.paper.nested_runs import link, work_through
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
+from benchmarks.paper.rollouts import HeldOutRolloutStage
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import OURS, PROBLEM, TABLES, Plan, Table, Variant, plan_of, settings_of_variant
 from fb_core.atomic import write_file
@@ -28,11 +29,10 @@ from fb_core.progress import Board
 from fb_core.stages.commands import Command, run_command, stages_of
 from fb_core.stages.files import json_bytes
 from fb_core.stages.models import DEPLOYED_STAGE
-from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import Stage, run_stage
 from fb_core.stages.scores import ScoreStage
 
-PREPARED: tuple[Command, ...] = ("collect", "futures", "score", "train", "rollouts")  # run before any variant
+PREPARED: tuple[Command, ...] = ("collect", "futures", "score", "train")  # run before any variant
 COSTS = "costs"  # a table without variants: it times the run's own methods
 SHARED: tuple[tuple[type[Stage], ...], ...] = (
     (RouterLabelStage, RouterStage),
@@ -62,8 +62,7 @@ def run_tables(
         ValueError: settings, models or files do not fit the run.
         OSError: no disk space, model or server, or a worker was killed; finished work is kept.
     """
-    for command in PREPARED:
-        prepare(command, settings, run, show)
+    prepare(settings, run, show)
     steps = list(waves([TABLES[name] for name in tables if name != COSTS], plan_of(settings, run)))
     made = [variant for step in steps for variant, _ in step]
     needed = {kind for v in made for kind in _stages(v, settings_of_variant(settings, v), False)}
@@ -92,12 +91,12 @@ def run_tables(
     settings.keep(run)
 
 
-def prepare(command: Command, settings: PaperSettings, run: Path, show: Callable[[str], None] = print) -> None:
-    """Run one of the commands `PREPARED`, whose files the variants link to; "rollouts" also judges the rerankers."""
-    run_command(command, settings, run, show=show)
-    if command == "rollouts":
-        _finish([AgreementStage], settings, run, show)
-        judge_benchmarks(settings, run, show)
+def prepare(settings: PaperSettings, run: Path, show: Callable[[str], None] = print) -> None:
+    """Run what the variants link to, and judge the rerankers."""
+    for command in PREPARED:
+        run_command(command, settings, run, show=show)
+    _finish([HeldOutRolloutStage, AgreementStage], settings, run, show)
+    judge_benchmarks(settings, run, show)
 
 
 def waves(tables: Iterable[Table], plan: Plan) -> Iterator[list[tuple[Variant, bool]]]:
@@ -201,7 +200,7 @@ def _stages(variant: Variant, settings: PaperSettings, judge: bool) -> list[type
     commands: tuple[Command, ...] = ("collect", "futures", "score", "train") if trained else ("collect",)
     kinds = [kind for command in commands for kind in with_futures(command, settings)]
     if judge:
-        kinds += [RolloutStage, *([AgreementStage] if variant.method is not None else [])]
+        kinds += [HeldOutRolloutStage, *([AgreementStage] if variant.method is not None else [])]
     if variant.method is not None and method(variant.method).routed:
         kinds += [RouterLabelStage, RouterStage]
     if variant.method is not None:

@@ -31,7 +31,6 @@ from fb_core.recipe import LABELS, Deployed, Difference, Evidence, RecipeName
 from fb_core.reranker import TokenReranker
 from fb_core.stages.collect import PolicyStage, TrajectoryStage
 from fb_core.stages.decode import DecodeStage, Row, Trial, read_rows
-from fb_core.stages.files import Artefact
 from fb_core.stages.models import (
     DEPLOYED,
     DEPLOYED_STAGE,
@@ -223,8 +222,8 @@ class ValueStage(SeedStage):
         """Those of the training states."""
         return [
             rollout
-            for part in Artefact(self.run, RolloutStage.name).shards("train")
-            for rollout in Examples(self.run, part, self.models.slm.device).rollouts.values()
+            for shard in self.input(RolloutStage).folder.shards()
+            for rollout in Examples(self.run, shard, self.models.slm.device).rollouts().values()
         ]
 
     def head(self, seed: int) -> ValueHead | None:

@@ -262,13 +262,18 @@ class StateStage(Stage):
 
 
 class OverStates(Stage):
-    """A stage whose shards are those of the states and whose units are the states in them."""
+    """A stage whose shards are those of the states and whose units are the states in them.
+
+    Attributes:
+        split: "train" or "validation" for the shards of one of them; empty for both.
+    """
 
     unit = "states"
+    split: ClassVar[str] = ""
 
     def shards(self) -> dict[str, int]:
         folder, counts = self.input(StateStage).folder, {}
-        for shard in folder.shards():
+        for shard in folder.shards(self.split):
             receipt = folder.receipt(shard)
             if receipt is None:
                 raise ValueError(f"{folder.path}: expected shard {shard}, got none; run `futurebridge collect`")
@@ -277,4 +282,5 @@ class OverStates(Stage):
 
     def most(self) -> int:
         states = self.input(StateStage)
-        return states.most() * states.settings.collect.max_states
+        trajectories = sum(count for shard, count in states.shards().items() if shard.startswith(self.split))
+        return trajectories * states.settings.collect.max_states

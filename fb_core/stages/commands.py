@@ -18,7 +18,7 @@ from fb_core.stages.run import Engine, Stage, plan, run_stage
 from fb_core.stages.scores import ScoreStage
 from fb_core.stages.train import TrainStage
 
-Command = Literal["collect", "futures", "score", "rollouts", "train", "evaluate"]
+Command = Literal["collect", "futures", "score", "train", "evaluate"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
 
 
@@ -28,7 +28,6 @@ def stages_of(command: Command, settings: RunSettings) -> tuple[type[Stage], ...
         "collect": (TrajectoryStage, PolicyStage, StateStage),
         "futures": (FutureStage,),
         "score": (ScoreStage,),
-        "rollouts": (RolloutStage,),
         "train": (TrainStage, SelectionStage, RerankerStage),
         "evaluate": (EvaluateStage,),
     }
@@ -62,8 +61,11 @@ def run_command(
     """
     is_main = int(os.environ.get("RANK", "0")) == 0  # under `accelerate launch` the other processes only help to train
 
-    if command == "train":
-        _check_choice(settings)
+    if command == "train" and settings.problems.certification and settings.score.pool != "joint":
+        raise ValueError(
+            f'score.pool: expected "joint" with problems.certification, since rollouts are of the joint pool, got '
+            f'"{settings.score.pool}"; set problems.certification to 0 to choose no recipe'
+        )
     for kind in stages_of(command, settings):
         stage = kind(settings, run)
         if is_main and dry_run:
@@ -74,20 +76,3 @@ def run_command(
             run_stage(stage, is_main=False)
     if is_main and not dry_run:
         write_file(run / SETTINGS, settings.model_dump_json(indent=1, include=set(RunSettings.model_fields)).encode())
-
-
-def _check_choice(settings: RunSettings) -> None:
-    """Refuse settings under which no recipe could be chosen after the training."""
-    if not settings.problems.certification:
-        return
-    if settings.score.pool != "joint":
-        raise ValueError(
-            f'score.pool: expected "joint" with problems.certification, since rollouts are of the joint pool, got '
-            f'"{settings.score.pool}"; set problems.certification to 0 to choose no recipe'
-        )
-    if not settings.rollouts.train:
-        raise ValueError(
-            "rollouts.train: expected more than 0 with problems.certification, since the value head is fitted to "
-            "rollouts of training states, got 0; leave it at 0.2, or set problems.certification to 0 to choose no "
-            "recipe"
-        )

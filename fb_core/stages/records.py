@@ -248,17 +248,16 @@ class Examples:
         )
         return {each.state.id: each for each in groups}
 
-    @cached_property
-    def rollouts(self) -> dict[str, Rollout]:
-        """Rollouts of the states that were drawn for it."""
+    def rollouts(self, stage: str = "rollouts") -> dict[str, Rollout]:
+        """Rollouts of the states that were drawn for them, or those of another stage."""
         rollouts = (
             Rollout(
-                self._part("rollouts", row["state"]),
+                self._part(stage, row["state"]),
                 row["kind"],
                 torch.tensor(row["correct"], dtype=torch.bool),
                 row["texts"],
             )
-            for row in self._rows("rollouts")
+            for row in self._rows(stage)
         )
         return {each.state.id: each for each in rollouts}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
@@ -48,30 +49,28 @@ def roll_out(
 
 
 class RolloutStage(OverStates):
-    """Rollouts of all candidates of held-out states, for the diagnostics, and of some training states, for fitting."""
+    """Rollouts of all candidates of a share of the training states, to which the value head is fitted."""
 
     name = "rollouts"
-    command = "futurebridge rollouts"
-    slice = (
-        "rollouts.validation",
-        "rollouts.train",
-        "rollouts.seed",
-        "collect.slm_k",
-        "collect.max_new_tokens",
-        "verify",
-    )
+    command = "futurebridge train"
+    slice: ClassVar[Sequence[str]] = ("rollouts", "collect.slm_k", "collect.max_new_tokens", "verify")
     reads = (TrajectoryStage, StateStage)
     uses = ("slm", "tokenizer", "valid_vocab")
+    split = "train"
+
+    @property
+    def share(self) -> float:
+        """The share of the states that is rolled out."""
+        return self.settings.rollouts.train
 
     def work(self, shard: str) -> Output:
-        settings, collect = self.settings.rollouts, self.settings.collect
-        share = settings.validation if shard.startswith("validation") else settings.train
+        seed, collect = self.settings.rollouts.seed, self.settings.collect
         logged = Examples(self.run, shard).states.values()
         states = [replace(state, pool=part_of(state.pool, collect.slm_k)) for state in logged]
         drawn = [
             state
             for state in states
-            if len(state.pool) >= 2 and seeded(settings.seed, state.prefix.tolist()).random() < share
+            if len(state.pool) >= 2 and seeded(seed, state.prefix.tolist()).random() < self.share
         ]
         rollouts = roll_out(
             self.models.local_slm,
@@ -81,9 +80,7 @@ class RolloutStage(OverStates):
             collect.max_new_tokens,
         )
         mixed = sum(bool(rollout.correct.any() and not rollout.correct.all()) for rollout in rollouts)
-        side = shard.partition("-")[0]
-        counts = {f"{side} states": len(rollouts), f"{side} mixed": mixed}
-        counts["rollouts"] = sum(len(rollout.texts) for rollout in rollouts)
+        counts = {"states": len(rollouts), "mixed": mixed, "rollouts": sum(len(each.texts) for each in rollouts)}
         return Output(example_files(shard, Rollout, rollouts), counts)
 
     def cost(self) -> Cost:

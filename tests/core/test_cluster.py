@@ -35,7 +35,7 @@ from fb_core.stages.run import run_stage
 ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 settings, folder = RunSettings.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2])
 run_stage(test_cluster.DyingStage(settings, folder / "died"), "ray")
-for command in ("collect", "futures", "score", "rollouts", "train", "evaluate"):
+for command in ("collect", "futures", "score", "train", "evaluate"):
     run_command(command, settings, folder / "run", "ray")
 try:
     run_stage(test_cluster.RefusingStage(settings, folder / "refused"), "ray")
@@ -113,7 +113,7 @@ def test_a_mistake_in_a_task_is_the_users_error_and_not_retried(on_ray):
 
 @pytest.mark.slow
 def test_two_training_processes_give_the_bytes_of_one(undisturbed, tmp_path):
-    run, called = trains(undisturbed[0]["rollouts"], tmp_path, SMALL)
+    run, called = trains(undisturbed[0]["score"], tmp_path, SMALL)
     launch = ["torch.distributed.run", "--nproc_per_node", "2", "--rdzv-backend", "c10d"]
     command = [sys.executable, "-m", *launch, "--rdzv-endpoint", "127.0.0.1:0", "-m", "fb_core", *called]
     done = subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, timeout=HANG)
@@ -124,7 +124,7 @@ def test_two_training_processes_give_the_bytes_of_one(undisturbed, tmp_path):
 @pytest.mark.slow
 def test_more_processes_than_microbatches_are_refused(undisturbed, tmp_path):
     values = {**SMALL, "train": {**SMALL["train"], "microbatches": 1}}
-    _, called = trains(undisturbed[0]["rollouts"], tmp_path, values)
+    _, called = trains(undisturbed[0]["score"], tmp_path, values)
     for rank, process in enumerate(both(called, tmp_path)):
         process.join(HANG)
         assert process.exitcode == 2
@@ -133,7 +133,7 @@ def test_more_processes_than_microbatches_are_refused(undisturbed, tmp_path):
 
 @pytest.mark.slow
 def test_two_training_processes_killed_and_started_again_give_the_bytes_of_one(undisturbed, tmp_path):
-    run, called = trains(undisturbed[0]["rollouts"], tmp_path, SMALL)
+    run, called = trains(undisturbed[0]["score"], tmp_path, SMALL)
     processes = both(called, tmp_path / "first")
     while not list((run / "training").glob("step-*.json")):
         assert all(process.is_alive() for process in processes)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from runs import contents, finish, receipts, settings, start
 
-COMMANDS = ("collect", "futures", "score", "rollouts", "train", "evaluate")
+COMMANDS = ("collect", "futures", "score", "train", "evaluate")
 KILLS = 10
 IN_A_ROW = 4  # kills of one run, each of the process that went on behind the one before
 

@@ -99,7 +99,7 @@ def test_what_is_written_is_read_back_by_id(run):
         (examples.futures(), FUTURES),
         (examples.futures("own-futures"), FUTURES[:1]),
         (examples.groups, GROUPS),
-        (examples.rollouts, ROLLOUTS),
+        (examples.rollouts(), ROLLOUTS),
     ):
         for one, other in zip(found.values(), wanted, strict=True):
             assert_alike(one, other)
@@ -113,7 +113,9 @@ def test_a_shard_of_nothing_is_read_back(tmp_path):
         put(tmp_path, stage, example_files(SHARD, kind, []))
     put(tmp_path, "scores", group_files(SHARD, [], 4))
     examples = Examples(tmp_path, SHARD)
-    assert examples.trajectories == examples.states == examples.futures() == examples.groups == examples.rollouts == {}
+    assert (
+        examples.trajectories == examples.states == examples.futures() == examples.groups == examples.rollouts() == {}
+    )
 
 
 def other(**parts):
@@ -138,6 +140,6 @@ def test_rows_of_other_states_are_named(run, stage, files, unknown):
     put(run, stage, files)
     words = rf"{re.escape(str(run / stage / SHARD))}\.parquet: expected rows of the states in .*, got {unknown}; run"
     examples = Examples(run, SHARD)
-    read = {"states": lambda: examples.states, "futures": examples.futures, "rollouts": lambda: examples.rollouts}
+    read = {"states": lambda: examples.states, "futures": examples.futures, "rollouts": examples.rollouts}
     with pytest.raises(ValueError, match=words):
         read.get(stage, lambda: examples.groups)()

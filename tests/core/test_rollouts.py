@@ -24,8 +24,15 @@ def pair():
 
 
 @pytest.fixture(scope="module")
-def run(undisturbed) -> Path:
-    return undisturbed[0]["train"]
+def run(undisturbed, tmp_path_factory) -> Path:
+    """All training states are rolled out."""
+    return rolled_out(undisturbed[0]["collect"], {"train": 1.0}, tmp_path_factory.mktemp("rollouts"))
+
+
+def rolled_out(run, changes, folder):
+    folder = linked(run, folder, "trajectories", "policy", "states")
+    run_stage(RolloutStage(settings(rollouts=changes), folder))
+    return folder
 
 
 def logits(model, tokens):
@@ -42,12 +49,12 @@ def naive(model, tokens, room, end):
 
 
 def test_outcomes_are_those_of_naive_greedy_decoding(run, pair):
-    shard, end = "validation-00000", pair.slm.config.eos_token_id
+    shard, end = "train-00000", pair.slm.config.eos_token_id
     examples = Examples(run, shard)
-    assert list(examples.rollouts) == list(examples.states)  # a share of 1
-    problems = splits_of(settings().problems)["validation"]
+    assert list(examples.rollouts()) == list(examples.states)  # a share of 1
+    problems = splits_of(settings().problems)["train"]
     assert [one.problem for one in examples.trajectories.values()] == problems[:6]
-    rolled = list(examples.rollouts.values())
+    rolled = list(examples.rollouts().values())
     decode = pair.world.tokenizer.decode
     outcomes = []
     with Verifier(workers=1) as verifier:
@@ -71,31 +78,22 @@ def test_outcomes_are_those_of_naive_greedy_decoding(run, pair):
     assert set(outcomes) == {True, False}
 
 
-def rolled_states(run, changes, folder):
-    place = linked(run, folder, "trajectories", "policy", "states", "futures")
-    manifest = run_stage(RolloutStage(settings(rollouts=changes), place))
-    shards = RolloutStage(settings(), place).shards()
-    return manifest, {(shard, state) for shard in shards for state in Examples(place, shard).rollouts}
+def states_in(run):
+    return {state for shard in Artefact(run, "rollouts").shards() for state in Examples(run, shard).rollouts()}
 
 
-def test_the_share_of_states_is_drawn_by_the_seed(run, tmp_path):
-    half = {
-        (shard, state) for shard in RolloutStage(settings(), run).shards() for state in Examples(run, shard).rollouts
-    }
-    small = {"validation": 0.2, "train": 0.2}
-    manifest, fifth = rolled_states(run, small, tmp_path / "a")
-    other = rolled_states(run, small | {"seed": 1}, tmp_path / "b")[1]
-    assert fifth < half  # a larger share has the states of a smaller one
-    assert len(fifth) == pytest.approx(0.2 * 187, abs=16)
+def test_the_share_of_training_states_is_drawn_by_the_seed(run, tmp_path):
+    everything = states_in(run)
+    half = states_in(rolled_out(run, {"train": 0.5}, tmp_path / "half"))
+    fifth = states_in(rolled_out(run, {"train": 0.2}, tmp_path / "fifth"))
+    other = states_in(rolled_out(run, {"train": 0.2, "seed": 1}, tmp_path / "other"))
+    assert fifth < half < everything  # a larger share has the states of a smaller one
+    assert len(half) == pytest.approx(71, abs=20)
     assert other != fifth
     assert not other <= half
-    counts = manifest["counts"]
-    assert counts["train states"] + counts["validation states"] == len(fifth)
-    none = rolled_states(run, {"validation": 0.01, "train": 0}, tmp_path / "c")[1]
-    assert not [shard for shard, _ in none if shard.startswith("train")]
-    counts = Artefact(run, "rollouts").finished()["counts"]
-    assert counts["train states"] == len([shard for shard, _ in half if shard.startswith("train")])
-    assert counts["train states"] == pytest.approx(71, abs=20)
+    manifest = Artefact(tmp_path / "fifth", "rollouts").finished()
+    assert manifest["counts"]["states"] == len(fifth) == pytest.approx(0.2 * len(everything), abs=16)
+    assert all(shard.startswith("train") for shard in manifest["shards"])
 
 
 @pytest.mark.parametrize(

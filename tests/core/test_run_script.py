@@ -1,4 +1,4 @@
-"""The demo's pair through the six commands, each of them killed once from outside and then run to its end."""
+"""The demo's pair through the five commands, each of them killed once from outside and then run to its end."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import yaml
 from runs import SMALL, contents
 from warm import futurebridge, start_futurebridge
 
-COMMANDS = ("collect", "futures", "score", "rollouts", "train", "evaluate")
+COMMANDS = ("collect", "futures", "score", "train", "evaluate")
 
 
 @pytest.mark.slow
-def test_the_six_commands_killed_and_run_again_end_in_their_tables(undisturbed, tmp_path):
+def test_the_five_commands_killed_and_run_again_end_in_their_tables(undisturbed, tmp_path):
     config, run, shown = tmp_path / "small.yaml", tmp_path / "run", []
     config.write_text(yaml.safe_dump(SMALL))
     run.mkdir()

@@ -325,7 +325,7 @@ def test_an_edited_adapter_is_not_evaluated(undisturbed, tmp_path):
 
 
 def test_an_earlier_epoch_is_made_anew_from_where_it_was(undisturbed, tmp_path, monkeypatch):
-    run = copied(undisturbed, tmp_path, "rollouts")
+    run = copied(undisturbed, tmp_path, "score")
     stage, checkpoint = TrainStage(settings(), run), TrainStage._checkpoint
 
     class Enough(Exception):
@@ -406,7 +406,7 @@ def test_before_anything_is_collected_plans_have_a_bound_from_the_settings(undis
                 bound = re.search(r"according to the settings, at most ([\d,]+) (\w+)", text)
                 assert bound, text
                 bounds[name] = int(bound[1].replace(",", ""))
-    assert bounds["futures"] == bounds["scores"] == bounds["rollouts"] == 48 * 8
+    assert bounds["futures"] == bounds["scores"] == 48 * 8
     assert bounds["training"] == 2 * 36 * 8
     assert not any(tmp_path.iterdir())
     run = undisturbed[0]["evaluate"]
@@ -563,9 +563,10 @@ def test_a_padded_embedding_changes_no_result(tmp_path, pair):
         for name in ("slm_logprob", "llm_logprob"):
             torch.testing.assert_close(getattr(ours.pool, name), getattr(theirs.pool, name), rtol=1e-5, atol=1e-5)
     assert list(plain_examples.groups) == list(padded_examples.groups)
-    assert [one.texts for one in plain_examples.rollouts.values()] == [
-        one.texts for one in padded_examples.rollouts.values()
-    ]
+    plain_texts, padded_texts = (
+        [rollout.texts for rollout in examples.rollouts().values()] for examples in (plain_examples, padded_examples)
+    )
+    assert plain_texts == padded_texts
     assert identities == [None] * 10 + [size] * 2
 
 
@@ -621,8 +622,7 @@ def test_the_recipe_for_new_pairs_is_shipped_and_the_published_one_beside_it(nam
     shipped, published = RunSettings.load(name), RunSettings.load(f"{name}-published")
     assert shipped.problems.certification == 750
     without = shipped.problems.model_copy(update={"certification": 0})
-    fewer = shipped.rollouts.model_copy(update={"train": 0.0})  # only a value head needs them
-    assert published == shipped.model_copy(update={"problems": without, "rollouts": fewer})
+    assert published == shipped.model_copy(update={"problems": without})
     assert published.train == TrainSettings()  # all of its values are the paper's
 
 

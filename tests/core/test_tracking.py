@@ -30,7 +30,7 @@ def tracked(tracker, **changes):
 def begun(undisturbed, tmp_path) -> Path:
     """A run that only waits for `train`."""
     run = tmp_path / "a run"
-    shutil.copytree(undisturbed[0]["rollouts"], run)
+    shutil.copytree(undisturbed[0]["score"], run)
     return run
 
 

@@ -24,6 +24,8 @@ SMALL: dict[str, dict[str, Any]] = {
         "quantiles": [0.92],
     },
 }
+TRAINED = ("trajectories", "policy", "states", "futures", "scores", "training", "selection", "reranker")
+TRAINED += ("held-out-rollouts",)  # of `trained`
 
 
 def settings(**changes: Any) -> PaperSettings:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from paper_runs import settings
+from paper_runs import TRAINED, settings
 from runs import linked
 from typer.testing import CliRunner
 
@@ -31,9 +31,6 @@ from fb_core.pool import Pool
 from fb_core.stages.problems import Problem
 from fb_core.stages.records import Examples, Rollout, State, Trajectory
 
-LOGGED = ("trajectories", "policy", "states", "futures", "scores")
-TRAINED = (*LOGGED, "rollouts", "training", "selection", "reranker")
-
 
 @pytest.fixture(scope="module")
 def pair():
@@ -41,8 +38,8 @@ def pair():
 
 
 @pytest.fixture(scope="module")
-def run(undisturbed) -> Path:
-    return undisturbed[0]["train"]
+def run(trained) -> Path:
+    return trained
 
 
 def rolled(problem, correct, sources=None, kind="word", **logprob):
@@ -170,16 +167,16 @@ def test_rerankers_are_held_against_the_rollouts(run, pair, tmp_path):
     table = pq.read_table(io.BytesIO(output.files[f"{shard}.parquet"])).to_pylist()
     for seed in (0, 1):
         reranker = TokenReranker.from_pretrained(run / "reranker" / f"seed-{seed}", pair.slm)
-        for one, row in zip(Examples(run, shard).rollouts.values(), table, strict=True):
+        for one, row in zip(Examples(run, shard).rollouts("held-out-rollouts").values(), table, strict=True):
             wanted = reranker.scores(one.state.prefix, one.state.pool.ids)
             assert row["state"] == one.state.id
             assert row[f"seed-{seed}"] == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
 def test_a_run_without_rollouts_or_scores_says_so(undisturbed, run, tmp_path):
-    with pytest.raises(ValueError, match="expected finished rollouts, got none"):
+    with pytest.raises(ValueError, match="expected finished held-out-rollouts, got none"):
         judge(settings(), undisturbed[0]["score"])
-    place = linked(run, tmp_path / "run", "trajectories", "policy", "states", "futures", "rollouts")
+    place = linked(run, tmp_path / "run", "trajectories", "policy", "states", "futures", "held-out-rollouts")
     assert "Direct-B" not in judge(settings(), place)
     assert "| all | LLM |" in judge(settings(), place)
 

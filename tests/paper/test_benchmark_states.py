@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from paper_runs import settings
+from paper_runs import TRAINED, settings
 from report_runs import Page
 from runs import contents, linked, receipts
 from typer.testing import CliRunner
@@ -25,7 +25,6 @@ from fb_core.stages.models import chosen_reranker, frozen_policy, models_of, rea
 from fb_core.stages.problems import drawn
 from fb_core.stages.records import Examples
 
-TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
 CHOSEN = settings(experiment={"benchmark_problems": 5})
 FOLDER = "benchmark-demo-plans"
 
@@ -35,8 +34,8 @@ def quiet(text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(undisturbed, tmp_path_factory) -> Path:
-    place = linked(undisturbed[0]["train"], tmp_path_factory.mktemp("tested") / "run", *TRAINED)
+def run(trained, tmp_path_factory) -> Path:
+    place = linked(trained, tmp_path_factory.mktemp("tested") / "run", *TRAINED)
     judge_benchmarks(CHOSEN, place, show=quiet)
     return place
 
@@ -55,7 +54,7 @@ def test_states_are_those_that_the_slms_greedy_output_admits(run):
         asked = [one.prompt_length + step for step in policy.asks(one.entropy).nonzero().flatten().tolist()[:8]]
         assert [state.position for state in examples.states.values() if state.trajectory is one] == asked
     assert len(examples.states) > 5
-    assert set(examples.futures()) == set(examples.states) == set(examples.rollouts)
+    assert set(examples.futures()) == set(examples.states) == set(examples.rollouts("held-out-rollouts"))
     assert any(group.scored for group in examples.groups.values())
 
 
@@ -69,14 +68,14 @@ def test_the_chosen_rerankers_are_held_against_them(run):
             torch.testing.assert_close(state.scores["FutureBridge"][seed], scores.detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_no_test_problem_is_read_before_the_choice(undisturbed, tmp_path, monkeypatch):
+def test_no_test_problem_is_read_before_the_choice(tmp_path, monkeypatch):
     roles: list[str] = []
     plain = models.read_problems
     monkeypatch.setattr(models, "read_problems", lambda *given: roles.append(given[2]) or plain(*given))
     models._benchmark_problems.cache_clear()
     models.splits_of.cache_clear()
     place = tmp_path / "run"
-    for command in ("collect", "futures", "score", "rollouts", "train"):
+    for command in ("collect", "futures", "score", "train"):
         run_command(command, CHOSEN, place, show=quiet)
         if command != "train":
             judge_benchmarks(CHOSEN, place, show=quiet)
@@ -115,8 +114,8 @@ def test_they_stand_beside_the_validation_problems(run, tmp_path):
     assert "All events, demo:plans." in page.text
 
 
-def test_a_benchmark_without_an_admitted_state_has_no_rows(undisturbed, tmp_path, monkeypatch):
-    place = linked(undisturbed[0]["train"], tmp_path / "run", *TRAINED)
+def test_a_benchmark_without_an_admitted_state_has_no_rows(trained, tmp_path, monkeypatch):
+    place = linked(trained, tmp_path / "run", *TRAINED)
     monkeypatch.setattr("fb_core.stages.collect.frozen_policy", lambda run: RequestPolicy(99.0))
     judge_benchmarks(CHOSEN, place, show=quiet)
     ((chosen, folder),) = benchmark_runs(CHOSEN, place).values()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from paper_runs import settings
+from paper_runs import TRAINED, settings
 from runs import linked
 
 from benchmarks.paper import methods
@@ -40,7 +40,6 @@ from fb_core.stages.run import run_stage
 
 METHODS = [name for name in names() if name != "deployed"]  # of which there is no choice here
 SEEDED = [name for name in METHODS if methods.method(name).seeded]
-TRAINED = ("trajectories", "policy", "states", "futures", "scores", "training", "selection", "reranker")
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +68,9 @@ def chosen(checkpoints):
 
 
 @pytest.fixture(scope="module")
-def run(undisturbed, chosen, tmp_path_factory) -> Path:
+def run(trained, chosen, tmp_path_factory) -> Path:
     """A trained run with routers and the comparison of all methods."""
-    folder = linked(undisturbed[0]["train"], tmp_path_factory.mktemp("compare") / "run", *TRAINED)
+    folder = linked(trained, tmp_path_factory.mktemp("compare") / "run", *TRAINED)
     for stage in (RouterLabelStage, RouterStage, CompareStage):
         run_stage(stage(chosen, folder))
     return folder
@@ -471,13 +470,13 @@ def test_what_is_timed_depends_on_the_settings(timed, run, checkpoints):
             run_stage(DeploymentStage(settings(compare=external | changes), run))
 
 
-def test_offline_costs_are_those_of_the_receipts(undisturbed, run, chosen):
-    place = undisturbed[0]["train"]
+def test_offline_costs_are_those_of_the_receipts(trained, run, chosen):
+    place = trained
     known = {row["stage"]: row for row in offline(Plan(settings(), place, 8))}
     assert "router" not in known
-    training, rollouts = known["training"], known["rollouts"]
-    assert (rollouts["stage"], rollouts["units"], rollouts["unit"]) == ("rollouts", 71 + 45, "states")
-    assert rollouts["seconds"] == Artefact(place, "rollouts").finished()["cost"]["seconds"] > 0
+    training, rollouts = known["training"], known["held-out-rollouts"]
+    assert (rollouts["units"], rollouts["unit"]) == (45, "states")
+    assert rollouts["seconds"] == Artefact(place, "held-out-rollouts").finished()["cost"]["seconds"] > 0
     assert training["units"] == 2 * 93
     receipts = [json.loads((place / "training" / f"epoch-{n}.json").read_text()) for n in (1, 2)]
     assert training["seconds"] == pytest.approx(sum(receipt["seconds"] for receipt in receipts), abs=2e-3)

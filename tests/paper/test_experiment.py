@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from limits import HANG
-from paper_runs import settings
+from paper_runs import TRAINED, settings
 from runs import children_of, contents, ended, linked, receipts
 from typer.testing import CliRunner
 from warm import futurebridge, start_futurebridge
@@ -38,7 +38,6 @@ from fb_core.stages.models import frozen_policy, models_of
 from fb_core.stages.rollouts import token_kind
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
 METHODS = ["greedy", "majority", "one-token-takeover", "direct", "spans", "futurebridge"]
 PROGRAM = "benchmarks.paper.__main__"
 
@@ -46,11 +45,6 @@ PROGRAM = "benchmarks.paper.__main__"
 @pytest.fixture(scope="module")
 def chosen() -> PaperSettings:
     return settings(compare={"methods": METHODS, "external": {"lost": "/no/such/checkpoint"}})
-
-
-@pytest.fixture(scope="module")
-def trained(undisturbed) -> Path:
-    return undisturbed[0]["train"]
 
 
 def own(table, plan):
@@ -110,7 +104,7 @@ LEARNED = {"training", "selection", "reranker"}
         ("pool-slm", COLLECTED | {"futures"}, LEARNED | {"scores"}),
         ("spans", COLLECTED, set()),
         ("q0.92/direct", COLLECTED, set()),
-        ("q0.92/futurebridge", COLLECTED | {"futures", "scores", "rollouts"} | LEARNED, {"agreement"}),
+        ("q0.92/futurebridge", COLLECTED | {"futures", "scores", "held-out-rollouts"} | LEARNED, {"agreement"}),
     ],
 )
 def test_what_is_not_changed_is_a_link(made, key, links, own):
@@ -125,7 +119,7 @@ def test_a_place_of_others_has_all_but_a_comparison(made):
     assert problems["q0.92"] is None
     links, own = stages_in(run / "variants" / "q0.92")
     assert links == {"trajectories"}
-    assert own == {"policy", "states", "futures", "scores", "rollouts"} | LEARNED
+    assert own == {"policy", "states", "futures", "scores", "held-out-rollouts"} | LEARNED
     inner = run / "variants" / "q0.92" / "variants" / "direct" / "policy"
     assert inner.resolve() == (run / "variants" / "q0.92" / "policy").resolve()
     assert not Path(os.readlink(inner)).is_absolute()  # a run's folder can be moved
@@ -537,9 +531,9 @@ def test_shipped_settings_are_published_where_they_say_so():
         ({"train": {"target": "best"}}, "train.target"),
         ({"train": {"alpha": 1.5}}, "train.alpha"),
         ({"train": {"target": "select", "alpha": 0.5}}, 'alpha: expected 1 with target "select", got 0.5'),
-        ({"rollouts": {"validation": 0}}, "rollouts.validation"),
+        ({"experiment": {"validation_states": 0}}, "experiment.validation_states"),
         ({"rollouts": {"train": 1.1}}, "rollouts.train"),
-        ({"rollouts": {"train": 2}}, "rollouts.train"),
+        ({"rollouts": {"train": 0}}, "rollouts.train"),
         ({"samples": {"llm": 0}}, "samples.llm"),
         ({"samples": {"slm_temperature": 0}}, "samples.slm_temperature"),
         ({"experiment": {"alphas": [2]}}, "experiment.alphas"),
@@ -660,10 +654,10 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     assert [row.x for row in swept] == [0.2, 0.5, 0.8, 0.95, 1.0]
     assert swept[3].accuracy == rows_of(found, "methods")["r2r", None].accuracy
     assert (run / "variants" / "r2r-0.5" / "router").is_symlink()  # trained once
-    assert {"samples", "router", "rollouts"} <= {row["stage"] for row in found.parts["offline"]}
+    assert {"samples", "router", "rollouts", "held-out-rollouts"} <= {row["stage"] for row in found.parts["offline"]}
     for kind in ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"):
         assert (run / "variants" / f"future-{kind}" / "samples").is_symlink()  # sampled once
-    assert (run / "variants/q0.92/variants/futurebridge/rollouts").is_symlink()
+    assert (run / "variants/q0.92/variants/futurebridge/held-out-rollouts").is_symlink()
 
 
 @pytest.fixture

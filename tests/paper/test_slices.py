@@ -13,17 +13,19 @@ from benchmarks.paper.agreement import AgreementStage
 from benchmarks.paper.comparison import CompareStage, DeploymentStage
 from benchmarks.paper.futures import OtherScoreStage, OwnFutureStage, SampleStage
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
+from benchmarks.paper.rollouts import HeldOutRolloutStage
 from benchmarks.paper.settings import PaperSettings
 from fb_core.config import NOT_IN_IDENTITY, Slice, identity_of
 from fb_core.stages.choose import CHOICE
 from fb_core.stages.commands import COMMANDS, stages_of
+from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import Stage
 
 KINDS = list(
     dict.fromkeys(
         [
             *(kind for command in COMMANDS for kind in stages_of(command, settings())),
-            *(OwnFutureStage, SampleStage, AgreementStage, *CHOICE),
+            *(OwnFutureStage, SampleStage, HeldOutRolloutStage, AgreementStage, RolloutStage, *CHOICE),
             *(RouterLabelStage, RouterStage, CompareStage, DeploymentStage),
         ]
     )
