@@ -251,13 +251,10 @@ class TrainSettings(Section):
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2), min_length=1)
     """Each of initialisation, dropout and the order of the data. That a seed has an order of its own, and that it is a
     random one of whole trajectories, are ours: the paper does not say."""
-    target: Literal["future", "select"] = "future"
-    """Softmax of the standardised compatibility ("future"), or the LLM's best candidate, with the loss of S2T-Local
-    ("select")."""
     temperature: float = Field(default=0.5, gt=0)
-    """Of the soft targets of "future"."""
+    """Of the soft targets."""
     alpha: float = Field(default=1.0, ge=0, le=1)
-    """Share of the future's score in the hybrid target of "future"; 1 is the published one."""
+    """Share of the future's score in the hybrid target; 1 is the published one."""
     scope: Literal["candidate", "sequence"] = "candidate"
     """What the adapter acts on: the candidate alone, or the whole sequence."""
     rank: int = Field(default=16, ge=1)
@@ -293,14 +290,6 @@ class TrainSettings(Section):
         if len(set(values)) < len(values):
             raise ValueError("expected different numbers, got one twice; name each once")
         return values
-
-    @model_validator(mode="after")
-    def _of_this_target(self) -> TrainSettings:
-        if self.target != "future" and self.alpha != 1.0:
-            raise ValueError(
-                f'alpha: expected 1 with target "{self.target}", got {self.alpha}; only target "future" has it'
-            )
-        return self
 
 
 class ChoiceSettings(Section):

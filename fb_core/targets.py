@@ -9,8 +9,6 @@ from torch import Tensor
 
 from fb_kernels import compatibility_targets
 
-MARGIN, KL_WEIGHT = 1.0, 0.1  # of S2T-Local's loss
-
 
 def future_compatibility(logprob: Tensor, horizon: int) -> Tensor:
     """B_H: the mean log-likelihood of the shared future's first `horizon` tokens after every candidate.
@@ -74,38 +72,3 @@ def group_targets(
         alpha=alpha,
     )
     return list(score.split(counts)), list(target.split(counts))
-
-
-def selection_target(llm_logprob: Tensor) -> Tensor:
-    """The target of one group whose cross-entropy equals the cross-entropy and KL terms of S2T-Local's loss.
-
-    Equality is up to a constant. Source: Ye et al., "Select to Think: Unlocking SLM Potential with Local Sufficiency",
-    arXiv 2604.26940, and its software YeRona/Select-to-Think (scripts/train_s2t_local.py, `listwise_loss` in its
-    default mode top1_ce). The loss is the cross-entropy to the LLM's best candidate, a hinge of MARGIN against the best
-    other one (`Recipe(margin=MARGIN)`), and KL_WEIGHT * KL(p_T || p) with p = softmax(score) and p_T renormalised over
-    the SLM's own candidates. The first and the last term together are the cross-entropy to
-    onehot(best) + KL_WEIGHT * p_T, minus KL_WEIGHT * H(p_T), which does not depend on the scores.
-
-    Here it trains FutureBridge's reranker: a scalar head whose score has no bounds, an adapter on the attention alone,
-    and a frozen prefix. The software scores by the expected bin, 0 to 1, of reserved tokens' logits, so its hinge is
-    always active. It also adapts the MLPs and the reserved rows of the head, on the prefix (its last 511 tokens) and in
-    greedy decoding too. A KL term of weight 0.1 keeps the prefix close to the base model; it is zero here, where only
-    candidates are adapted. It trains at a constant rate of 5e-5, four groups per step, three epochs.
-
-    Args:
-        llm_logprob: [K] log p_T of the candidates, nats; ties for the best go to the first.
-
-    Returns:
-        [K] in the dtype of llm_logprob; its sum is 1 + KL_WEIGHT.
-
-    Raises:
-        ValueError: no candidate, a wrong shape, no finite log-probability, or a NaN.
-    """
-    if llm_logprob.ndim != 1 or not len(llm_logprob) or not bool(llm_logprob.max().isfinite()):
-        raise ValueError(
-            f"llm_logprob: expected [K] with numbers and at least one finite, got {list(llm_logprob.shape)} "
-            f"{llm_logprob.tolist()}; ask the LLM about the SLM's candidates"
-        )
-    target = KL_WEIGHT * llm_logprob.softmax(0)
-    target[llm_logprob.argmax()] += 1.0
-    return target

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
 from fb_core.counts import check_count
@@ -54,9 +53,6 @@ class Recipe:
     trajectory is cut. Each piece is one forward and backward pass, which saves memory and lets that many processes
     share a step. The bits of a step depend on the number of pieces.
 
-    A `margin` above 0 adds a hinge to the cross-entropy of every group of two or more candidates:
-    relu(margin - (score of the candidate with the largest target, ties to the first, - best other score)).
-
     Raises:
         ValueError: a setting out of range.
     """
@@ -70,12 +66,11 @@ class Recipe:
     epochs: int = 3
     seed: int = 0
     microbatches: int = 1
-    margin: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "groups_per_step", "microbatches"):
             check_count(name, getattr(self, name), 1, "leave it out for the published value")
-        for name in ("learning_rate", "weight_decay", "warmup", "clip", "margin"):
+        for name in ("learning_rate", "weight_decay", "warmup", "clip"):
             if not 0.0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name}: expected 0 or more, got {value}; leave it out for the default")
 
@@ -318,13 +313,17 @@ class Sweep:
                     total[:] = [reduce(torch.add, [*total, *self._gather(share)[: len(pieces) - first]])]
         return [total[0] for total in sums]
 
+    def loss(self, scores: Tensor, target: Tensor, cu_group: Tensor) -> Tensor:
+        """The loss of scores [N] against targets [N], summed over the groups, which begin at cu_group [G + 1]."""
+        return group_cross_entropy(scores, target, cu_group, reduction="sum")
+
     def _share(self, run: int, batch: _Batch | None, microbatch: int, groups: int) -> Tensor:
         """[n + 1]: gradient and loss of one microbatch as parts of the step's mean; zeros without a microbatch."""
         parameters = self._parameters[run]
         if batch is None:
             return torch.zeros(sum(p.numel() for p in parameters) + 1, device=self._device)
         _seed(self._device, self.runs[run].seed, self.step, microbatch)
-        loss = batch.loss(batch.scores(self.runs[run].reranker), run, self.recipe.margin) / groups
+        loss = self.loss(batch.scores(self.runs[run].reranker), batch.target[:, run], batch.cu_group) / groups
         gradients = torch.autograd.grad(loss, parameters)
         return torch.cat([*(gradient.flatten() for gradient in gradients), loss.detach()[None]])
 
@@ -390,9 +389,10 @@ def validate(
         batch = _Batch.build(runs, checked[first:last])
         for index, run in enumerate(runs):
             scores = batch.scores(run.reranker)
-            sums[index][0] += float(batch.loss(scores, index))
+            target = batch.target[:, index]
+            sums[index][0] += float(group_cross_entropy(scores, target, batch.cu_group, reduction="sum"))
             sizes = [len(group.candidates) for group in batch.groups]
-            columns = (scores.cpu(), batch.target[:, index].cpu())
+            columns = (scores.cpu(), target.cpu())
             for score, target in zip(*(column.split(sizes) for column in columns), strict=True):
                 agreeing, comparable = pairwise_agreement(score.numpy(), target.numpy())
                 sums[index][1] += agreeing
@@ -442,23 +442,6 @@ class _Batch:
                 for group in trajectory.groups
             ]
         )
-
-    def loss(self, scores: Tensor, run: int, margin: float = 0.0) -> Tensor:
-        """The loss, summed over the groups."""
-        target = self.target[:, run]
-        loss = group_cross_entropy(scores, target, self.cu_group, reduction="sum")
-        if not margin:
-            return loss
-        return loss + _hinge(scores, target, [len(group.candidates) for group in self.groups], margin)
-
-
-def _hinge(scores: Tensor, target: Tensor, sizes: list[int], margin: float) -> Tensor:
-    """Sum over groups of relu(margin - (score of the best by target - best other score)); a lone candidate adds 0."""
-    rows = pad_sequence(scores.split(sizes), batch_first=True, padding_value=-math.inf)  # [G, K]
-    wanted = pad_sequence(target.split(sizes), batch_first=True, padding_value=-math.inf)
-    best = wanted.argmax(1, keepdim=True)  # the first of equal ones
-    rival = rows.scatter(1, best, -math.inf).max(1).values
-    return (margin - (rows.gather(1, best)[:, 0] - rival)).relu().sum()
 
 
 @contextmanager

@@ -7,22 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from fb_core.config import Changes, RunSettings
+from fb_core.config import RunSettings
 from fb_core.stages.files import Artefact
 from fb_core.stages.run import Stage, run_stage
 
 FOLDER = "variants"  # inside a run's
-
-
-def training_changes(horizon: int, **train: Any) -> Changes:
-    """The changes for a reranker of one horizon; options that do not fit its target are reset."""
-    if "target" in train:
-        train = {"alpha": 1.0, **train}
-    elif train.keys() & {"alpha", "temperature"}:
-        train = {"target": "future", **train}
-    return {"train": {"horizons": (horizon,), **train}}
 
 
 def work_through(

@@ -21,6 +21,7 @@ from benchmarks.paper.methods import method
 from benchmarks.paper.nested_runs import link, work_through
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
 from benchmarks.paper.rollouts import HeldOutRolloutStage
+from benchmarks.paper.s2t_local import SelectionTrainStage
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import OURS, PROBLEM, TABLES, Plan, Table, Variant, plan_of, settings_of_variant
 from fb_core.atomic import write_file
@@ -31,6 +32,7 @@ from fb_core.stages.files import json_bytes
 from fb_core.stages.models import DEPLOYED_STAGE
 from fb_core.stages.run import Stage, run_stage
 from fb_core.stages.scores import ScoreStage
+from fb_core.stages.train import TrainStage
 
 PREPARED: tuple[Command, ...] = ("collect", "futures", "score", "train")  # run before any variant
 COSTS = "costs"  # a table without variants: it times the run's own methods
@@ -191,7 +193,12 @@ def with_futures(command: Command, settings: PaperSettings) -> list[type[Stage]]
 
 def instead(settings: PaperSettings) -> Mapping[type[Stage], type[Stage]]:
     """The stages that take the place of others under these settings."""
-    return {} if settings.samples.future == "llm" else {ScoreStage: OtherScoreStage}
+    others: dict[type[Stage], type[Stage]] = {}
+    if settings.samples.future != "llm":
+        others[ScoreStage] = OtherScoreStage
+    if settings.experiment.target == "select":
+        others[TrainStage] = SelectionTrainStage
+    return others
 
 
 def _stages(variant: Variant, settings: PaperSettings, judge: bool) -> list[type[Stage]]:

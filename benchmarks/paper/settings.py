@@ -124,6 +124,8 @@ class ExperimentSettings(Section):
         temperatures: of the soft targets.
         quantiles: of the request policy; states, futures and rerankers are made again for each.
         recalls: of R2R's router.
+        target: what the variants' rerankers are trained towards: the softmax of the standardised compatibility
+            ("future"), or the LLM's best candidate, with the loss of S2T-Local ("select").
         validation_states: share of the validation states, drawn by the seed of the rollouts, that is rolled out.
         benchmark_problems: number of problems of each benchmark, drawn by the seed of the problems, whose states are
             also rolled out once a reranker is chosen; 0 for none.
@@ -133,6 +135,7 @@ class ExperimentSettings(Section):
     temperatures: tuple[Annotated[float, Field(gt=0)], ...] = (0.25, 1.0, 2.0)
     quantiles: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.98, 0.995)
     recalls: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.2, 0.5, 0.8, 1.0)
+    target: Literal["future", "select"] = "future"
     validation_states: float = Field(default=1.0, gt=0, le=1)
     benchmark_problems: int = Field(default=50, ge=0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.paper.methods import label_of
-from benchmarks.paper.nested_runs import FOLDER, training_changes
+from benchmarks.paper.nested_runs import FOLDER
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
 from fb_core.config import Changes, changed
 from fb_core.stages.files import Artefact
@@ -89,7 +89,7 @@ class Plan:
     ) -> Variant:
         """A variant with changed settings; its reranker is trained anew unless only "evaluate" changes."""
         if set(changes) != {"evaluate"}:
-            changes["train"] = dict(training_changes(self.horizon, **changes.get("train", {}))["train"])
+            changes["train"] = {"horizons": (self.horizon,), **changes.get("train", {})}
         return Variant(key, label, changes, x=x, inside=inside)
 
 
@@ -160,7 +160,7 @@ def _distilled(plan: Plan) -> list[Variant]:
     return [
         plan.recipe("distilled", "Distilled LLM preference", train={"alpha": 0.0}),
         plan.recipe("s2t-local", "S2T-Local, matched", train={"alpha": 0.0}, score=pool),
-        plan.recipe("s2t-local-original", "S2T-Local, original loss", train={"target": "select"}, score=pool),
+        plan.recipe("s2t-local-original", "S2T-Local, original loss", experiment={"target": "select"}, score=pool),
     ]
 
 

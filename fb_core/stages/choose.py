@@ -187,7 +187,6 @@ class RerankerStage(SeedStage):
             top_k=policy.top_k,
             quantile=self.input(PolicyStage).settings.collect.quantile,
             scope="the whole sequence" if settings.scope == "sequence" else "the candidate token alone",
-            target=settings.target,
             filters=filter_table(self.input(ScoreStage).folder.finished()["counts"]),
             selection=selection_table(chosen),
             problems=_public(asked.train),
@@ -548,7 +547,7 @@ Both decode with the recipe that this folder names; with `--recipe published`, o
 | horizon of the future | {horizon} tokens |
 | epoch, seed | {epoch}, {seed} |
 | adapter | LoRA rank {rank}, alpha {alpha:g}, dropout {dropout:g}, on {scope} |
-| training | AdamW {rate:g}, {groups} groups per step, target "{target}", temperature {temperature:g} |
+| training | AdamW {rate:g}, {groups} groups per step, temperature {temperature:g} |
 | request threshold | {threshold:.6g} nats over the top {top_k}, the {quantile:g} quantile on validation problems |
 | problems | {problems}, asked with thinking {thinking} |
 

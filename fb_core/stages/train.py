@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from fb_core.stages.futures import FutureStage
 from fb_core.stages.records import Examples, Group
 from fb_core.stages.run import Cost, Output, Stage
 from fb_core.stages.scores import ScoreStage
-from fb_core.targets import MARGIN, group_targets, selection_target
+from fb_core.targets import group_targets
 from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
 from fb_core.verify import tally_words
 
@@ -47,10 +47,11 @@ class TrainStage(Stage):
 
     name = "training"
     command = "futurebridge train"
-    slice = ("train",)
+    slice: ClassVar[Sequence[str]] = ("train",)
     reads = (TrajectoryStage, StateStage, FutureStage, ScoreStage)
     unit = "groups"
     parallel = False
+    sweep: ClassVar[type[Sweep]] = Sweep
 
     def shards(self) -> dict[str, int]:
         groups = self.input(ScoreStage).folder.finished()["counts"].get("train groups", 0)
@@ -152,19 +153,16 @@ class TrainStage(Stage):
             if not groups:
                 continue
             members: dict[str, tuple[Tensor, list[TrainingGroup]]] = {}
-            for group, target in zip(groups, self._targets(groups), strict=True):
+            for group, target in zip(groups, self.targets(groups), strict=True):
                 trajectory, ids = group.state.trajectory, group.state.pool.ids.to(device)
                 own = members.setdefault(trajectory.problem.id, (trajectory.tokens, []))[1]
                 own.append(TrainingGroup(group.state.position, ids, target.to(device)))
             trajectories += [TrainingTrajectory(*member) for member in members.values()]
         return trajectories
 
-    def _targets(self, groups: Sequence[Group]) -> list[Tensor]:
+    def targets(self, groups: Sequence[Group]) -> list[Tensor]:
         """Targets [K, h] of every group."""
         settings = self.settings.train
-        if settings.target == "select":
-            best = (selection_target(group.state.pool.llm_logprob) for group in groups)
-            return [target[:, None].expand(-1, len(settings.horizons)) for target in best]
         return group_targets(
             [group.logprob for group in groups if group.logprob is not None],
             settings.horizons,
@@ -210,14 +208,13 @@ class TrainStage(Stage):
             groups_per_step=settings.groups_per_step,
             epochs=settings.epochs,
             microbatches=settings.microbatches,
-            margin=MARGIN if settings.target == "select" else 0.0,
         )
         groups = {split: self.groups(split) for split in ("train", "validation")}
         for split, trajectories in groups.items():
             if not trajectories:
                 raise ValueError(self._no_groups(split))
         return [
-            Sweep(
+            self.sweep(
                 [Run(self.reranker(seed), seed, columns[horizon]) for horizon in settings.horizons],
                 groups["train"],
                 replace(recipe, seed=seed),

@@ -19,7 +19,6 @@ from fb_core.stages.problems import prompt_ids
 from fb_core.stages.records import Examples
 from fb_core.stages.scores import part_of
 from fb_core.stages.train import TrainStage
-from fb_core.targets import KL_WEIGHT, MARGIN
 
 LOGGED = ("trajectories", "policy", "states", "futures", "scores")
 SHORT = {"seeds": [0], "epochs": 1}
@@ -82,17 +81,6 @@ def test_temperature_and_alpha_reach_the_target(run):
     assert_targets(run, sharp, temperature=0.125)
     assert_targets(run, hybrid, alpha=0.25)
     assert_targets(run, local, alpha=0.0)
-
-
-def test_the_selectors_target_and_margin_are_those_of_its_loss(run):
-    def wanted(group, horizon):
-        target = KL_WEIGHT * group.state.pool.llm_logprob.double().softmax(0)
-        target[group.state.pool.llm_logprob.argmax()] += 1
-        return target
-
-    assert_targets(run, wanted, target="select", horizons=[8, 4])
-    for target, margin in (("select", MARGIN), ("future", 0.0)):
-        assert TrainStage(settings(train={"target": target}), run)._fresh()[0].recipe.margin == margin
 
 
 def trained(run, folder, *stages, **changes) -> tuple:

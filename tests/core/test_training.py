@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain, combinations
+from itertools import combinations
 
 import pytest
 import sweep_process
@@ -14,8 +14,7 @@ from tiny import V, tiny
 from warm import context, launched
 
 from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, hf, train_reranker
-from fb_core.training import Run, Sweep, _hinge, validate
-from fb_kernels import group_cross_entropy
+from fb_core.training import Run, Sweep, validate
 
 
 def trajectories(n=6, seed=0, rule=None):
@@ -185,82 +184,6 @@ def test_training_equals_a_plain_loop(warmup, rates):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("scores", "targets", "hinges"),
-    [
-        ([[2.0, 0.5, 1.0]], [[0.7, 0.1, 0.2]], [0.0]),  # 1 - (2 - 1) = 0
-        ([[2.0, 0.5, 1.5]], [[0.7, 0.1, 0.2]], [0.5]),
-        ([[2.0, 0.5, 1.5]], [[0.1, 0.7, 0.2]], [2.5]),
-        ([[0.3, 0.3]], [[0.5, 0.5]], [1.0]),  # ties to the first, which gains nothing by it
-        ([[1.0, 3.0]], [[0.5, 0.5]], [3.0]),
-        ([[-4.0]], [[1.0]], [0.0]),  # nobody to be ahead of
-        ([[0.0], [0.0, 4.0, 1.0, 2.0], [5.0, 1.0]], [[1.0], [0.0, 0.0, 1.0, 0.0], [0.9, 0.1]], [0.0, 4.0, 0.0]),
-    ],
-)
-def test_the_hinge_by_hand(scores, targets, hinges):
-    """relu(margin - (target_score - hard_negative)) at margin 1, YeRona/Select-to-Think scripts/train_s2t_local.py."""
-    flat, wanted = (torch.tensor([*chain.from_iterable(groups)]) for groups in (scores, targets))
-    assert float(_hinge(flat, wanted, [len(group) for group in scores], 1.0)) == pytest.approx(sum(hinges))
-
-
-def test_the_hinges_gradient_by_finite_differences():
-    g = torch.Generator().manual_seed(0)
-    scores = torch.randn(13, generator=g, dtype=torch.float64).requires_grad_()
-    target = torch.rand(13, generator=g, dtype=torch.float64)
-    sizes = [4, 1, 2, 6]
-    offsets = torch.tensor([0, 4, 5, 7, 13])
-
-    def loss(values):
-        return group_cross_entropy(values, target, offsets, reduction="sum") + _hinge(values, target, sizes, 1.5)
-
-    assert torch.autograd.gradcheck(loss, scores)
-    (gradient,) = torch.autograd.grad(_hinge(scores, target, sizes, 1.5), scores)
-    assert gradient[4] == 0.0  # a lone candidate, and no NaN from its missing rival
-    assert {float(value) for value in gradient} <= {-1.0, 0.0, 1.0}
-    assert float(gradient.sum()) == 0.0
-
-
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("scope", ["candidate", "sequence"])
-def test_a_margin_adds_each_groups_hinge_to_its_run(scope, microbatches):
-    model = tiny("qwen3")
-    data = sweep_process.trajectories(6)
-    data[0].groups.append(TrainingGroup(5, torch.tensor([3]), torch.ones(1, 2)))
-    runs = [Run(shaken(model, scope=scope), column=column) for column in (1, 0)]
-    sweep = Sweep(runs, data, Recipe(groups_per_step=100, microbatches=microbatches, margin=0.7))
-    wanted, resting = [], 0
-    for run in runs:
-        parameters, hinges = trained(run.reranker), []
-        total = torch.zeros(())
-        for trajectory in data:
-            for group in trajectory.groups:
-                score = run.reranker.scores(trajectory.tokens[: group.position], group.candidates)
-                target = group.target[:, run.column]
-                best = int(target.argmax())
-                others = [s for k, s in enumerate(score) if k != best]
-                total = total - (target * score.log_softmax(0)).sum()
-                if others:
-                    hinges.append((0.7 - (score[best] - max(others))).relu())
-        resting += sum(hinge.item() == 0.0 for hinge in hinges)
-        loss = (total + sum(hinges)) / sum(len(trajectory.groups) for trajectory in data)
-        gradients = torch.autograd.grad(loss, parameters)
-        wanted.append(torch.cat([*(gradient.flatten() for gradient in gradients), loss.detach()[None]]))
-    assert resting
-    for gradient, plain in zip(sweep._gradients(), wanted, strict=True):
-        torch.testing.assert_close(gradient, plain, rtol=1e-3, atol=1e-5)
-    assert not torch.equal(wanted[0], wanted[1])
-
-
-def test_no_margin_no_hinge(monkeypatch):
-    model, data = tiny("qwen3"), sweep_process.trajectories()
-    (with_margin,) = Sweep([Run(shaken(model))], data, replace(RECIPE, margin=1.0))._gradients()
-    monkeypatch.setattr("fb_core.training._hinge", None)  # not even called
-    (without,) = Sweep([Run(shaken(model))], data, RECIPE)._gradients()
-    assert float(with_margin[-1]) > float(without[-1])
-    runs = [Run(shaken(model))]
-    assert validate(runs, data)[0].cross_entropy > 0
-
-
 def rerankers(model, seed=11, **options):
     """Rerankers of a sweep; `seed` of their adapters."""
     options = {"rank": 2, "dropout": 0.3, **options}
@@ -388,7 +311,6 @@ def test_a_state_of_another_sweep_is_refused():
     for other, words in (
         (Sweep(runs_of(model), data, replace(RECIPE, learning_rate=1e-3)), "recipe.learning_rate 0.001, got 0.01"),
         (Sweep(runs_of(model), data, replace(RECIPE, microbatches=1)), "recipe.microbatches 1, got 2"),
-        (Sweep(runs_of(model), data, replace(RECIPE, margin=1.0)), "recipe.margin 1.0, got 0.0"),
         (Sweep(runs_of(tiny("qwen3", seed=1)), data, RECIPE), "base"),
         (Sweep(runs_of(model), data[:-1], RECIPE), "trajectories"),
         (Sweep(reseeded, data, RECIPE), "run 0 .*'seed': 1"),
@@ -517,8 +439,6 @@ def test_what_is_not_finite_stops_every_run(broken, monkeypatch):
         {"microbatches": 0},
         {"groups_per_step": 0},
         {"learning_rate": float("nan")},
-        {"margin": -0.5},
-        {"margin": float("inf")},
     ],
 )
 def test_recipe_out_of_range_is_refused(setting):

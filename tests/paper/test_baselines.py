@@ -19,7 +19,8 @@ from benchmarks.paper.methods.external import load_external
 from benchmarks.paper.methods.majority import majority, majority_vote
 from benchmarks.paper.methods.spans import ending_ids, spans
 from benchmarks.paper.methods.takeover import takeover
-from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, hf, train_reranker
+from benchmarks.paper.s2t_local import SelectionSweep, selection_target
+from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, hf
 from fb_core.decoding import CollaborativeDecoder, Usage
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LLM, Candidates, LocalLLM
@@ -27,9 +28,8 @@ from fb_core.policy import RequestPolicy
 from fb_core.pool import LARGE, SLM
 from fb_core.selectors import FutureBridgeSelector, LLMPreference, SLMPreference
 from fb_core.stages import models
-from fb_core.targets import KL_WEIGHT, MARGIN, group_targets, selection_target
-from fb_core.training import _hinge
-from fb_kernels import group_cross_entropy
+from fb_core.targets import group_targets
+from fb_core.training import Run, Sweep
 
 ALWAYS, NEVER = RequestPolicy(-math.inf), RequestPolicy(math.inf)
 
@@ -395,50 +395,6 @@ def shaken(model, **options):
     return reranker
 
 
-def original_loss(scores, teacher):
-    """train_s2t_local.py, `listwise_loss`, mode top1_ce, of one group: teacher holds p_T of the whole vocabulary."""
-    p_teacher = [p / sum(teacher) for p in teacher]
-    total = sum(math.exp(score) for score in scores)
-    p_student = [math.exp(score) / total for score in scores]
-    kl = sum(t * math.log(t / s) for t, s in zip(p_teacher, p_student, strict=True))
-    best = p_teacher.index(max(p_teacher))
-    rival = max((score for k, score in enumerate(scores) if k != best), default=-math.inf)
-    return -math.log(p_student[best]) + 0.1 * kl, max(0.0, 1.0 - (scores[best] - rival))
-
-
-@pytest.mark.parametrize(
-    ("scores", "teacher", "smooth", "hinge"),
-    [  # numbers worked out by hand: softmax(score) = 0.6285, 0.1402, 0.2312 and p_T = 0.625, 0.125, 0.25
-        ([2.0, 0.5, 1.0], [0.5, 0.1, 0.2], 0.464369 + 0.1 * 0.001613, 0.0),
-        ([0.5, 2.0, 1.0], [0.5, 0.1, 0.2], 1.964369 + 0.1 * 0.751613, 2.5),
-        ([0.0, 0.0], [0.3, 0.3], math.log(2), 1.0),
-        ([0.7], [0.4], 0.0, 0.0),
-    ],
-)
-def test_the_original_loss_is_a_cross_entropy_and_a_hinge(scores, teacher, smooth, hinge):
-    assert original_loss(scores, teacher) == pytest.approx((smooth, hinge), abs=1e-5)
-    smooth, hinge = original_loss(scores, teacher)
-    logprob = torch.tensor(teacher, dtype=torch.float64).log()
-    target = selection_target(logprob)
-    assert target.dtype == torch.float64
-    assert float(target.sum()) == pytest.approx(1.1)
-    p = torch.tensor(teacher, dtype=torch.float64) / sum(teacher)
-    entropy = float(-(p * p.log()).sum())
-    offsets = torch.tensor([0, len(scores)])
-    score = torch.tensor(scores, dtype=torch.float64)
-    ours = group_cross_entropy(score, target, offsets)
-    assert float(ours) - KL_WEIGHT * entropy == pytest.approx(smooth, rel=1e-12, abs=1e-12)
-    assert float(_hinge(score, target, [len(scores)], MARGIN)) == pytest.approx(hinge, rel=1e-12)
-
-
-def test_an_selection_target_needs_a_candidate_that_the_llm_finds_possible():
-    assert selection_target(torch.tensor([-1.0, -math.inf])).tolist() == pytest.approx([1.1, 0.0])
-    assert selection_target(torch.tensor([-1.0, -1.0])).tolist() == pytest.approx([1.05, 0.05])  # ties to the first
-    for bad in ([], [-math.inf, -math.inf], [math.nan, -1.0], [[-1.0]]):
-        with pytest.raises(ValueError, match=r"llm_logprob: expected \[K\] with numbers"):
-            selection_target(torch.tensor(bad))
-
-
 @pytest.mark.parametrize("scope", ["candidate", "sequence"])
 def test_s2t_local_selects_without_an_llm(scope):
     slm = tiny("qwen3", 8)
@@ -491,8 +447,8 @@ class HighestId(LLM):
         raise AssertionError
 
 
-@pytest.mark.parametrize(("target", "margin"), [(preference_target, 0.0), (selection_target, MARGIN)])
-def test_a_trained_selector_does_what_s2t_did_with_the_llm(target, margin):
+@pytest.mark.parametrize(("target", "kind"), [(preference_target, Sweep), (selection_target, SelectionSweep)])
+def test_a_trained_selector_does_what_s2t_did_with_the_llm(target, kind):
     slm, policy, options = tiny("qwen3", 8), RequestPolicy(1.0), {"slm_k": 4}
     teacher = by("s2t", slm, HighestId(), policy, **options)
     data = []
@@ -506,7 +462,9 @@ def test_a_trained_selector_does_what_s2t_did_with_the_llm(target, margin):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         reranker = TokenReranker.from_base(slm, rank=4)
-    train_reranker(reranker, data, Recipe(learning_rate=1e-2, epochs=8, margin=margin))
+    sweep = kind([Run(reranker)], data, Recipe(learning_rate=1e-2, epochs=8))
+    while sweep.step < sweep.total:
+        sweep.advance()
     agreeing = total = 0
     for generation in s2t_local(slm, reranker, policy, **options).generate_many(prompts(*[5] * 20, seed=4), 12):
         for event in generation.events:

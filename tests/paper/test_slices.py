@@ -14,6 +14,7 @@ from benchmarks.paper.comparison import CompareStage, DeploymentStage
 from benchmarks.paper.futures import OtherScoreStage, OwnFutureStage, SampleStage
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
 from benchmarks.paper.rollouts import HeldOutRolloutStage
+from benchmarks.paper.s2t_local import SelectionTrainStage
 from benchmarks.paper.settings import PaperSettings
 from fb_core.config import NOT_IN_IDENTITY, Slice, identity_of
 from fb_core.stages.choose import CHOICE
@@ -89,7 +90,7 @@ def test_a_stage_is_told_by_eight_methods():
     assert told - {"__init__"} == {"shards", "work", "data", "cost", "most", "choose", "summary", "report"}
 
 
-@pytest.mark.parametrize("kind", [*KINDS, OtherScoreStage])
+@pytest.mark.parametrize("kind", [*KINDS, OtherScoreStage, SelectionTrainStage])
 def test_a_stage_reads_its_slice_alone_and_all_of_it_counts(kind, tmp_path):
     chosen = settings()
     names, stage = kind.slice, kind(chosen, tmp_path)

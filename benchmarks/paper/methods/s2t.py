@@ -8,7 +8,7 @@ largest is above a quantile, which needs the LLM at every step, or where their e
 within the first three tokens, and has no event budget. It collects with 16 candidates and evaluates with 8.
 
 S2T-Local, the same selection distilled into the SLM, is FutureBridge's own reranker on the SLM's pool with another
-target: `fb_core.targets.selection_target`.
+target and loss: `benchmarks.paper.s2t_local`.
 """
 
 from __future__ import annotations
