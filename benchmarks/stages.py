@@ -51,9 +51,8 @@ def logged_groups(settings: RunSettings, run: Path) -> list[tuple[Tensor, Branch
         examples = Examples(run, shard)
         futures = examples.futures()
         for name, scored in examples.groups.items():
-            if scored.logprob is not None:
-                state, future = scored.state, futures[name].tokens[: settings.score.horizon]
-                groups.append((state.trajectory.tokens, BranchGroup(state.position, state.pool.ids, future)))
+            state, future = scored.state, futures[name].tokens[: settings.score.horizon]
+            groups.append((state.trajectory.tokens, BranchGroup(state.position, state.pool.ids, future)))
     return groups[:GROUPS]
 
 

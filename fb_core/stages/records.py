@@ -102,18 +102,11 @@ class Group:
 
     Attributes:
         state: with the candidates that were scored.
-        first: the id of the token after which the future was written.
-        logprob: float32 [K, H], nats; None if the state has no usable future.
+        logprob: float32 [K, H], nats.
     """
 
     state: State
-    first: int
-    logprob: Tensor | None
-
-    @property
-    def scored(self) -> bool:
-        """Whether it has a matrix."""
-        return self.logprob is not None
+    logprob: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +135,7 @@ COLUMNS: dict[type, dict[str, pa.DataType]] = {  # of each record's shards, by a
     },
     State: {"trajectory": pa.string(), "position": pa.int32(), "entropy": pa.float32(), "pool": POOL},
     Future: {"state": pa.string(), "first": pa.int32(), "tokens": IDS, "verdict": pa.string()},
-    Group: {"state": PART, "first": pa.int32(), "scored": pa.bool_()},
+    Group: {"state": PART},
     Rollout: {"state": PART, "kind": pa.string(), "correct": pa.list_(pa.bool_()), "texts": pa.list_(pa.string())},
 }
 
@@ -155,9 +148,8 @@ def example_files(shard: str, kind: type, records: Sequence[Any]) -> dict[str, b
 
 
 def group_files(shard: str, groups: Sequence[Group], horizon: int) -> dict[str, bytes]:
-    """The files of a shard of groups; the matrices of those that have one are concatenated along K."""
-    matrices = (group.logprob.cpu() for group in groups if group.logprob is not None)
-    tensors = {"logprob": torch.cat([torch.zeros(0, horizon), *matrices])}
+    """The files of a shard of groups; their matrices are concatenated along K."""
+    tensors = {"logprob": torch.cat([torch.zeros(0, horizon), *(group.logprob.cpu() for group in groups)])}
     return example_files(shard, Group, groups) | {f"{shard}.safetensors": tensor_bytes(tensors)}
 
 
@@ -238,15 +230,11 @@ class Examples:
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """All groups, including those without a usable future."""
-        rows = self._rows("scores")
-        sizes = [len(row["state"]["candidates"]) for row in rows if row["scored"]]
-        matrices = iter(Artefact(self.run, "scores").tensors(self.shard)["logprob"].split(sizes))
-        groups = (
-            Group(self._part("scores", row["state"]), row["first"], next(matrices) if row["scored"] else None)
-            for row in rows
-        )
-        return {each.state.id: each for each in groups}
+        """The groups of the states with a usable future."""
+        states = [self._part("scores", row["state"]) for row in self._rows("scores")]
+        sizes = [len(state.pool) for state in states]
+        matrices = Artefact(self.run, "scores").tensors(self.shard)["logprob"].split(sizes)
+        return {state.id: Group(state, matrix) for state, matrix in zip(states, matrices, strict=True)}
 
     def rollouts(self, stage: str = "rollouts") -> dict[str, Rollout]:
         """Rollouts of the states that were drawn for them, or those of another stage."""

@@ -97,7 +97,7 @@ def _branches(future: Future, horizon: int, scorer: CompatibilityScorer) -> Bran
 
 
 class ScoreStage(OverStates):
-    """The groups of all states with two or more candidates, with the matrices of those with a usable future."""
+    """The groups of the states with a usable future and two or more candidates."""
 
     name = "scores"
     command = "futurebridge score"
@@ -121,12 +121,14 @@ class ScoreStage(OverStates):
             budget = chosen.get("token_budget", packing.TOKEN_BUDGET)
         futures = self.futures(Examples(self.run, shard, self.models.slm.device))
         used, filters = usable(in_parts(futures, slm_k), settings.horizon)
-        kept = [future for future in in_parts(futures, slm_k, settings.pool) if len(future.state.pool) >= 2]
         good = {future.state.id for future in used}
-        scored = [future for future in kept if future.state.id in good]
+        scored = [
+            future
+            for future in in_parts(futures, slm_k, settings.pool)
+            if len(future.state.pool) >= 2 and future.state.id in good
+        ]
         matrices = score_states(self.models.scorer, scored, settings.horizon, self.on_progress, token_budget=budget)
-        by_id = {future.state.id: matrix for future, matrix in zip(scored, matrices, strict=True)}
-        groups = [Group(future.state, future.first, by_id.get(future.state.id)) for future in kept]
+        groups = [Group(future.state, matrix) for future, matrix in zip(scored, matrices, strict=True)]
         side = shard.partition("-")[0]
         counts = {**vars(filters), f"{side} groups": len(scored), "candidates": sum(map(len, matrices))}
         return Output(group_files(shard, groups, settings.horizon), counts)

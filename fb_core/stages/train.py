@@ -149,9 +149,7 @@ class TrainStage(Stage):
         """The groups of a split, with one target column per horizon."""
         device, trajectories = self.models.slm.device, []
         for shard in Artefact(self.run, ScoreStage.name).shards(split):
-            groups = [group for group in Examples(self.run, shard, device).groups.values() if group.scored]
-            if not groups:
-                continue
+            groups = list(Examples(self.run, shard, device).groups.values())
             members: dict[str, tuple[Tensor, list[TrainingGroup]]] = {}
             for group, target in zip(groups, self.targets(groups), strict=True):
                 trajectory, ids = group.state.trajectory, group.state.pool.ids.to(device)
@@ -164,7 +162,7 @@ class TrainStage(Stage):
         """Targets [K, h] of every group."""
         settings = self.settings.train
         return group_targets(
-            [group.logprob for group in groups if group.logprob is not None],
+            [group.logprob for group in groups],
             settings.horizons,
             temperature=settings.temperature,
             local=[group.state.pool.llm_logprob for group in groups],

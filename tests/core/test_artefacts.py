@@ -299,7 +299,7 @@ def test_files_of_another_format_are_refused_by_name(tmp_path):
         (artefact.path / "manifest.json").write_bytes(sealed_bytes(manifest))
     before = {key: value for key, value in manifest.items() if key != "format"}  # of the first format
     (artefact.path / "manifest.json").write_bytes(sealed_bytes(before | {"shards": 3}))
-    with pytest.raises(ValueError, match="expected files of format 2, got format 1"):
+    with pytest.raises(ValueError, match="expected files of format 3, got format 1"):
         artefact.begin(IDENTITY, {})
 
 

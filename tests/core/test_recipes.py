@@ -42,8 +42,7 @@ def groups_of(run, **train):
 
 def scored(run, shards="train"):
     """The usable groups of the scores."""
-    found = [g for s in Artefact(run, "scores").shards(shards) for g in Examples(run, s).groups.values()]
-    return [group for group in found if group.logprob is not None]
+    return [group for shard in Artefact(run, "scores").shards(shards) for group in Examples(run, shard).groups.values()]
 
 
 def standardised(values):
@@ -126,9 +125,8 @@ def test_scope_sequence_is_trained_saved_and_deployed(run, pair, tmp_path):
 def test_pools_are_scored_trained_on_and_deployed(run, pair, tmp_path, pool, options):
     chosen, place = trained(run, tmp_path / "run", "trajectories", "policy", "states", "futures", score={"pool": pool})
     states = Examples(run, "train-00001").states
-    usable = {name: g for name, g in Examples(run, "train-00001").groups.items() if g.logprob is not None}
-    found = Examples(place, "train-00001").groups
-    assert {state for state, group in found.items() if group.logprob is not None} == set(usable)
+    usable, found = Examples(run, "train-00001").groups, Examples(place, "train-00001").groups
+    assert set(found) == set(usable)
     for state, group in found.items():
         wanted, ids = part_of(states[state].pool, 3, pool), group.state.pool.ids
         assert ids.tolist() == wanted.ids.tolist()
@@ -137,11 +135,9 @@ def test_pools_are_scored_trained_on_and_deployed(run, pair, tmp_path, pool, opt
         if pool == "slm-wide":
             assert ids.tolist() == states[state].pool.ids[:6].tolist()
         shared = {int(token): k for k, token in enumerate(ids)}
-        if group.logprob is not None:
-            for k, token in enumerate(usable[state].state.pool.ids.tolist()):
-                if token in shared:
-                    torch.testing.assert_close(
-                        group.logprob[shared[token]], usable[state].logprob[k], rtol=1e-4, atol=1e-4
-                    )
+        for k, token in enumerate(usable[state].state.pool.ids.tolist()):
+            if token in shared:
+                own = usable[state].logprob[k]
+                torch.testing.assert_close(group.logprob[shared[token]], own, rtol=1e-4, atol=1e-4)
     reranker = TokenReranker.from_pretrained(place / "reranker" / "seed-0", pair.slm)
     assert_selected(chosen, place, pair, FutureBridgeSelector(reranker), **options)

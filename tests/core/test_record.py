@@ -55,7 +55,7 @@ FUTURES = [
     Future(STATES[0], 3, torch.tensor([4, 5]), "correct"),
     Future(STATES[2], 6, torch.tensor([]).long(), "wrong"),
 ]
-GROUPS = [Group(STATES[0], 3, torch.rand(3, 4)), Group(CUT, 6, None)]
+GROUPS = [Group(STATES[0], torch.rand(3, 4)), Group(CUT, torch.rand(2, 4))]
 ROLLOUTS = [Rollout(CUT, "digit", torch.tensor([True, False]), ["x", "\n"])]
 
 

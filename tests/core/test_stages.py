@@ -105,7 +105,9 @@ def test_the_threshold_is_the_quantile_of_the_validation_split_alone(run):
 def test_matrices_and_log_p_of_candidates_are_those_of_full_forwards(run, pair):
     examples = Examples(run, "train-00001")
     futures, groups = examples.futures(), examples.groups
-    assert {group.logprob is None for group in groups.values()} == {True, False}
+    verified = {name for name, future in futures.items() if future.verdict == "correct" and len(future.tokens) >= 8}
+    assert set(groups) == verified
+    assert verified < set(examples.states)
     for name, group in groups.items():
         prefix, pool = group.state.prefix, part_of(examples.states[name].pool, 3)
         for model, found in ((pair.slm, group.state.pool.slm_logprob), (pair.llm, group.state.pool.llm_logprob)):
@@ -114,8 +116,7 @@ def test_matrices_and_log_p_of_candidates_are_those_of_full_forwards(run, pair):
         assert group.state.pool.ids.tolist() == pool.ids.tolist()
         assert group.state.pool.sources.tolist() == pool.sources.tolist()
         future = futures[name]
-        assert (group.logprob is not None) == (future.verdict == "correct" and len(future.tokens) >= 8)
-        for candidate, found in zip(pool.ids.tolist(), [] if group.logprob is None else group.logprob, strict=False):
+        for candidate, found in zip(pool.ids.tolist(), group.logprob, strict=True):
             ids = torch.cat([prefix, torch.tensor([candidate]), future.tokens[:8]])
             wanted = full(pair.slm, ids)[len(prefix) : -1].log_softmax(-1).gather(1, ids[len(prefix) + 1 :, None])[:, 0]
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

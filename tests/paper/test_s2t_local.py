@@ -143,7 +143,7 @@ def test_a_variants_target_and_loss(trained):
     stage = instead(chosen)[TrainStage](chosen, trained)
     assert isinstance(stage, SelectionTrainStage)
     shards = Artefact(trained, "scores").shards("train")
-    groups = [group for shard in shards for group in Examples(trained, shard).groups.values() if group.scored]
+    groups = [group for shard in shards for group in Examples(trained, shard).groups.values()]
     targets = [group.target for trajectory in stage.groups("train") for group in trajectory.groups]
     for group, target in zip(groups, targets, strict=True):
         wanted = KL_WEIGHT * group.state.pool.llm_logprob.double().softmax(0)
