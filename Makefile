@@ -55,6 +55,11 @@ aot: $(STAMP)
 	$(BIN)/python -m benchmarks.aot
 	$(BIN)/python -m benchmarks.nvcc
 
+# Executes what the compilers make of every kernel for sm_90, without a GPU: all tests of tests/kernels/ptx (half an hour on two cores;
+# `make test` runs some). It ends with a table of what was executed.
+ptx: $(STAMP)
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/kernels/ptx -q -n auto --dist worksteal
+
 # Two wheels in dist/: one without compiled kernels, one with those that this machine can compile.
 wheel: $(STAMP)
 	rm -rf build dist

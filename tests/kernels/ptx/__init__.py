@@ -1,0 +1,1 @@
+"""Executes the PTX that kernels compile to, without a GPU."""

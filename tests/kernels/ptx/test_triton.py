@@ -1,0 +1,84 @@
+"""Every Triton kernel as it is compiled for sm_90, executed without a GPU, is its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cases import OPS
+from cases.base import Case
+from test_aot import OPS as COMPILED
+from test_aot import kernels_in, sources_of
+from test_contract import check, evaluate
+
+from fb_kernels import tuning
+from fb_kernels.branch_attention import triton_backward
+from ptx.launches import executed
+from ptx.machine import Executed
+
+PAIRS = [
+    (name, way) for name, op in OPS.items() for way in op.ways if way.startswith("triton") and not way.endswith("gluon")
+]
+TYPICAL = -1
+
+
+def calls() -> Iterator[Any]:
+    """Typical sizes in usual launches and in small ones, and those past a block."""
+    for name, way in PAIRS:
+        for dtype in OPS[name].way(way).dtypes:
+            for place in range(TYPICAL, len(OPS[name].way(way).also)):
+                for small in (False, True)[: 1 - place]:
+                    words = [way.partition("=")[2], str(dtype)[6:], "small" * small, str(place) * (place >= 0)]
+                    slow = dtype == torch.float16 or (dtype == torch.float32 and (small or place >= 0))
+                    marks = [pytest.mark.slow] * slow
+                    yield pytest.param(
+                        name, way, dtype, place, small, id=" ".join([name, *filter(None, words)]), marks=marks
+                    )
+
+
+@cache
+def run(name: str, way: str, dtype: torch.dtype, place: int, small: bool) -> tuple[Case, Any, list[Executed]]:
+    """(the call, its results and gradients, what was executed)."""
+    op, taken = OPS[name], OPS[name].way(way)
+    case = op.cast(op.make(**(op.typical if place == TYPICAL else taken.also[place])), dtype)
+    form, _, choice = way.partition(" ")[2].partition("=")
+    chosen = mock.patch.object(tuning, form, return_value=choice) if form else nullcontext()
+    with executed() as done, taken.small() if small else nullcontext(), chosen:
+        return case, evaluate(case), done
+
+
+@pytest.mark.parametrize(("name", "way", "dtype", "place", "small"), calls())
+def test_it_is_the_definition(
+    name: str, way: str, dtype: torch.dtype, place: int, small: bool, executed_kernels: Callable
+) -> None:
+    case, (results, grads), done = run(name, way, dtype, place, small)
+    executed_kernels(done)
+    check(OPS[name], case, results, grads)
+
+
+@cache
+def pieces() -> list[Executed]:
+    """The backward of attention over a prefix in several pieces."""
+    op = OPS["branch_attention"]
+    case = op.cast(op.make(groups=[([2, 3], 0, 40)], width=16, longest_prefix=40), torch.bfloat16)
+    with executed() as done, mock.patch.object(triton_backward, "PIECE", 16):
+        results, grads = evaluate(case)
+    check(op, case, results, grads)
+    return done
+
+
+def test_a_prefix_in_pieces(executed_kernels: Callable) -> None:
+    executed_kernels(pieces())
+
+
+def test_every_kernel_was_executed() -> None:
+    """But for Gluon's, see test_gluon.py."""
+    quick = [each.values for each in calls() if not each.marks]
+    reached = {each.kernel for call in quick for each in run(*call)[2]} | {each.kernel for each in pieces()}
+    every = {kernel for op in COMPILED for source in sources_of(op) for kernel in kernels_in(source)}
+    assert {kernel for kernel in every if "gluon" not in kernel} == reached
