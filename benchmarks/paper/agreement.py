@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.paper import intervals
 from benchmarks.paper.cells import Columns, number, percent, table
-from benchmarks.paper.rollouts import HeldOutRolloutStage
+from benchmarks.paper.rollouts import HeldOutRolloutStage, token_kind
 from benchmarks.paper.rows import finished
 from fb_core import statistics
 from fb_core.config import RunSettings
@@ -26,7 +26,7 @@ from fb_core.reranker import TokenReranker
 from fb_core.stages.choose import RerankerStage, reranked
 from fb_core.stages.collect import StateStage, TrajectoryStage
 from fb_core.stages.files import Artefact, table_bytes
-from fb_core.stages.models import chosen_reranker
+from fb_core.stages.models import chosen_reranker, models_of
 from fb_core.stages.records import NATS, Examples, Group, Rollout
 from fb_core.stages.run import Cost, Output, Stage, run_stage
 from fb_core.stages.scores import ScoreStage
@@ -88,6 +88,7 @@ class Judged:
     """A held-out state that was rolled out, with all known scores [K] of its candidates, by name."""
 
     rolled: Rollout
+    kind: str  # of the SLM's likeliest token, as `token_kind` has it
     scores: Mapping[str, Sequence[Tensor]]  # one per seed for rerankers, else one
 
 
@@ -97,11 +98,10 @@ def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
     Raises:
         ValueError: the run has no rollouts.
     """
-    rolled = Artefact(run, HeldOutRolloutStage.name)
-    rolled.finished()
+    shards = Artefact(run, HeldOutRolloutStage.name).shards()
     scored, learned = finished(run, ScoreStage.name), finished(run, AgreementStage.name)
-    states = []
-    for shard in rolled.shards():
+    tokenizer, states = models_of(settings.models).tokenizer, []
+    for shard in shards:
         examples = Examples(run, shard)
         groups = examples.groups if scored else {}
         by_state = {row["state"]: row for row in Artefact(run, AgreementStage.name).table(shard)} if learned else {}
@@ -113,7 +113,8 @@ def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
                     scores[f"Direct-B_{horizon}"] = [matrix[:, :horizon].double().mean(1)]
             if (row := by_state.get(state)) is not None:
                 scores["FutureBridge"] = [torch.tensor(row[f"seed-{seed}"]) for seed in settings.train.seeds]
-            states.append(Judged(rollout, scores))
+            kind = token_kind(tokenizer.decode([int(pool.ids[0])]))
+            states.append(Judged(rollout, kind, scores))
     return states
 
 
@@ -146,7 +147,7 @@ def agreement_rows(states: Sequence[Judged], names: Sequence[str] | None = None)
     """
     if names is None:
         names = list(dict.fromkeys(name for state in states for name in state.scores))
-    by_kind = {kind: [state for state in states if kind in ("all", state.rolled.kind)] for kind in KINDS}
+    by_kind = {kind: [state for state in states if kind in ("all", state.kind)] for kind in KINDS}
     by_kind[MATCHED] = [state for state in states if set(names) <= state.scores.keys()]
     if len(by_kind[MATCHED]) == len(states):  # it would say the same again
         del by_kind[MATCHED]

@@ -17,7 +17,7 @@ from benchmarks.paper.benchmark_states import benchmark_runs
 from benchmarks.paper.futures import OwnFutureStage, SampleStage
 from benchmarks.paper.published import Published
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
-from benchmarks.paper.rollouts import HeldOutRolloutStage
+from benchmarks.paper.rollouts import HeldOutRolloutStage, token_kind
 from benchmarks.paper.rows import DEPLOYED, Run, decoded, finished, long_table, results, timed
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import OURS, TABLES, Plan, Table, plan_of, settings_of_variant
@@ -29,7 +29,7 @@ from fb_core.stages.files import Artefact, digest
 from fb_core.stages.futures import FutureStage
 from fb_core.stages.models import frozen_policy, models_of
 from fb_core.stages.records import Examples
-from fb_core.stages.rollouts import RolloutStage, token_kind
+from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import Stage
 from fb_core.stages.scores import FILTERS, ScoreStage
 from fb_core.stages.train import TrainStage

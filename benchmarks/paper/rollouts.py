@@ -24,3 +24,11 @@ class HeldOutRolloutStage(RolloutStage):
     @property
     def share(self) -> float:
         return self.settings.experiment.validation_states
+
+
+def token_kind(text: str) -> str:
+    """The kind of an event by the text of the SLM's likeliest token: "digit", "word", or "mark" for anything else."""
+    stripped = text.strip()
+    if any(character.isdigit() for character in stripped):
+        return "digit"
+    return "word" if stripped.isalpha() else "mark"

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from fb_core import hf, statistics
 from fb_core.config import ProblemSettings
+from fb_core.page import markdown_table
 from fb_core.recipe import LABELS, Deployed, Difference, Evidence, RecipeName
 from fb_core.reranker import TokenReranker
 from fb_core.stages.collect import PolicyStage, TrajectoryStage
@@ -170,7 +172,8 @@ class RerankerStage(SeedStage):
     def _card(self, seed: int, chosen: dict[str, Any]) -> str:
         models, settings = self.settings.models, self.settings.train
         policy, asked = frozen_policy(self.run), self.input(TrajectoryStage).settings.problems
-        return CARD.format(
+        template = resources.files("fb_core") / "templates" / "card.md"
+        return template.read_text(encoding="utf-8").format(
             slm=_public(models.slm),
             llm=_public(models.llm),
             base=f"base_model: {models.slm}\n" if hf.is_hub_id(models.slm) else "",  # the hub refuses other names
@@ -417,21 +420,16 @@ def _words(chosen: Tried, safe: int, tests: int, delta: float, level: float) -> 
 
 def choice_table(chosen: RecipeName, evidence: Sequence[tuple[RecipeName, Evidence]], seed: int) -> str:
     """The tested recipes of a seed in Markdown: why one was chosen, then a table with the chosen one in bold."""
-    first = evidence[0][1]
-    lines = [
-        f"Seed {seed}, {first.problems} problems. {first.words}",
-        "",
-        "| recipe | accuracy, % | minus greedy, pp [lower bound] | minus direct, pp [lower bound] | LLM calls per "
-        "problem | LLM tokens per problem |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = ["recipe", "accuracy, %", "minus greedy, pp [lower bound]", "minus direct, pp [lower bound]"]
+    head += ["LLM calls per problem", "LLM tokens per problem"]
+    first, rows = evidence[0][1], []
     for recipe, row in evidence:
         bounds = [f"{100 * each.mean:+.1f} [{100 * each.low:+.1f}]" for each in (row.minus_greedy, row.minus_direct)]
         cells = [LABELS[recipe], f"{100 * row.accuracy:.1f}", *bounds, f"{row.calls:.2f}", f"{row.llm_tokens:.2f}"]
         if recipe == chosen:
             cells = [f"**{cell}**" for cell in cells]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return "\n".join([f"Seed {seed}, {first.problems} problems. {first.words}", "", *markdown_table(head, rows)])
 
 
 class ChoiceStage(SeedStage):
@@ -488,7 +486,7 @@ def _public(name: str) -> str:
 
 def selection_table(chosen: dict[str, Any]) -> str:
     """Validation results of every horizon and epoch in Markdown, the chosen one in bold."""
-    lines = []
+    rows = []
     for row in chosen["table"]:
         seeds = ", ".join(f"{100 * seed['accuracy']:.1f}" for seed in row["seeds"])
         cells = [
@@ -501,61 +499,12 @@ def selection_table(chosen: dict[str, Any]) -> str:
         ]
         if (row["epoch"], row["horizon"]) == (chosen["epoch"], chosen["horizon"]):
             cells = [f"**{cell}**" for cell in cells]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
     accuracy = f"accuracy, % of {chosen['problems']} problems"
-    head = f"| H | epoch | {accuracy} | by seed | cross-entropy, nats | pairwise accuracy, % |"
-    return "\n".join([head, "|---|---|---|---|---|---|", *lines])
+    head = ["H", "epoch", accuracy, "by seed", "cross-entropy, nats", "pairwise accuracy, %"]
+    return "\n".join(markdown_table(head, rows))
 
 
 def _mean(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]  # None: there are no pairs to compare
     return float(np.mean(known)) if known else None
-
-
-CARD = """\
----
-library_name: peft
-{base}tags: [futurebridge, reranker, lora]
----
-
-# FutureBridge reranker for {slm} with {llm}
-
-A LoRA adapter with a scalar head that scores next-token candidates for {slm}. The score says how well {slm} can
-continue from a token that it or {llm} proposes at an uncertain step. It was distilled from the log-likelihood of one
-answer-verified continuation by {llm} after every candidate.
-
-```bash
-futurebridge generate "What is 2 + 3?" --slm {slm} --llm {llm} --adapter path/to/this/folder
-```
-
-In Python:
-
-```python
-from fb_core import CollaborativeDecoder
-from fb_core.config import PairSettings
-from fb_core.loading import load
-
-loaded = load(PairSettings(slm="{slm}", llm="{llm}", adapter="path/to/this/folder"))
-pair, selector, policy = loaded.pair, loaded.selector, loaded.policy
-decoder = CollaborativeDecoder(pair.slm, pair.llm, selector, policy, tokenizer=loaded.tokenizer, **loaded.options)
-```
-
-Both decode with the recipe that this folder names; with `--recipe published`, or `recipe="published"`, as in the paper.
-
-| | |
-|---|---|
-| horizon of the future | {horizon} tokens |
-| epoch, seed | {epoch}, {seed} |
-| adapter | LoRA rank {rank}, alpha {alpha:g}, dropout {dropout:g}, on {scope} |
-| training | AdamW {rate:g}, {groups} groups per step, temperature {temperature:g} |
-| request threshold | {threshold:.6g} nats over the top {top_k}, the {quantile:g} quantile on validation problems |
-| problems | {problems}, asked with thinking {thinking} |
-
-## States
-
-{filters}
-
-## Selection on validation problems
-
-{selection}
-"""

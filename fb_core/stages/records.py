@@ -115,13 +115,11 @@ class Rollout:
 
     Attributes:
         state: with the candidates that were rolled out.
-        kind: of the SLM's own token at the state: "word", "digit" or "mark".
         correct: bool [K], whether each candidate leads to the gold answer.
         texts: the K solutions.
     """
 
     state: State
-    kind: str
     correct: Tensor
     texts: list[str]
 
@@ -136,7 +134,7 @@ COLUMNS: dict[type, dict[str, pa.DataType]] = {  # of each record's shards, by a
     State: {"trajectory": pa.string(), "position": pa.int32(), "entropy": pa.float32(), "pool": POOL},
     Future: {"state": pa.string(), "first": pa.int32(), "tokens": IDS, "verdict": pa.string()},
     Group: {"state": PART},
-    Rollout: {"state": PART, "kind": pa.string(), "correct": pa.list_(pa.bool_()), "texts": pa.list_(pa.string())},
+    Rollout: {"state": PART, "correct": pa.list_(pa.bool_()), "texts": pa.list_(pa.string())},
 }
 
 
@@ -239,12 +237,7 @@ class Examples:
     def rollouts(self, stage: str = "rollouts") -> dict[str, Rollout]:
         """Rollouts of the states that were drawn for them, or those of another stage."""
         rollouts = (
-            Rollout(
-                self._part(stage, row["state"]),
-                row["kind"],
-                torch.tensor(row["correct"], dtype=torch.bool),
-                row["texts"],
-            )
+            Rollout(self._part(stage, row["state"]), torch.tensor(row["correct"], dtype=torch.bool), row["texts"])
             for row in self._rows(stage)
         )
         return {each.state.id: each for each in rollouts}

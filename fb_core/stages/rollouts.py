@@ -43,8 +43,7 @@ def roll_out(
     for state in states:
         mine = slice(start, start := start + len(state.pool))
         correct = torch.tensor([verdict == "correct" for verdict in verdicts[mine]], dtype=torch.bool)
-        kind = token_kind(tokenizer.decode([int(state.pool.ids[0])]))
-        rollouts.append(Rollout(state, kind, correct, texts[mine]))
+        rollouts.append(Rollout(state, correct, texts[mine]))
     return rollouts
 
 
@@ -87,11 +86,3 @@ class RolloutStage(OverStates):
         candidates = self.settings.collect.slm_k + self.input(StateStage).settings.futures.llm_k
         tokens = self.input(TrajectoryStage).longest + self.settings.collect.max_new_tokens + 1
         return Cost("rolled out after every candidate of the chosen states", tokens * candidates)
-
-
-def token_kind(text: str) -> str:
-    """The kind of an event by the text of the SLM's likeliest token: "digit", "word", or "mark" for anything else."""
-    stripped = text.strip()
-    if any(character.isdigit() for character in stripped):
-        return "digit"
-    return "word" if stripped.isalpha() else "mark"

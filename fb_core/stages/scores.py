@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fb_core import scorer as packing
+from fb_core.page import markdown_table
 from fb_core.pool import LARGE, SLM, Pool
 from fb_core.scorer import BranchGroup, CompatibilityScorer
 from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage
@@ -59,22 +60,14 @@ def score_states(
 
     Args:
         scorer: over the frozen SLM.
-        futures: one per state. Tokens past the horizon are ignored.
+        futures: one per state, of `horizon` tokens or more; the others are ignored.
         horizon: tokens of the future to score.
         on_done: called with the number of finished groups.
         batch: trajectories between two calls of `on_done`.
         token_budget: most rows of a packed forward.
-
-    Raises:
-        ValueError: a future is shorter than the horizon.
     """
     members: dict[int, list[int]] = {}
     for index, future in enumerate(futures):
-        if len(future.tokens) < horizon:
-            raise ValueError(
-                f"futures: expected {horizon} tokens or more, got {len(future.tokens)} for state {future.state.id}; "
-                "drop short futures"
-            )
         members.setdefault(id(future.state.trajectory), []).append(index)
     matrices: dict[int, Tensor] = {}
     by_trajectory = list(members.values())
@@ -155,7 +148,5 @@ FILTERS = {  # words, by name of the count
 def filter_table(counts: dict[str, int]) -> str:
     """The paper's table of the states left after each condition, in Markdown."""
     of = max(1, counts["admitted"])
-    lines = [
-        f"| {words} | {counts.get(name, 0):,} | {counts.get(name, 0) / of:.1%} |" for name, words in FILTERS.items()
-    ]
-    return "\n".join(["| condition | states | share of admitted |", "|---|---|---|", *lines])
+    rows = [(words, f"{counts.get(name, 0):,}", f"{counts.get(name, 0) / of:.1%}") for name, words in FILTERS.items()]
+    return "\n".join(markdown_table(["condition", "states", "share of admitted"], rows))

@@ -56,7 +56,7 @@ FUTURES = [
     Future(STATES[2], 6, torch.tensor([]).long(), "wrong"),
 ]
 GROUPS = [Group(STATES[0], torch.rand(3, 4)), Group(CUT, torch.rand(2, 4))]
-ROLLOUTS = [Rollout(CUT, "digit", torch.tensor([True, False]), ["x", "\n"])]
+ROLLOUTS = [Rollout(CUT, torch.tensor([True, False]), ["x", "\n"])]
 
 
 def put(run, stage, files):

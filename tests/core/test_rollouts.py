@@ -13,7 +13,7 @@ from fb_core.demo.pairs import load_pair
 from fb_core.stages.files import Artefact
 from fb_core.stages.models import splits_of
 from fb_core.stages.records import Examples
-from fb_core.stages.rollouts import RolloutStage, token_kind
+from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import run_stage
 from fb_core.stages.scores import part_of
 
@@ -66,7 +66,6 @@ def test_outcomes_are_those_of_naive_greedy_decoding(run, pair):
             prefix = owner.tokens[: one.state.position]
             logprob = logits(pair.slm, prefix).log_softmax(-1)
             torch.testing.assert_close(one.state.pool.slm_logprob, logprob[pool.ids], rtol=1e-4, atol=1e-4)
-            assert one.kind == token_kind(decode([int(logprob.argmax())]))
             for candidate, correct, text in zip(pool.ids.tolist(), one.correct.tolist(), one.texts, strict=True):
                 tokens = torch.cat([prefix, torch.tensor([candidate])])
                 new = [] if candidate == end else naive(pair.slm, tokens, 45, end)
@@ -94,25 +93,3 @@ def test_the_share_of_training_states_is_drawn_by_the_seed(run, tmp_path):
     manifest = Artefact(tmp_path / "fifth", "rollouts").finished()
     assert manifest["counts"]["states"] == len(fifth) == pytest.approx(0.2 * len(everything), abs=16)
     assert all(shard.startswith("train") for shard in manifest["shards"])
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("so ", "word"),
-        (" Then", "word"),
-        ("über", "word"),
-        ("7", "digit"),
-        (" 12,", "digit"),
-        ("x2", "digit"),
-        ("²", "digit"),
-        ("=", "mark"),
-        ("\\boxed{", "mark"),
-        ("don't", "mark"),
-        ("", "mark"),
-        ("\n\n", "mark"),
-        ("�", "mark"),
-    ],
-)
-def test_kinds_of_tokens(text, kind):
-    assert token_kind(text) == kind

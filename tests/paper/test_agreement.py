@@ -25,6 +25,7 @@ from benchmarks.paper.agreement import (
     judge,
     judged_states,
 )
+from benchmarks.paper.rollouts import token_kind
 from fb_core import TokenReranker
 from fb_core.demo.pairs import load_pair
 from fb_core.pool import Pool
@@ -42,20 +43,20 @@ def run(trained) -> Path:
     return trained
 
 
-def rolled(problem, correct, sources=None, kind="word", **logprob):
+def rolled(problem, correct, sources=None, **logprob):
     size = len(correct)
     bits = torch.tensor([3] * size if sources is None else sources, dtype=torch.int32)
     known = {"slm_logprob": torch.zeros(size), "llm_logprob": torch.zeros(size)} | logprob
     trajectory = Trajectory(Problem(problem, "", ""), torch.arange(3), 2, torch.zeros(1))
     state = State(trajectory, 2, 1.0, Pool(torch.arange(size), bits, **known))
-    return Rollout(state, kind, torch.tensor(correct), [""] * size)
+    return Rollout(state, torch.tensor(correct), [""] * size)
 
 
 def judged(problem, correct, sources=None, kind="word", **scores):
     """Scores by name, each a list of one [K] a seed."""
     known = {name: [torch.tensor(one) for one in found] for name, found in scores.items()}
     logprob = {f"{name.lower()}_logprob": known[name][0].log_softmax(0) for name in ("SLM", "LLM") if name in known}
-    return Judged(rolled(problem, correct, sources, kind, **logprob), known)
+    return Judged(rolled(problem, correct, sources, **logprob), kind, known)
 
 
 STATES = [
@@ -193,3 +194,25 @@ def test_the_command_shows_agreement(run, tmp_path):
     rows = {row["score"]: row for row in agreement_rows(judged_states(settings(), place)) if row["kind"] == "all"}
     assert rows["FutureBridge"]["states"] == 45
     assert rows["FutureBridge"]["pairs"] == rows["SLM"]["pairs"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("so ", "word"),
+        (" Then", "word"),
+        ("über", "word"),
+        ("7", "digit"),
+        (" 12,", "digit"),
+        ("x2", "digit"),
+        ("²", "digit"),
+        ("=", "mark"),
+        ("\\boxed{", "mark"),
+        ("don't", "mark"),
+        ("", "mark"),
+        ("\n\n", "mark"),
+        ("�", "mark"),
+    ],
+)
+def test_kinds_of_tokens(text, kind):
+    assert token_kind(text) == kind

@@ -25,6 +25,7 @@ from benchmarks.paper.__main__ import app
 from benchmarks.paper.gather import gather, parting_event
 from benchmarks.paper.published import is_published
 from benchmarks.paper.report import render, write_report
+from benchmarks.paper.rollouts import token_kind
 from benchmarks.paper.rows import UNSEEN, tables_bytes
 from benchmarks.paper.run import make, run_tables
 from benchmarks.paper.settings import PaperSettings, names
@@ -35,7 +36,6 @@ from fb_core.pool import Event
 from fb_core.stages.decode import Row
 from fb_core.stages.files import Artefact
 from fb_core.stages.models import frozen_policy, models_of
-from fb_core.stages.rollouts import token_kind
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = ["greedy", "majority", "one-token-takeover", "direct", "spans", "futurebridge"]
