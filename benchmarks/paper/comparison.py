@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, get_args
+
+import torch
+from torch import Tensor
 
 from benchmarks.paper.methods import generator, method, seed_of
 from benchmarks.paper.r2r.stages import RouterStage
@@ -12,7 +16,7 @@ from benchmarks.paper.settings import EXTERNAL, PaperSettings
 from fb_core import hf
 from fb_core.stages.choose import RerankerStage
 from fb_core.stages.collect import PolicyStage
-from fb_core.stages.decode import ASKED, DecodeStage, Loop, Trial
+from fb_core.stages.decode import ASKED, Decoded, DecodeStage, Loop, Trial
 from fb_core.stages.files import Artefact
 from fb_core.stages.models import (
     DEPLOYED,
@@ -27,6 +31,7 @@ from fb_core.stages.run import Stage
 
 METHODS = ("compare.methods", "compare.votes", "compare.delimiter", "compare.judge", "compare.recall", "train.seeds")
 AT_ONCE = 256  # problems per shard
+WARM_UP = 3  # at most so many prompts are decoded before times are taken, so that no time includes one-time work
 
 
 class CompareStage(DecodeStage):
@@ -140,4 +145,24 @@ class DeploymentStage(DecodeStage):
         ]
 
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
-        return generator(trial.method, self.settings, self.run, trial.seed, max_length, max_batch)
+        length = max_length if trial.loop == "fast" else None
+        return generator(trial.method, self.settings, self.run, trial.seed, length)
+
+    def decoded(self, trial: Trial, prompts: Sequence[Tensor]) -> list[Decoded]:
+        """The prompts decoded one at a time, each with its time and its peak of memory."""
+        generate = self.generator(trial)
+        for prompt in prompts[:WARM_UP]:
+            if generate([prompt], self.max_new_tokens)[0].events:
+                break
+        return [self._alone(generate, prompt, done) for done, prompt in enumerate(prompts)]
+
+    def _alone(self, generate: Generate, prompt: Tensor, done: int) -> Decoded:
+        self.on_progress(done)
+        on_gpu = prompt.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(prompt.device)
+        began = time.perf_counter()
+        (generation,) = generate([prompt], self.max_new_tokens)
+        generation.token_ids.tolist()  # waits for the device
+        seconds = round(time.perf_counter() - began, 5)
+        return generation, seconds, torch.cuda.max_memory_allocated(prompt.device) if on_gpu else None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
@@ -33,10 +31,10 @@ ASKED = (
     "problems.seed",
     "verify",
 )  # settings that decide what a benchmark asks
-WARM_UP = 3  # at most so many prompts are decoded before times are taken, so that no time includes one-time work
 LARGEST = 1 << 31
 
 Loop = Literal["fast", "plain", "batch"]  # "fast" and "plain": one prompt at a time; "batch": many in the fast loop
+Decoded = tuple[Generation, float | None, int | None]  # with seconds and peak bytes of device memory, if measured
 Id = Annotated[int, Field(ge=0, lt=LARGEST)]
 
 
@@ -150,9 +148,7 @@ class DecodeStage(Stage):
         return Context(self.settings, self.run, max_length, max_batch).named(trial.method, trial.seed).generate_many
 
     def cost(self) -> Cost:
-        batched = any(trial.loop == "batch" for trial in self.trials.values())
-        words = "decoded in batches" if batched else "decoded one prompt at a time"
-        return Cost(words, max(self._longest.values(), default=0))
+        return Cost("decoded in batches", max(self._longest.values(), default=0))
 
     @cached_property
     def _longest(self) -> dict[str, int]:
@@ -167,12 +163,7 @@ class DecodeStage(Stage):
     def work(self, shard: str) -> Output:
         trial, tokenizer = self.trials[shard], self.models.tokenizer
         prompts = self.models.prompts(trial.problems, self.asked.prompt, self.asked.thinking)
-        generate = self._ready(trial, prompts)
-        decoded: list[tuple[Generation, float | None, int | None]]
-        if trial.loop == "batch":
-            decoded = [(generation, None, None) for generation in generate(prompts, self.max_new_tokens)]
-        else:
-            decoded = [self._alone(generate, prompt, done) for done, prompt in enumerate(prompts)]
+        decoded = self.decoded(trial, prompts)
         texts = [
             tokenizer.decode(each.token_ids.tolist(), skip_special_tokens=True) if each.text is None else each.text
             for each, _, _ in decoded
@@ -200,30 +191,17 @@ class DecodeStage(Stage):
         counts = {"decoded": len(rows), "tokens": sum(len(row.tokens) for row in rows), **tally(texts, verdicts)}
         return Output({f"{shard}.jsonl": "".join(row.model_dump_json() + "\n" for row in rows).encode()}, counts)
 
-    def _alone(self, generate: Generate, prompt: Tensor, done: int) -> tuple[Generation, float | None, int | None]:
-        """Decode one prompt: (generation, wall seconds, peak bytes of device memory or None)."""
-        self.on_progress(done)
-        on_gpu = prompt.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(prompt.device)
-        began = time.perf_counter()
-        (generation,) = generate([prompt], self.max_new_tokens)
-        generation.token_ids.tolist()  # waits for the device
-        seconds = round(time.perf_counter() - began, 5)
-        return generation, seconds, torch.cuda.max_memory_allocated(prompt.device) if on_gpu else None
+    def decoded(self, trial: Trial, prompts: Sequence[Tensor]) -> list[Decoded]:
+        """A trial's prompts decoded in batches, without times of their own."""
+        return [(generation, None, None) for generation in self.generator(trial)(prompts, self.max_new_tokens)]
 
-    def _ready(self, trial: Trial, prompts: Sequence[Tensor]) -> Generate:
-        """The function that decodes a trial, cached for the last one; where times are taken it has been warmed up."""
+    def generator(self, trial: Trial) -> Generate:
+        """The function that decodes a trial, kept until another one is asked for."""
         key = trial._replace(problems=())
         if self._kept is None or self._kept[0] != key:
             self._kept = None  # frees its memory before the next one is made
             longest = self._longest[trial.benchmark]
-            loops = {"plain": (None, 1), "fast": (longest, 1), "batch": (longest, together_of(self.settings, longest))}
-            generate = self.generate(trial, *loops[trial.loop])
-            for prompt in prompts[:WARM_UP] if trial.loop != "batch" else ():
-                if generate([prompt], self.max_new_tokens)[0].events:
-                    break
-            self._kept = key, generate
+            self._kept = key, self.generate(trial, longest, together_of(self.settings, longest))
         return self._kept[1]
 
     _kept: tuple[Trial, Generate] | None = None
