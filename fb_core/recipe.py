@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fb_core import hf
 from fb_core.atomic import write_file
@@ -72,7 +71,7 @@ class Evidence(BaseModel):
     words: str
 
 
-class _Pools(BaseModel):
+class Pools(BaseModel):
     """The pool options of `CollaborativeDecoder`."""
 
     model_config = _FROZEN
@@ -83,8 +82,18 @@ class _Pools(BaseModel):
     max_events: int = Field(ge=0, le=LARGEST)
 
 
-class _Stored(BaseModel):
-    """What is stored under "recipe" in an adapter's description."""
+class Deployed(BaseModel):
+    """A recipe with everything that it decodes with, except the adapter, in whose description it is stored.
+
+    Attributes:
+        name: of the recipe.
+        value: the head of "value".
+        threshold: nats above which it asks.
+        top_k: number of largest logits that the entropy is taken over.
+        pools: options of a decoder.
+        evidence: what it was chosen on; None if there was no choice.
+        thinking: whether the answers that it was trained on begin with thinking.
+    """
 
     model_config = _FROZEN
 
@@ -92,36 +101,27 @@ class _Stored(BaseModel):
     value: ValueHead | None
     threshold: float
     top_k: int = Field(ge=1, le=LARGEST)
-    pools: _Pools
-    evidence: Evidence | None
-    thinking: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Deployed:
-    """A recipe with everything that it decodes with, except the adapter.
-
-    Attributes:
-        recipe: its name.
-        value: the head of "value".
-        policy: when it asks.
-        options: `pool`, `slm_k`, `llm_k` and `max_events` of a decoder.
-        evidence: what it was chosen on; None if there was no choice.
-        thinking: whether the answers that it was trained on begin with thinking.
-    """
-
-    recipe: RecipeName
-    value: ValueHead | None
-    policy: RequestPolicy
-    options: dict[str, Any]
+    pools: Pools
     evidence: Evidence | None = None
     thinking: bool = False
 
+    @model_validator(mode="after")
+    def _agrees(self) -> Deployed:
+        if (self.value is not None) != (self.name == "value"):
+            raise ValueError(f"name {self.name} with{'out' * (self.value is None)} a head")
+        assert self.policy  # it refuses a threshold that is NaN
+        return self
+
+    @property
+    def policy(self) -> RequestPolicy:
+        """When it asks."""
+        return RequestPolicy(self.threshold, self.top_k)
+
     def selector(self, reranker: TokenReranker | None) -> Selector | None:
         """What picks at events; None for "greedy", which never asks. "published" and "value" need the reranker."""
-        if self.recipe == "greedy":
+        if self.name == "greedy":
             return None
-        if self.recipe == "direct":
+        if self.name == "direct":
             return LLMPreference()
         assert reranker is not None
         scoring = FutureBridgeSelector(reranker)
@@ -130,16 +130,7 @@ class Deployed:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save it in the description of the adapter in a folder; raises ValueError if there is none."""
         path = Path(folder)
-        stored = _Stored(
-            name=self.recipe,
-            value=self.value,
-            threshold=self.policy.threshold,
-            top_k=self.policy.top_k,
-            pools=_Pools(**self.options),
-            evidence=self.evidence,
-            thinking=self.thinking,
-        )
-        description = read_description(path) | {"recipe": json.loads(stored.model_dump_json())}
+        description = read_description(path) | {"recipe": json.loads(self.model_dump_json())}
         write_file(path / DESCRIPTION, json.dumps(description, indent=2).encode())
 
     @classmethod
@@ -154,20 +145,15 @@ class Deployed:
         if recipe is None:
             return None
         try:
-            stored = _Stored.model_validate_json(json.dumps(recipe), strict=True)
-            if (stored.value is not None) != (stored.name == "value"):
-                raise ValueError(f"name {stored.name} with{'out' * (stored.value is None)} a head")
-            policy = RequestPolicy(stored.threshold, stored.top_k)
-        except ValueError as problem:
-            got = str(problem)
-            if isinstance(problem, ValidationError):
-                first = problem.errors()[0]
-                got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            return cls.model_validate_json(json.dumps(recipe), strict=True)
+        except ValidationError as problem:
+            first = problem.errors()[0]
+            where, words = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+            got = f"{where}: {words}" if where else words
             raise ValueError(
                 f"{path / DESCRIPTION}: expected a recipe ({', '.join(get_args(RecipeName))}) as `train` writes it, "
                 f"got {got[:300]}; run `train` again"
             ) from None
-        return cls(stored.name, stored.value, policy, stored.pools.model_dump(), stored.evidence, stored.thinking)
 
 
 class Deployment(NamedTuple):
@@ -214,11 +200,11 @@ def deployment_of(
         policy = RequestPolicy(THRESHOLD if threshold is None else threshold)
         return Deployment(selector, policy, {"max_events": 8 if max_events is None else max_events})
     assert adapter is not None
-    options, policy = dict(deployed.options), deployed.policy
+    options, policy = deployed.pools.model_dump(), deployed.policy
     if recipe == "published":
         selector = FutureBridgeSelector(_reranker(Path(adapter), slm))
     else:
-        reranks = deployed.recipe in ("published", "value")
+        reranks = deployed.name in ("published", "value")
         selector = deployed.selector(_reranker(Path(adapter), slm) if reranks else None)
     if selector is None:
         options["max_events"] = 0

@@ -146,7 +146,7 @@ class Loop:
         """Replace the merged reranker; raises as `CollaborativeDecoder.load_adapter`."""
         selector = self.intervention.selector
         deployed = Deployed.load(directory)
-        if isinstance(selector, ValueSelector) or (deployed is not None and deployed.recipe != "published"):
+        if isinstance(selector, ValueSelector) or (deployed is not None and deployed.name != "published"):
             raise ValueError(
                 "load_adapter: expected the recipe published before and after, got another; make a decoder with "
                 "deployment_of"

@@ -29,7 +29,7 @@ from torch import Tensor
 from fb_core import hf, statistics
 from fb_core.config import ProblemSettings
 from fb_core.page import markdown_table
-from fb_core.recipe import LABELS, Deployed, Difference, Evidence, RecipeName
+from fb_core.recipe import LABELS, Deployed, Difference, Evidence, Pools, RecipeName
 from fb_core.reranker import TokenReranker
 from fb_core.stages.collect import PolicyStage, TrajectoryStage
 from fb_core.stages.decode import DecodeStage, Row, Trial, read_rows
@@ -328,7 +328,10 @@ def _shard(recipe: RecipeName, seed: int) -> str:
 def deployed_as(stage: Stage, recipe: RecipeName, value: ValueHead | None = None) -> Deployed:
     """A recipe as a run decodes with it, from the files and settings of a stage that reads trajectories and policy."""
     thinking = stage.input(TrajectoryStage).settings.problems.thinking
-    return Deployed(recipe, value, frozen_policy(stage.run), pool_options(stage.settings), thinking=thinking)
+    policy, pools = frozen_policy(stage.run), Pools(**pool_options(stage.settings))
+    return Deployed(
+        name=recipe, value=value, threshold=policy.threshold, top_k=policy.top_k, pools=pools, thinking=thinking
+    )
 
 
 class Tried(NamedTuple):
@@ -451,7 +454,7 @@ class ChoiceStage(SeedStage):
             folder = Path(made) / shard
             shutil.copytree(self.input(RerankerStage).folder.path / shard, folder)
             deployed = self.input(CertificationStage).deployed(recipe, seed)
-            replace(deployed, evidence=dict(evidence)[recipe]).save(folder)
+            deployed.model_copy(update={"evidence": dict(evidence)[recipe]}).save(folder)
             card = (folder / "README.md").read_text(encoding="utf-8")
             table = choice_table(recipe, evidence, seed)
             (folder / "README.md").write_text(f"{card}\n## Deployed recipe\n\n{table}\n", encoding="utf-8")

@@ -376,7 +376,7 @@ class Context:
         if selector is None:
             return CollaborativeDecoder(models.slm, None, None, deployed.policy, **self.options, max_events=0)
         return CollaborativeDecoder(
-            models.slm, models.llm, selector, deployed.policy, **self.options, **deployed.options
+            models.slm, models.llm, selector, deployed.policy, **self.options, **deployed.pools.model_dump()
         )
 
     def chosen_decoder(self, seed: int) -> CollaborativeDecoder:

@@ -95,7 +95,7 @@ def trained(pair, folder, thinking=False):
     """The adapter in a folder as `train` writes it."""
     shutil.copytree(pair / "adapter", folder)
     pools = {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8}
-    Deployed("direct", None, RequestPolicy(1.2), pools, thinking=thinking).save(folder)
+    Deployed(name="direct", value=None, threshold=1.2, top_k=64, pools=pools, thinking=thinking).save(folder)
     return folder
 
 

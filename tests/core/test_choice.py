@@ -229,7 +229,7 @@ def test_recipes_are_certified_as_they_are_deployed(run, chosen_settings, recipe
     stage, pair = CertificationStage(chosen_settings, run), load_pair("plans")
     deployed = stage.deployed(recipe, 0)
     selector = deployed.selector(TokenReranker.from_pretrained(run / "reranker" / "seed-0", pair.slm).eval())
-    options = deployed.options if selector else {"max_events": 0}
+    options = deployed.pools.model_dump() if selector else {"max_events": 0}
     decoder = CollaborativeDecoder(pair.slm, pair.llm, selector, deployed.policy, **options)
     mine = [row for row in stage.rows() if row.method == recipe]
     assert len(mine) == 24
@@ -254,11 +254,11 @@ def test_the_folder_of_an_adapter_holds_recipe_and_evidence(run, chosen_settings
     recipe, evidence = ChoiceStage(chosen_settings, run).verdict(0)
     found = Deployed.load(folder_of(run))
     assert found is not None
-    assert found.recipe == recipe
+    assert found.name == recipe
     assert found.evidence == dict(evidence)[recipe]
     assert found.evidence.problems == 24
     assert found.policy.threshold == frozen_policy(run).threshold
-    assert found.options == {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8}
+    assert found.pools.model_dump() == {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8}
     assert found.thinking
     assert "## Deployed recipe" in (folder_of(run) / "README.md").read_text()
     TokenReranker.from_pretrained(folder_of(run), load_pair("plans").slm)

@@ -312,7 +312,7 @@ def test_an_adapter_brings_what_it_was_trained_for(
     with pytest.raises(ValueError, match=r"^threshold: expected the nats at which the adapter in .* got none there"):
         FutureBridgeLM(model, **given)
     pools = {"pool": "joint", "slm_k": 3, "llm_k": 2, "max_events": 5}
-    Deployed("published", None, RequestPolicy(1.7068), pools, thinking=True).save(tmp_path)
+    Deployed(name="published", value=None, threshold=1.7068, top_k=64, pools=pools, thinking=True).save(tmp_path)
     lm = FutureBridgeLM(model, **given)
     decoder, pool = lm.engine.decoder, lm.engine.decoder.intervention
     assert (decoder.policy, pool.slm_k, pool.llm_k, decoder.max_events) == (RequestPolicy(1.7068), 3, 2, 5)
