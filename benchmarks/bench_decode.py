@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -35,7 +35,7 @@ from fb_core.decoding import LowLatencyDecoder
 from fb_core.engine.loop import Loop
 from fb_core.engine.model import Part
 from fb_core.engine.pages import pages_of
-from fb_core.pool import Pool
+from fb_core.pool import Pool, PoolKind
 from fb_core.selectors import ScoringSelector, State
 
 NEVER = RequestPolicy(math.inf)
@@ -345,7 +345,7 @@ class NaivePEFT(ScoringSelector):
     def __init__(self, reranker: TokenReranker) -> None:
         self.reranker = reranker
 
-    def scores_many(self, states: list[State], pools: list[Pool]) -> list[Tensor]:
+    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
         head = self.reranker.head.detach()
         return [
             peers.rerank_full_forwards(self.reranker.adapted, head, state.tokens, pool.ids).float()
@@ -367,14 +367,14 @@ def test_end_to_end(compare: Callable, endless: PreTrainedModel, new: int) -> No
     llm = shapes.random_model(Qwen3Config(**shapes.LLM), 2)
     reranker, ids = peers.as_trained(endless), tokens(endless, PROMPT)
     policy = calibrated(endless, ids, new)
-    methods: dict[str, tuple[Selector, RequestPolicy, str]] = {
+    methods: dict[str, tuple[Selector, RequestPolicy, PoolKind]] = {
         OURS: (FutureBridgeSelector(reranker), policy, "joint"),
         "greedy": (SLMPreference(), NEVER, "joint"),
         "S2T": (LLMPreference(), policy, "slm"),
         "FutureBridge, naive PEFT": (NaivePEFT(reranker), policy, "joint"),
     }
     decoders = {
-        name: LowLatencyDecoder(endless, llm, selector, asked, pool=pool)  # type: ignore[arg-type]
+        name: LowLatencyDecoder(endless, llm, selector, asked, pool=pool)
         for name, (selector, asked, pool) in methods.items()
     }
     last: dict[str, Generation] = {}

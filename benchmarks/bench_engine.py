@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_problems_at_once(compare: Callable, name: str) -> None:
     longest = max(map(len, prompts)) + NEW
     selector = FutureBridgeSelector(peers.as_trained(pair.slm)) if name == "reranker" else LLMPreference()
 
-    def decoder(**options: int) -> CollaborativeDecoder:
+    def decoder(**options: Any) -> CollaborativeDecoder:
         return CollaborativeDecoder(pair.slm, pair.llm, selector, RequestPolicy(THRESHOLD), **options)
 
     def one_by_one(decoder: CollaborativeDecoder) -> Callable[[], Tensor]:

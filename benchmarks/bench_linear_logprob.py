@@ -20,8 +20,8 @@ from benchmarks import harness, peers, shapes
 from benchmarks.harness import OURS, Cost, Implementation
 from fb_kernels import linear_logprob
 
-ROWS, HIDDEN, VOCABULARY = 1664, 2048 if shapes.ON_GPU else 512, 151_936
-TRAINED = 16_384 if shapes.ON_GPU else 128  # rows in a training step
+ROWS = shapes.LOGPROB_ROWS[0]
+HIDDEN, VOCABULARY = shapes.LM_HEAD
 CHECKED = 64  # rows compared with float64
 CHUNK = 1024  # rows whose float64 logits exist at a time
 
@@ -57,7 +57,7 @@ def prepare(name: str) -> Callable[[], Tensor]:
     return partial(FUNCTIONS[name], *inputs())
 
 
-@pytest.mark.parametrize("rows", [ROWS, 8192, 13, 128] if shapes.ON_GPU else [ROWS])
+@pytest.mark.parametrize("rows", shapes.LOGPROB_ROWS)
 def test_linear_logprob(compare: Callable, rows: int) -> None:
     peaks, notes = {}, []
     if not shapes.ON_GPU:  # on a GPU the harness asks the allocator
@@ -101,7 +101,7 @@ def test_linear_logprob(compare: Callable, rows: int) -> None:
     )
 
 
-@pytest.mark.parametrize("rows", [ROWS, TRAINED] if shapes.ON_GPU else [TRAINED])
+@pytest.mark.parametrize("rows", shapes.LOGPROB_TRAINED_ROWS)
 def test_linear_logprob_backward(compare: Callable, rows: int) -> None:
     """Gradients of the mean log-prob, forward included, because fused peers compute gradients in the forward."""
     hidden, weight, target = inputs(rows)

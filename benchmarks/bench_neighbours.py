@@ -217,7 +217,7 @@ def test_skinny_linear(compare: Callable, name: str, rows: int) -> None:
 
     tensors = (x, weight, norm, residual)
     expected = plain(*(value.to(shapes.WIDE) for value in tensors))
-    runs = {OURS: ours, "torch eager": partial(plain, *tensors)}
+    runs: dict[str, Callable[[], Output]] = {OURS: ours, "torch eager": partial(plain, *tensors)}
     implementations = {key: Implementation(run, expected) for key, run in runs.items()}
     implementations["the matrix product alone"] = Implementation(
         lambda: F.linear(x, weight), F.linear(x.to(shapes.WIDE), weight.to(shapes.WIDE))
@@ -240,15 +240,14 @@ def test_skinny_linear(compare: Callable, name: str, rows: int) -> None:
 def test_branch_attention_qkv(compare: Callable, held: int, rows: int) -> None:
     """A step (one row, written to the cache) and the candidates of an event (16 rows, not written)."""
     angle = torch.outer(torch.arange(held + 1.0), 1e6 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)).repeat(1, 2)
-    tensors = (
+    qkv, q_norm, k_norm = (
         randn(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
         1 + randn(HEAD_DIM) / 8,
         1 + randn(HEAD_DIM, seed=1) / 8,
-        angle.cos().to(DEVICE),
-        angle.sin().to(DEVICE),
-        randn(held + 1, KV_HEADS, HEAD_DIM),
-        randn(held + 1, KV_HEADS, HEAD_DIM, seed=1),
     )
+    cos, sin = angle.cos().to(DEVICE), angle.sin().to(DEVICE)
+    caches = (randn(held + 1, KV_HEADS, HEAD_DIM), randn(held + 1, KV_HEADS, HEAD_DIM, seed=1))
+    tensors = (qkv, q_norm, k_norm, cos, sin, *caches)
     positions = torch.full((rows,), held, dtype=torch.int32, device=DEVICE)
     position = positions[:1]
 
@@ -267,14 +266,12 @@ def test_branch_attention_qkv(compare: Callable, held: int, rows: int) -> None:
         return F.scaled_dot_product_attention(turned[0][:, :, None], keys, values, enable_gqa=True)[:, :, 0]
 
     def ours() -> Tensor:
-        *first, k_cache, v_cache = tensors
         slots = position if rows == 1 else None
-        return branch_attention_qkv(
-            *first, positions, k_cache, v_cache, position, slots, num_heads=HEADS, num_kv_heads=KV_HEADS, eps=EPS
-        )
+        tables = (cos, sin, positions, *caches, position, slots)
+        return branch_attention_qkv(qkv, q_norm, k_norm, *tables, num_heads=HEADS, num_kv_heads=KV_HEADS, eps=EPS)
 
     expected = plain(*(value.to(shapes.WIDE) for value in tensors))
-    runs = {OURS: ours, "torch eager, SDPA": partial(plain, *tensors)}
+    runs: dict[str, Callable[[], Output]] = {OURS: ours, "torch eager, SDPA": partial(plain, *tensors)}
     compare(
         "branch_attention_qkv",
         f"N={rows} Hq={HEADS} Hkv={KV_HEADS} E={HEAD_DIM} P={held}",
@@ -282,7 +279,7 @@ def test_branch_attention_qkv(compare: Callable, held: int, rows: int) -> None:
         rounds=50 if shapes.ON_GPU else 20,
         tolerance=harness.allowed_error(plain(*tensors), expected),
         timing=Timing.GRAPH_COLD,
-        cost=Cost(4.0 * rows * HEADS * HEAD_DIM * (held + 1), float(sum(x.nbytes for x in tensors[-2:]))),
+        cost=Cost(4.0 * rows * HEADS * HEAD_DIM * (held + 1), float(sum(x.nbytes for x in caches))),
         dtype=shapes.DTYPE,
     )
 

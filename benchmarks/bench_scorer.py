@@ -354,15 +354,7 @@ def layer_cost(forward: Callable[..., Tensor]) -> tuple[int, float]:
     """(operations, bytes per token besides the products) of a layer of Qwen3-1.7B: what a second layer adds."""
     counted = []
     for layers in (1, 2):
-        config = Qwen3Config(
-            hidden_size=2048,
-            num_hidden_layers=layers,
-            intermediate_size=6144,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-            vocab_size=1024,
-        )
+        config = Qwen3Config(**shapes.COUNTED, num_hidden_layers=layers)
         model = Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
         inputs = packed_rows(model, 64, 8, [64])
         forward(model, *inputs)

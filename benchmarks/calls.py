@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import timeit
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -72,7 +73,7 @@ def calls() -> Iterator[Call]:
     yield Call("linear_logprob", "4 x 64 x 512", lambda: linear_logprob(x, head, target), logprobs)
     qkv, norm, angles, positions = torch.randn(4, 8 * 16), torch.randn(16), torch.randn(32, 16), torch.arange(4)
     cos, sin = angles.cos(), angles.sin()
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "eps": EPS}
+    rotate = partial(qk_norm_rope, num_heads=4, num_kv_heads=2, eps=EPS)
 
     def rotated() -> tuple[Tensor, ...]:
         q, k, v = (part.unflatten(1, (-1, 16)) for part in qkv.split((64, 32, 32), 1))
@@ -80,7 +81,7 @@ def calls() -> Iterator[Call]:
         q, k = (torch_rms_norm(part, (16,), norm, EPS) for part in (q, k))
         return *(y * c + torch.cat((-y[..., 8:], y[..., :8]), -1) * s for y in (q, k)), v
 
-    yield Call("qk_norm_rope", "4 rows", lambda: qk_norm_rope(qkv, norm, norm, cos, sin, positions, **sizes), rotated)
+    yield Call("qk_norm_rope", "4 rows", lambda: rotate(qkv, norm, norm, cos, sin, positions), rotated)
     yield Call("skinny_linear", "4 x 64 x 512", lambda: skinny_linear(x, head), lambda: linear(x, head))
     logits = torch.randn(1, 512)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fb_core.config import RolloutSettings
 from fb_core.page import markdown_table
@@ -86,7 +87,7 @@ def rows() -> list[Row]:
     step = RUNS * TRAINED * EPOCHS * GROUP_STEP / 3600
     passes = 18 + 32 + 11
     share, learned = RolloutSettings().train, STATES - VALIDATION * ratio
-    estimates = [
+    estimates: list[tuple[Any, ...]] = [
         ("collect", f"{PROBLEMS:,} trajectories, {STATES:,} states", *[collected(PROBLEMS)] * 2),
         ("futures", f"{STATES:,} continuations by the LLM", futures(STATES, 1), futures(STATES, 4)),
         ("score", f"{GROUPS:,} groups of {CANDIDATES} at 9 ms", *[GROUPS * GROUP / 3600] * 2),

@@ -12,7 +12,7 @@ from benchmarks import cost, event, reference, roofline, serving, soak, speedups
 from benchmarks.evidence import DROPPED, TAKEOVER, Cells, above_the_line, page, points, times_below
 from benchmarks.harness import OURS, read_results
 from benchmarks.paper import figures as report_figures
-from benchmarks.paper import orderings
+from benchmarks.paper import orderings, published
 from benchmarks.paper.cells import LEGEND, marked, percent
 from benchmarks.paper.rows import Result, Run, Timed, read_tables
 from benchmarks.summary import against_the_best, cost_table
@@ -118,7 +118,7 @@ def _at_equal_positions(worlds: Sequence[Run]) -> str:
 def _why_not_take_over(cells: Cells) -> str:
     """What takeover gains and costs, and how far the deployed recipe is above it at the same number of LLM tokens."""
     ahead, shares, above, calls = 0, [], [], []
-    paper = orderings.averages()["futurebridge"] - orderings.averages()["takeover"]
+    paper = published.averages()["futurebridge"] - published.averages()["takeover"]
     for world in cells.worlds:
         ahead += cells.mean_accuracy(world, TAKEOVER) > cells.mean_accuracy(world, DEPLOYED)
         ours, theirs = (cells.mean(world, name, "llm_tokens") for name in (DEPLOYED, TAKEOVER))

@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,10 @@ def requests(name: str, documents: int, model: HFLM) -> list[Instance]:
 
 def differences(ours: Answers, theirs: Answers) -> tuple[float, bool]:
     """(largest difference of log-likelihoods, whether they are equal up to rounding and all greedy flags agree)."""
-    pairs = [
-        ((mine, True), (other, True)) if isinstance(mine, float) else (mine, other)
-        for mine, other in zip(ours, theirs, strict=True)
-    ]
+    mine, others = (
+        [(each, True) if isinstance(each, float) else each for each in answers] for answers in (ours, theirs)
+    )
+    pairs = list(zip(mine, others, strict=True))
     equal = all(a[1] == b[1] and math.isclose(a[0], b[0], rel_tol=RELATIVE) for a, b in pairs)
     return max(abs(a[0] - b[0]) for a, b in pairs), equal
 
@@ -66,7 +67,7 @@ def measured(name: str, documents: int, rounds: int, ours: FutureBridgeLM, their
     kind = asked[0].request_type
     runs: dict[str, Callable[[], Any]] = {OURS: lambda: getattr(ours, kind)(asked, disable_tqdm=True)}
     for lm in theirs:
-        runs[f"hf, batch {lm.batch_size}"] = lambda lm=lm: getattr(lm, kind)(asked, disable_tqdm=True)
+        runs[f"hf, batch {lm.batch_size}"] = partial(getattr(lm, kind), asked, disable_tqdm=True)
     our_answers, times, checks = runs[OURS](), dict[str, list[float]](), {OURS: (0.0, True)}
     for impl, run in runs.items():
         if impl != OURS:
@@ -111,10 +112,9 @@ def main() -> None:
         rows += [mine, *others]
         if mine.median_us is None:
             raise SystemExit(f"{name}: log-likelihoods differ from those of hf by {mine.max_error:.1e}")
-        best = min(others, key=lambda row: row.median_us or math.inf)
+        best, impl = min((row.median_us, row.impl) for row in others if row.median_us is not None)
         print(
-            f"| {mine.shape} | {mine.median_us / 1e6:.2f} | {best.median_us / 1e6:.2f} ({best.impl}) "
-            f"| {best.median_us / mine.median_us:.2f}x |",
+            f"| {mine.shape} | {mine.median_us / 1e6:.2f} | {best / 1e6:.2f} ({impl}) | {best / mine.median_us:.2f}x |",
             flush=True,
         )
     if options.write_results:

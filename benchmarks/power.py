@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.figures import ROOT, replace_block
+from fb_core.atomic import write_file
 from fb_core.config import ChoiceSettings
 from fb_core.page import markdown_table
 from fb_core.recipe import RecipeName
 from fb_core.stages.choose import Tried, decide
-from fb_core.stages.files import write_file
 
 DIFFERING, CHANGED = 0.30, 0.20  # shares of the problems
 PROBLEMS = (300, 750, 1500, 3000)

@@ -111,7 +111,7 @@ def _lines(panels: Mapping[str, Curves], label: str) -> Any:
         axis.grid(color=GREY, alpha=0.25)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
-    handles = {}
+    handles: dict[str, Any] = {}
     for axis in axes.flat:
         lines, labels = axis.get_legend_handles_labels()
         handles |= dict(zip(labels, lines, strict=True))

@@ -243,13 +243,14 @@ def plot(result: Mapping[str, Any], path: Path) -> Path:
         left.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         left.yaxis.set_minor_locator(NullLocator())
         left.margins(y=0.12)
-        for impl, label, look in (
+        line: dict[str, Any]
+        for impl, label, line in (
             (OURS, "server", {"color": COLOURS[0], "linewidth": 2.5, "marker": MARKERS[0]}),
             (ENGINE, ENGINE, {"color": GREY, "marker": MARKERS[1]}),
             (SINGLE, SINGLE, {"color": GREY, "linestyle": "--", "marker": MARKERS[2]}),
         ):
             points = [(count, shapes[count][impl]["requests/s"]) for count in clients if impl in shapes[count]]
-            right.plot(*zip(*points, strict=True), markersize=4, label=label, **look)
+            right.plot(*zip(*points, strict=True), markersize=4, label=label, **line)
         right.set(xlabel="clients", ylabel="requests a second", xscale="log", ylim=(0, None))
         right.set_xticks(clients, [str(count) for count in clients], minor=False)
         right.minorticks_off()

@@ -18,6 +18,11 @@ HIDDEN, WIDTH, VOCABULARY = (2048, 6144, 151_936) if ON_GPU else (256, 512, 8192
 HEADS, KV_HEADS, HEAD_DIM = (16, 8, 128) if ON_GPU else (8, 4, 64)
 ROWS = (16, 4096) if ON_GPU else (4, 64)  # rows of a decode step and of a packed forward
 
+# Columns and vocabulary of the LM head, and the rows of which log-probs are taken, without and with gradients.
+LM_HEAD = (2048 if ON_GPU else 512, 151_936)
+LOGPROB_ROWS = (1664, 8192, 13, 128) if ON_GPU else (1664,)
+LOGPROB_TRAINED_ROWS = (1664, 16_384) if ON_GPU else (128,)
+
 # The model that scores: Qwen3-1.7B on a GPU. Its prefixes [P], futures [H] and packs of G groups.
 SLM = (
     {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144, "vocab_size": 151_936}
@@ -50,6 +55,13 @@ SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768, "
     "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 4096,
+}
+
+# Qwen3-1.7B's layers, of which operations and bytes are counted, also on a CPU.
+COUNTED = {"hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 1024} | {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
 }
 
 # SmolLM2-135M, which people run on CPUs; its checkpoints are bfloat16.

@@ -105,7 +105,7 @@ def questions(pair: DemoPair, problems: int, count: int, seed: int) -> Iterator[
             body["messages"] = [{"role": "user", "content": asked[index].prompt}]
         else:
             body["prompt"] = draw.choice((asked[index].prompt, ids[index]))
-        yield Question(kind, chat, body | draw.choice(BAD) if kind == "refused" else body, want, text)
+        yield Question(kind, chat, {**body, **draw.choice(BAD)} if kind == "refused" else body, want, text)
 
 
 async def ask(client: openai.AsyncOpenAI, question: Question) -> str | None:

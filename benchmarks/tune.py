@@ -170,8 +170,18 @@ def one_gluon_attention() -> None:
         branch_attention(case.q, case.k, case.v, case.prefix_k, case.prefix_v, case.layout).cpu()
 
 
-def attended(*floats: Tensor, layout: BranchLayout, window: int | None, softcap: float | None) -> Output:
-    return branch_attention(*floats, layout, window=window, softcap=softcap)
+def attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    *,
+    layout: BranchLayout,
+    window: int | None,
+    softcap: float | None,
+) -> Output:
+    return branch_attention(q, k, v, prefix_k, prefix_v, layout, window=window, softcap=softcap)
 
 
 def shifted(x: Tensor) -> Tensor:

@@ -11,24 +11,26 @@ from fb_kernels.candidate_head.triton import candidate_head, candidate_head_back
 
 
 def cases() -> Iterator[Case]:
+    return (case(groups, normed) for groups in (1, 1024) for normed in (True, False))
+
+
+def case(groups: int, normed: bool) -> Case:
     size, width = 13, 2048
-    for groups in (1, 1024):
-        for normed in (True, False):
-            rows = groups * size
-            hidden = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
-            head = torch.empty(width, device="meta")
-            norm = hidden.new_empty(width) if normed else None
-            bias, grad = head.new_empty(1), head.new_empty(rows)
-            offsets = torch.empty(groups + 1, dtype=torch.int32, device="meta")
-            yield Case(
-                "candidate_head",
-                f"G={groups} K={size} D={width} {'normed ' if normed else ''}bf16",
-                lambda hidden=hidden, norm=norm, head=head, bias=bias, offsets=offsets, grad=grad, normed=normed: (
-                    candidate_head(hidden, norm, head, bias, offsets, 1e-6),
-                    candidate_head_backward(grad, hidden, norm, head, bias, 1e-6, [True, normed, True, True]),
-                ),
-                {
-                    "_candidate_head_fwd_kernel": Cost(2 * hidden.numel()),
-                    "_candidate_head_bwd_kernel": Cost(4 * hidden.numel()),
-                },
-            )
+    rows = groups * size
+    hidden = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
+    head = torch.empty(width, device="meta")
+    norm = hidden.new_empty(width) if normed else None
+    bias, grad = head.new_empty(1), head.new_empty(rows)
+    offsets = torch.empty(groups + 1, dtype=torch.int32, device="meta")
+    return Case(
+        "candidate_head",
+        f"G={groups} K={size} D={width} {'normed ' if normed else ''}bf16",
+        lambda: (
+            candidate_head(hidden, norm, head, bias, offsets, 1e-6),
+            candidate_head_backward(grad, hidden, norm, head, bias, 1e-6, [True, normed, True, True]),
+        ),
+        {
+            "_candidate_head_fwd_kernel": Cost(2 * hidden.numel()),
+            "_candidate_head_bwd_kernel": Cost(4 * hidden.numel()),
+        },
+    )

@@ -291,7 +291,7 @@ def _describe(launch: Launch, variant: str, made: Any) -> Compiled:
         case.op, case.shape, name, arch.name, variant, metadata.num_warps, metadata.num_stages, grid, registers, stack,
         code.local, metadata.shared, hgmma, tf32,
         (main.instructions, main.hgmma, main.arrive, main.wait) if main else (0, 0, 0, 0), code.epilogue if main else 0,
-        per_unit, predicted, rate, tile and tile.target, tuple(faults),
+        per_unit, predicted, rate, tile.target if tile else None, tuple(faults),
     )  # fmt: skip
 
 
@@ -328,7 +328,7 @@ def _resources(cubin: bytes) -> tuple[int, int, MachineCode]:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
         usage = _cuobjdump("--dump-resource-usage", file)
-        registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+        registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
         (code,) = sass.functions(_cuobjdump("--dump-sass", file)).values()
         return registers, stack, MachineCode.of(code)
 

@@ -11,33 +11,35 @@ from fb_kernels.qk_norm_rope.triton import qk_norm_rope, qk_norm_rope_backward, 
 
 
 def cases() -> Iterator[Case]:
+    return (case(rows, normed) for rows in (16, 4096) for normed in (True, False))
+
+
+def case(rows: int, normed: bool) -> Case:
     heads, kv_heads, dim, length = 16, 8, 128, 4096
-    for rows in (16, 4096):
-        for normed in (True, False):
-            qkv, q, k, cos, cache = (
-                torch.empty(shape, dtype=torch.bfloat16, device="meta")
-                for shape in (
-                    (rows, (heads + 2 * kv_heads) * dim),
-                    (rows, heads, dim),
-                    (rows, kv_heads, dim),
-                    (length, dim),
-                    (length, kv_heads, dim),
-                )
-            )
-            weight = torch.empty(dim, dtype=torch.bfloat16, device="meta") if normed else None
-            positions = torch.empty(rows, dtype=torch.int32, device="meta")
-            inputs = (qkv, weight, weight, cos, cos, positions)
-            options = (heads, kv_heads, 1e-6)
-            yield Case(
-                "qk_norm_rope",
-                f"T={rows} 16/8x128 {'normed ' if normed else ''}bf16",
-                lambda inputs=inputs, options=options, cache=cache, positions=positions, q=q, k=k, normed=normed: (
-                    qk_norm_rope(*inputs, *options),
-                    qk_norm_rope_out(*inputs, cache, cache, positions, *options),
-                    qk_norm_rope_backward(q, k, k, *inputs, *options, [True, normed, normed]),
-                ),
-                {
-                    "_qk_norm_rope_fwd_kernel": Cost(2 * (2 * qkv.numel() + 2 * rows * dim)),
-                    "_qk_norm_rope_bwd_kernel": Cost(2 * (3 * qkv.numel() + 2 * rows * dim)),
-                },
-            )
+    qkv, q, k, cos, cache = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for shape in (
+            (rows, (heads + 2 * kv_heads) * dim),
+            (rows, heads, dim),
+            (rows, kv_heads, dim),
+            (length, dim),
+            (length, kv_heads, dim),
+        )
+    )
+    weight = torch.empty(dim, dtype=torch.bfloat16, device="meta") if normed else None
+    positions = torch.empty(rows, dtype=torch.int32, device="meta")
+    inputs = (qkv, weight, weight, cos, cos, positions)
+    options = (heads, kv_heads, 1e-6)
+    return Case(
+        "qk_norm_rope",
+        f"T={rows} 16/8x128 {'normed ' if normed else ''}bf16",
+        lambda: (
+            qk_norm_rope(*inputs, *options),
+            qk_norm_rope_out(*inputs, cache, cache, positions, *options),
+            qk_norm_rope_backward(q, k, k, *inputs, *options, [True, normed, normed]),
+        ),
+        {
+            "_qk_norm_rope_fwd_kernel": Cost(2 * (2 * qkv.numel() + 2 * rows * dim)),
+            "_qk_norm_rope_bwd_kernel": Cost(2 * (3 * qkv.numel() + 2 * rows * dim)),
+        },
+    )

@@ -11,16 +11,19 @@ from fb_kernels.swiglu import triton as swiglu
 
 
 def cases() -> Iterator[Case]:
-    for rows in (16, 4096):
-        width, dtype = 6144, torch.bfloat16
-        gate_up = torch.empty(rows, 2 * width, dtype=dtype, device="meta")
-        grad = torch.empty(rows, width, dtype=dtype, device="meta")
-        yield Case(
-            "swiglu",
-            f"N={rows} F={width} bf16",
-            lambda gate_up=gate_up, grad=grad: (swiglu.swiglu(gate_up), swiglu.swiglu_backward(grad, gate_up)),
-            {
-                "_swiglu_fwd_kernel": Cost(rows * width * 2 * 3),
-                "_swiglu_bwd_kernel": Cost(rows * width * 2 * 5),
-            },
-        )
+    return map(case, (16, 4096))
+
+
+def case(rows: int) -> Case:
+    width, dtype = 6144, torch.bfloat16
+    gate_up = torch.empty(rows, 2 * width, dtype=dtype, device="meta")
+    grad = torch.empty(rows, width, dtype=dtype, device="meta")
+    return Case(
+        "swiglu",
+        f"N={rows} F={width} bf16",
+        lambda: (swiglu.swiglu(gate_up), swiglu.swiglu_backward(grad, gate_up)),
+        {
+            "_swiglu_fwd_kernel": Cost(rows * width * 2 * 3),
+            "_swiglu_bwd_kernel": Cost(rows * width * 2 * 5),
+        },
+    )

@@ -1,0 +1,71 @@
+"""A pytest plugin: every benchmark at sizes that take no time, once, in the branches of the device in $TOY_DEVICE."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks import harness, shapes
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+LAYER = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 300} | HEADS
+MODEL = LAYER | {"num_hidden_layers": 2}
+LLAMA = MODEL | {"hidden_size": 64, "max_position_embeddings": 512, "rope_theta": 10_000.0}
+
+SIZES: dict[str, Any] = {
+    "ON_GPU": os.environ["TOY_DEVICE"] == "cuda",
+    "WIDE": torch.float64,
+    "HIDDEN": 32,
+    "WIDTH": 48,
+    "VOCABULARY": 300,
+    "HEADS": 4,
+    "KV_HEADS": 2,
+    "HEAD_DIM": 16,
+    "ROWS": (2, 20),
+    "SLM": MODEL,
+    "LLM": MODEL,
+    "SMALL": MODEL,
+    "LLAMA": LLAMA,
+    "COUNTED": LAYER,
+    "LM_HEAD": (32, 300),
+    "LOGPROB_ROWS": (70, 13),
+    "LOGPROB_TRAINED_ROWS": (70,),
+    "SCORED": [(20, 4)],
+    "PACKED": [(3, 20, 4)],
+    "TRAJECTORIES": [(3, 30, 4)],
+    "SAMPLE": (2, 3, (10, 30), 4),
+    "CACHED": (20,),
+    "CONTEXTS": (20,),
+    "PROBLEMS": (16,),
+    "RUNS": 2,
+    "TRAINED_TRAJECTORIES": (2, 2, 20),
+    "BRANCHES": [(2, 4, 20)],
+    "ONE_TOKEN_BRANCHES": [(1, 1, 20)],
+    "CANDIDATE_COUNTS": (4,),
+    "TRAINED_BRANCHES": [(2, 1, 20)],
+    "LONG_TRAINED_BRANCHES": [(2, 4, 20)],
+}
+for name, size in SIZES.items():
+    assert hasattr(shapes, name), name
+    setattr(shapes, name, size)
+
+from benchmarks import bench_decode, bench_engine  # noqa: E402  (they read the sizes above when they are imported)
+
+bench_decode.NEW = bench_engine.NEW = 8
+bench_engine.PROBLEMS = 4
+compare = harness.compare
+
+
+def once(*arguments: Any, rounds: int, **options: Any) -> list[harness.Result]:
+    return compare(*arguments, rounds=1, **options)
+
+
+def peak(prepare: Callable[..., Callable[[], object]], *arguments: object) -> int:
+    prepare(*arguments)()
+    return 1 << 20
+
+
+harness.compare, harness.peak_memory, harness.cores = once, peak, lambda: 1
