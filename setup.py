@@ -2,6 +2,8 @@
 
 FB_BUILD_CUDA=auto|force|skip: build those for GPUs where nvcc is, always (and fail where it is not), or never.
 FB_BUILD_CPU=auto|force|skip: likewise those for CPUs where a C++ compiler is: $CXX, c++, g++ or clang++.
+
+`python -c "import setup; setup.build_in_place()"` compiles them beside the package, without setuptools.
 """
 
 from __future__ import annotations
@@ -12,13 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_ext import build_ext
-
 CSRC = Path("csrc")
 USUAL = "/usr/local/cuda"  # where the toolkit lies
 CUDA, CPU = "fb_kernels.libfb_kernels", "fb_kernels.libfb_cpu"
+SOURCES = {CUDA: sorted(map(str, CSRC.glob("*.cu"))), CPU: [str(CSRC / "cpu.cpp")]}
 ARCHITECTURES = ("80", "90a")
 FLAGS = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-cudart", "static"]
 CPU_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC"]
@@ -38,50 +37,6 @@ def cxx() -> str | None:
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
 
 
-class BuildLibrary(build_ext):
-    """Each shared library by one call of its compiler, with no Python in it."""
-
-    def get_ext_filename(self, fullname: str) -> str:
-        """The same name for every Python: the library knows none."""
-        return str(Path(*fullname.split("."))) + ".so"
-
-    def build_extension(self, ext: Extension) -> None:
-        """Compile csrc/*.cu for all architectures, or csrc/cpu.cpp."""
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        commands = [[str(cxx()), *CPU_FLAGS, *THREADS], [str(cxx()), *CPU_FLAGS]]
-        if ext.name == CUDA:
-            code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
-            commands = [[str(nvcc()), *FLAGS, *code, "--threads", "0"]]
-        for place, command in enumerate(commands, 1):
-            command += [*ext.sources, "-o", str(target)]
-            self.announce(" ".join(command), level=2)
-            try:
-                subprocess.run(command, check=True)
-                break
-            except (OSError, subprocess.CalledProcessError) as problem:
-                target.unlink(missing_ok=True)
-                last = place == len(commands)
-                if last and not ext.optional:
-                    raise
-                print(f"csrc: {problem}; going on without {ext.name if last else ' '.join(THREADS)}", file=sys.stderr)
-
-    def copy_extensions_to_source(self) -> None:
-        """For an editable installation: built beside the package, unless it could not be built."""
-        for ext in self.extensions:
-            built = Path(self.build_lib, self.get_ext_filename(ext.name))
-            if built.is_file():
-                shutil.copyfile(built, self.get_ext_filename(ext.name))
-
-
-class Wheel(bdist_wheel):
-    """A wheel for every Python 3: with the library it is bound to the platform alone."""
-
-    def get_tag(self) -> tuple[str, str, str]:
-        """py3-none-<platform>, or py3-none-any."""
-        return "py3", "none", super().get_tag()[2]
-
-
 def wanted(variable: str, compiler: str | None, needed: str) -> str:
     """What an environment variable asks for: auto, force or skip; skip without a compiler."""
     value = os.environ.get(variable, "auto")
@@ -92,17 +47,77 @@ def wanted(variable: str, compiler: str | None, needed: str) -> str:
     return value if compiler else "skip"
 
 
-def extensions() -> list[Extension]:
-    """The libraries that are wanted and can be built."""
+def libraries() -> dict[str, bool]:
+    """{library: whether the build may go on without it}, for those that are wanted and can be built."""
     searched = "nvcc in $CUDA_HOME, $CUDA_PATH, /usr/local/cuda or on the path"
-    cuda = wanted("FB_BUILD_CUDA", nvcc(), searched)
-    cpu = wanted("FB_BUILD_CPU", cxx(), "a C++ compiler on the path or in $CXX")
-    sources, headers = (sorted(map(str, CSRC.glob(pattern))) for pattern in ("*.cu", "*.*h"))
-    built = [Extension(CUDA, sources, depends=headers, optional=cuda == "auto")] if cuda != "skip" else []
-    if cpu != "skip":
-        built.append(Extension(CPU, [str(CSRC / "cpu.cpp")], depends=headers, optional=cpu == "auto"))
-    return built
+    choices = {
+        CUDA: wanted("FB_BUILD_CUDA", nvcc(), searched),
+        CPU: wanted("FB_BUILD_CPU", cxx(), "a C++ compiler on the path or in $CXX"),
+    }
+    return {name: choice == "auto" for name, choice in choices.items() if choice != "skip"}
 
 
-if __name__ == "__main__":  # the search for nvcc is for others too
-    setup(ext_modules=extensions(), cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel})
+def compile_library(name: str, target: Path, optional: bool) -> None:
+    """Compile csrc/*.cu for all architectures, or csrc/cpu.cpp, by one call of the compiler."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    commands = [[str(cxx()), *CPU_FLAGS, *THREADS], [str(cxx()), *CPU_FLAGS]]
+    if name == CUDA:
+        code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
+        commands = [[str(nvcc()), *FLAGS, *code, "--threads", "0"]]
+    for number, command in enumerate(commands, 1):
+        command += [*SOURCES[name], "-o", str(target)]
+        print(" ".join(command), flush=True)
+        try:
+            subprocess.run(command, check=True)
+            break
+        except (OSError, subprocess.CalledProcessError) as problem:
+            target.unlink(missing_ok=True)
+            last = number == len(commands)
+            if last and not optional:
+                raise
+            print(f"csrc: {problem}; going on without {name if last else ' '.join(THREADS)}", file=sys.stderr)
+
+
+def file_of(name: str) -> str:
+    """A library's path in the package, the same for every Python: it knows none."""
+    return str(Path(*name.split("."))) + ".so"
+
+
+def build_in_place() -> None:
+    """Compile the libraries beside the package."""
+    for name, optional in libraries().items():
+        compile_library(name, Path(file_of(name)), optional)
+
+
+if __name__ == "__main__":  # what is above is for others too, and needs no setuptools
+    from setuptools import Extension, setup
+    from setuptools.command.bdist_wheel import bdist_wheel
+    from setuptools.command.build_ext import build_ext
+
+    class BuildLibrary(build_ext):
+        """Each shared library by one call of its compiler, with no Python in it."""
+
+        def get_ext_filename(self, fullname: str) -> str:
+            return file_of(fullname)
+
+        def build_extension(self, ext: Extension) -> None:
+            compile_library(ext.name, Path(self.get_ext_fullpath(ext.name)), ext.optional)
+
+        def copy_extensions_to_source(self) -> None:
+            """For an editable installation: built beside the package, unless it could not be built."""
+            for ext in self.extensions:
+                built = Path(self.build_lib, file_of(ext.name))
+                if built.is_file():
+                    shutil.copyfile(built, file_of(ext.name))
+
+    class Wheel(bdist_wheel):
+        """A wheel for every Python 3: with the library it is bound to the platform alone."""
+
+        def get_tag(self) -> tuple[str, str, str]:
+            return "py3", "none", super().get_tag()[2]
+
+    headers = sorted(map(str, CSRC.glob("*.*h")))
+    extensions = [
+        Extension(name, SOURCES[name], depends=headers, optional=optional) for name, optional in libraries().items()
+    ]
+    setup(ext_modules=extensions, cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel})

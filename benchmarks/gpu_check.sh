@@ -103,7 +103,7 @@ part() {
   case $1 in
     build)
       arch=$("$PYTHON" -c "import torch; print('sm_%d%d' % torch.cuda.get_device_capability())")
-      beside "$CORES" build 150 env FB_BUILD_CUDA=force FB_BUILD_CPU=auto "$PYTHON" setup.py -q build_ext --inplace
+      beside "$CORES" build 150 env FB_BUILD_CUDA=force FB_BUILD_CPU=auto "$PYTHON" -c "import setup; setup.build_in_place()"
       for file in benchmarks/aot/*.py; do
         op=$(basename "$file" .py)
         [[ ! -e fb_kernels/$op ]] || beside "$CORES" "compile_$op" 150 "$PYTHON" -m benchmarks.aot "$op" --arch "$arch" --quick

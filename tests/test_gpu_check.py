@@ -18,7 +18,7 @@ case "$*" in
   *test_hangs_gpu*) sleep 60 ;;
   *summary*) echo "a table of $(ls "$3")" ;;
   *get_device_capability*) echo "sm_90" ;;
-  *build_ext*) test "$FB_BUILD_CUDA" = force && sleep 1; echo "built" ;;
+  *build_in_place*) test "$FB_BUILD_CUDA" = force && sleep 1; echo "built" ;;
   *benchmarks.aot*) sleep 1; echo "$3 for $5, 9 compiled" ;;
   *--check*) printf 'op  right\nswiglu  yes\n' ;;
   *"--peers compiled"*) echo "compiled peers of $3" ;;

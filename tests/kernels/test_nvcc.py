@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 import setup
@@ -24,7 +30,22 @@ def test_the_compiler_is_found_where_it_may_lie(tmp_path, monkeypatch):
     assert setup.nvcc() is None
     monkeypatch.setenv("FB_BUILD_CUDA", "force")
     with pytest.raises(SystemExit, match=r"FB_BUILD_CUDA=force: expected nvcc in \$CUDA_HOME, .* got none; install it"):
-        setup.extensions()
+        setup.libraries()
+
+
+def test_a_python_with_an_old_setuptools_or_none_builds_in_place(tmp_path):
+    """Ubuntu 24.04 ships setuptools 68, which refuses pyproject.toml, and lacks it in a virtual environment."""
+    root = Path(setup.__file__).parent
+    shutil.copy(root / "setup.py", tmp_path)
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "cpu.cpp").touch()
+    compiler = tmp_path / "cxx"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho "$@" > "$last"\n')
+    compiler.chmod(0o755)
+    code = 'import sys; sys.modules["setuptools"] = None; import setup; setup.build_in_place()'
+    chosen = {"CXX": str(compiler), "FB_BUILD_CUDA": "skip", "FB_BUILD_CPU": "force", "PYTHONPATH": ""}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | chosen, check=True)
+    assert "csrc/cpu.cpp" in (tmp_path / "fb_kernels" / "libfb_cpu.so").read_text()
 
 
 @pytest.mark.slow
