@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -126,16 +128,21 @@ def _why_no_triton(device: str) -> str:
         return "the kernels need compute capability 8.0"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "triton runs CPU tensors only under TRITON_INTERPRET=1"
-    return _why_no_compiler() if device == "cuda" else ""
+    return _why_no_launcher() if device == "cuda" else ""
 
 
-def _why_no_compiler() -> str:
-    """Whether Triton lacks a compiler of the C in which it calls the driver; empty where it has one."""
+def _why_no_launcher() -> str:
+    """What Triton lacks to compile the C in which it calls the driver; empty where it has a compiler and Python.h."""
     given = os.environ.get("CC")
-    if any(map(shutil.which, [given] if given else ["gcc", "clang"])):
+    if not any(map(shutil.which, [given] if given else ["gcc", "clang"])):
+        got = f"CC={given}, which is not found" if given else "none"
+        return f"triton needs a C compiler, got {got}: install gcc or set CC"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does on Debian
+    include = sysconfig.get_paths(scheme=scheme)["include"]
+    others = (os.environ.get(name, "").split(os.pathsep) for name in ("CPATH", "C_INCLUDE_PATH"))  # of the compiler
+    if any(Path(folder, "Python.h").is_file() for folder in (include, *chain(*others)) if folder):
         return ""
-    got = f"CC={given}, which is not found" if given else "none"
-    return f"triton needs a C compiler, got {got}: install gcc or set CC"
+    return f"triton needs Python.h, got none in {include}: install python{sysconfig.get_python_version()}-dev"
 
 
 @contextmanager

@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -233,6 +234,14 @@ def test_a_kernel_that_ran_is_seen() -> None:
     assert ran == {"swiglu": "triton"}
 
 
+@pytest.fixture
+def triton_is_asked_again() -> Iterator[None]:
+    backend._why_no_triton.cache_clear()
+    yield
+    backend._why_no_triton.cache_clear()
+
+
+@pytest.mark.usefixtures("triton_is_asked_again")
 @pytest.mark.parametrize(
     ("given", "found", "why"),
     [
@@ -244,19 +253,36 @@ def test_a_kernel_that_ran_is_seen() -> None:
     ],
 )
 def test_triton_needs_a_c_compiler(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, found: tuple[str, ...], why: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, found: tuple[str, ...], why: str
 ) -> None:
     if given is None:
         monkeypatch.delenv("CC", raising=False)
     else:
         monkeypatch.setenv("CC", given)
     monkeypatch.setattr(backend.shutil, "which", lambda name: name if name in found else None)
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    (tmp_path / "Python.h").touch()
+    assert backend._why_no_triton("cuda") == why
+    assert "compiler" not in backend._why_no_triton("cpu")
+
+
+@pytest.mark.usefixtures("triton_is_asked_again")
+@pytest.mark.parametrize("scheme", ["posix_prefix", "posix_local"])
+def test_triton_needs_the_header_of_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scheme: str) -> None:
+    """In the folder where Triton itself looks for it, or where the compiler does."""
+    folders = {"posix_prefix": str(tmp_path), "posix_local": str(tmp_path / "local")}
+    monkeypatch.setattr(backend.shutil, "which", str)
+    monkeypatch.setattr(backend.sysconfig, "get_default_scheme", lambda: scheme)
+    monkeypatch.setattr(backend.sysconfig, "get_paths", lambda scheme: {"include": folders[scheme]})
+    for name in ("CC", "CPATH", "C_INCLUDE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    version = ".".join(map(str, sys.version_info[:2]))
+    why = f"triton needs Python.h, got none in {tmp_path}: install python{version}-dev"
+    assert backend._why_no_triton("cuda") == why
+    assert backend.chosen("rms_norm", "cuda") == ("reference", why)
+    (tmp_path / "Python.h").touch()
     backend._why_no_triton.cache_clear()
-    try:
-        assert backend._why_no_triton("cuda") == why
-        assert "compiler" not in backend._why_no_triton("cpu")
-    finally:
-        backend._why_no_triton.cache_clear()
+    assert backend._why_no_triton("cuda") == ""
 
 
 @pytest.mark.parametrize(
