@@ -1,12 +1,11 @@
-"""Deployment at batch one: a greedy step, a rerank event, and whole problems with each method, as in the paper."""
+"""Deployment at batch one: a greedy step, whole generations, and a rerank event."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -16,14 +15,11 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel, Qwen3Config, StaticCache
 
-from benchmarks import harness, llama_cpp, peers, shapes, summary
+from benchmarks import harness, llama_cpp, peers, shapes
 from benchmarks.harness import OURS, Goal, Implementation, Timing
 from benchmarks.shapes import CANDIDATES
 from fb_core import (
-    CollaborativeDecoder,
     FutureBridgeSelector,
-    Generation,
-    LLMPreference,
     LocalLLM,
     RequestPolicy,
     Selector,
@@ -35,15 +31,12 @@ from fb_core.decoding import LowLatencyDecoder
 from fb_core.engine.loop import Loop
 from fb_core.engine.model import Part
 from fb_core.engine.pages import pages_of
-from fb_core.pool import Pool, PoolKind
-from fb_core.selectors import ScoringSelector, State
 
 NEVER = RequestPolicy(math.inf)
 READ = "the weights, read by a sum"
 STEPS = 32 if shapes.ON_GPU else 8  # per timed call
 NEW = 64  # new tokens per call of generate
 PROMPT = 64
-CHECKED = 64 if shapes.ON_GPU else 1200  # maximum tokens of a whole problem that are compared
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +136,9 @@ def settled(model: PreTrainedModel, wide: PreTrainedModel, ids: Tensor, new: Ten
     """How many greedy tokens after ids come before the first near tie: two largest logits that rounding may swap."""
     sequence = torch.cat([ids, new])[None, :-1]
     with torch.no_grad():
-        plain, truth = (lm(sequence, logits_to_keep=len(new)).logits[0].double() for lm in (model, wide))
+        plain, truth = (
+            lm(sequence.to(lm.device), logits_to_keep=len(new)).logits[0].double().cpu() for lm in (model, wide)
+        )
     top = truth.topk(2).values
     near = (top[:, 0] - top[:, 1] <= 2 * harness.max_error(plain, truth)).nonzero()
     return int(near[0]) if len(near) else len(new)
@@ -334,79 +329,3 @@ def test_rerank_over_a_cache(compare: Callable, endless: PreTrainedModel, p: int
         tolerance=max(harness.allowed_error(plain, (expected,) * len(plain)), 1e-4),
         dtype=endless.dtype,
     )
-
-
-# --- whole problems ---------------------------------------------------------------------------------------------------
-
-
-class NaivePEFT(ScoringSelector):
-    """The reranker as plain PEFT runs it: the whole prefix again for every candidate, no cache."""
-
-    def __init__(self, reranker: TokenReranker) -> None:
-        self.reranker = reranker
-
-    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
-        head = self.reranker.head.detach()
-        return [
-            peers.rerank_full_forwards(self.reranker.adapted, head, state.tokens, pool.ids).float()
-            for state, pool in zip(states, pools, strict=True)
-        ]
-
-
-def calibrated(slm: PreTrainedModel, ids: Tensor, new: int) -> RequestPolicy:
-    """The policy that would ask EVENTS times in a greedy generation."""
-    ours = Ours(decoder(slm).loop, ids)
-    ours.again()
-    entropies = [ours.next() for _ in range(new)]
-    return RequestPolicy.calibrate(entropies, 1 - shapes.EVENTS / new)
-
-
-@pytest.mark.parametrize("new", shapes.PROBLEMS)
-def test_end_to_end(compare: Callable, endless: PreTrainedModel, new: int) -> None:
-    """Calls, pools and latency per problem for each method; SLM and LLM on one device."""
-    llm = shapes.random_model(Qwen3Config(**shapes.LLM), 2)
-    reranker, ids = peers.as_trained(endless), tokens(endless, PROMPT)
-    policy = calibrated(endless, ids, new)
-    methods: dict[str, tuple[Selector, RequestPolicy, PoolKind]] = {
-        OURS: (FutureBridgeSelector(reranker), policy, "joint"),
-        "greedy": (SLMPreference(), NEVER, "joint"),
-        "S2T": (LLMPreference(), policy, "slm"),
-        "FutureBridge, naive PEFT": (NaivePEFT(reranker), policy, "joint"),
-    }
-    decoders = {
-        name: LowLatencyDecoder(endless, llm, selector, asked, pool=pool)
-        for name, (selector, asked, pool) in methods.items()
-    }
-    last: dict[str, Generation] = {}
-
-    def run(name: str) -> Tensor:
-        last[name] = decoders[name].generate(ids, new)
-        return last[name].token_ids
-
-    wide, expected = copy.deepcopy(endless).to(shapes.WIDE), {}
-    for name, (selector, asked, pool) in methods.items():
-        plain = CollaborativeDecoder(endless, llm, selector, asked, pool=pool).generate(ids, min(CHECKED, new))
-        events = [event.step for event in plain.events] if shapes.ON_GPU else []  # bfloat16 scores may nearly tie too
-        expected[name] = plain.token_ids[: min([settled(endless, wide, ids, plain.token_ids), *events])]
-    del wide
-
-    def counted(name: str) -> dict[str, float]:
-        """Counts from the method's last run; every event appends one token, chosen from its pool."""
-        events, kept = last[name].events, torch.cuda.memory_allocated() if shapes.ON_GPU else 0
-        pool = sum(len(event.pool) for event in events) / max(1, len(events))
-        return {"calls": len(events), "mean pool": pool, "appended": len(events), "resident bytes": kept}
-
-    results = compare(
-        "end_to_end",
-        f"{PROMPT} + {new} tokens, SLM {endless.num_parameters() / 1e6:,.0f}M, LLM {llm.num_parameters() / 1e6:,.0f}M",
-        {name: Implementation(partial(run, name), expected[name]) for name in methods},
-        rounds=3,
-        tolerance=0.0,
-        timing=Timing.EAGER,
-        dtype=shapes.DTYPE,
-        details=counted,
-        notes=[
-            f"tokens compared, up to the first near tie or event: {', '.join(f'{len(x)}' for x in expected.values())}"
-        ],
-    )
-    print(*summary.cost_table([asdict(row) for row in results]), sep="\n")

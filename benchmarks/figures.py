@@ -264,7 +264,7 @@ def render_benchmarks(text: str, root: Path = ROOT) -> str:
 
 def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The cost of whole problems by method, from a device's result files."""
-    return cost_table(results["decode"]["cases"]) if "decode" in results else []
+    return cost_table([case for result in results.values() for case in result["cases"]])
 
 
 def quantiles(worlds: Sequence[Run]) -> list[str]:

@@ -13,11 +13,11 @@ VISIT=${VISIT:-10}
 BY_WORTH=build,check,head,attention,decode,scorer,neighbours,kernels
 case $VISIT in
   10) ;;
-  30) BY_WORTH+=,tests,training,compiled ;;
-  60) BY_WORTH+=,tests,training,compiled,counters,tune ;;
+  30) BY_WORTH+=,tests,end_to_end,training,compiled ;;
+  60) BY_WORTH+=,tests,end_to_end,training,compiled,counters,tune ;;
   *) echo "VISIT: expected 10, 30 or 60 minutes, got $VISIT; choose the shorter one" >&2 && exit 2 ;;
 esac
-KNOWN=build,check,head,attention,decode,scorer,neighbours,kernels,tests,training,compiled,counters,tune
+KNOWN=build,check,head,attention,decode,scorer,neighbours,kernels,tests,end_to_end,training,compiled,counters,tune
 PARTS=${PARTS:-$BY_WORTH}
 OUT=${OUT:-build/gpu_check}
 RESULTS=${RESULTS:-benchmarks/results} LIMIT=${LIMIT:-$((VISIT * 60 - 30))} PYTHON=${PYTHON:-python3}
@@ -118,6 +118,7 @@ part() {
     head) bench head 90 linear_logprob eager ;;
     attention) bench attention 90 branch_attention eager ;;
     decode) bench decode 120 decode eager ;;
+    end_to_end) bench end_to_end 120 end_to_end eager ;;
     scorer) bench scorer 120 scorer eager ;;
     neighbours) bench neighbours 60 neighbours eager ;;
     kernels)

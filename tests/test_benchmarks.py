@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ABSENT = r"ModuleNotFoundError: .*|NotImplementedError: .* CUDA only|TypeError: this version of trl wants outputs"
 OPS = {
     "branch_attention": {"branch_attention", "branch_attention_backward"},
-    "decode": {"decode_step", "generate", "rerank_event", "end_to_end"},
+    "decode": {"decode_step", "generate", "rerank_event"},
+    "end_to_end": {"end_to_end"},
     "engine": {"problems_at_once"},
     "linear_logprob": {"linear_logprob", "linear_logprob_backward"},
     "neighbours": {"rms_norm", "qk_norm_rope", "swiglu", "merge_attention_states", "candidate_head", "topk_entropy"}
