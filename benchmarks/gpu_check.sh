@@ -12,9 +12,9 @@ cd "$(dirname "$0")/.."
 VISIT=${VISIT:-10}
 BY_WORTH=build,check,head,attention,decode,scorer,neighbours,kernels
 case $VISIT in
-  10) ;;
-  30) BY_WORTH+=,tests,end_to_end,training,compiled ;;
-  60) BY_WORTH+=,tests,end_to_end,training,compiled,counters,tune ;;
+  10) HALVES=2 ;;
+  30) HALVES=3 BY_WORTH+=,tests,end_to_end,training,compiled ;;
+  60) HALVES=4 BY_WORTH+=,tests,end_to_end,training,compiled,counters,tune ;;
   *) echo "VISIT: expected 10, 30 or 60 minutes, got $VISIT; choose the shorter one" >&2 && exit 2 ;;
 esac
 KNOWN=build,check,head,attention,decode,scorer,neighbours,kernels,tests,end_to_end,training,compiled,counters,tune
@@ -44,13 +44,13 @@ fi
 
 left() { echo $((LIMIT - SECONDS)); }
 
-# perform NAME LIMIT COMMAND...: runs a command for at most LIMIT seconds in a visit of 10 minutes, twice that in a longer one.
-# Its output, and a line on how it ended, go to files named after it.
+# perform NAME LIMIT COMMAND...: runs a command for at most LIMIT seconds in a visit of 10 minutes, 1.5 times that in 30 minutes
+# and twice that in 60: the limits of a visit's parts add up to no more than the visit. Its output, and a line on how it ended, go to files named after it.
 perform() {
-  local name=$1 limit=$(($2 * (LIMIT > 570 ? 2 : 1))) began=$SECONDS code ended="ok"
+  local name=$1 limit=$(($2 * HALVES / 2)) began=$SECONDS code ended="ok"
   local output=$OUT/parts/$name.txt line=$OUT/parts/$name.line
   shift 2
-  echo "=== $name: $*" > "$output"
+  echo "=== $name: at most $limit s: $*" > "$output"
   if (($(left) < 15)); then
     echo "$name: not begun, $LIMIT s are over" > "$line"
     return
@@ -103,27 +103,27 @@ part() {
   case $1 in
     build)
       arch=$("$PYTHON" -c "import torch; print('sm_%d%d' % torch.cuda.get_device_capability())")
-      beside "$CORES" build 150 env FB_BUILD_CUDA=force FB_BUILD_CPU=auto "$PYTHON" -c "import setup; setup.build_in_place()"
+      beside "$CORES" build 100 env FB_BUILD_CUDA=force FB_BUILD_CPU=auto "$PYTHON" -c "import setup; setup.build_in_place()"
       for file in benchmarks/aot/*.py; do
         op=$(basename "$file" .py)
-        [[ ! -e fb_kernels/$op ]] || beside "$CORES" "compile_$op" 150 "$PYTHON" -m benchmarks.aot "$op" --arch "$arch" --quick
+        [[ ! -e fb_kernels/${op%_backward} ]] || beside "$CORES" "compile_$op" 100 "$PYTHON" -m benchmarks.aot "$op" --arch "$arch" --quick
       done
       wait
       collect
       ;;
     check)
-      run check 200 "$PYTHON" -m fb_kernels.env --check
+      run check 80 "$PYTHON" -m fb_kernels.env --check
       tail -n +2 "$OUT/parts/check.txt" | cut -c1-200
       ;;
-    head) bench head 90 linear_logprob eager ;;
-    attention) bench attention 90 branch_attention eager ;;
-    decode) bench decode 120 decode eager ;;
+    head) bench head 70 linear_logprob eager ;;
+    attention) bench attention 85 branch_attention eager ;;
+    decode) bench decode 80 decode eager ;;
     end_to_end) bench end_to_end 120 end_to_end eager ;;
-    scorer) bench scorer 120 scorer eager ;;
-    neighbours) bench neighbours 60 neighbours eager ;;
+    scorer) bench scorer 75 scorer eager ;;
+    neighbours) bench neighbours 40 neighbours eager ;;
     kernels)
-      bench head_kernels 60 linear_logprob eager --kernels
-      bench attention_kernels 60 branch_attention eager --kernels
+      bench head_kernels 20 linear_logprob eager --kernels
+      bench attention_kernels 20 branch_attention eager --kernels
       ;;
     tests)
       for file in tests/gpu/test_*_gpu.py; do
@@ -135,15 +135,15 @@ part() {
       wait
       collect
       ;;
-    training) bench training 120 training eager ;;
+    training) bench training 90 training eager ;;
     compiled)
-      bench head_compiled 90 linear_logprob compiled
-      bench attention_compiled 90 branch_attention compiled
-      bench neighbours_compiled 90 neighbours compiled
-      bench decode_compiled 120 decode compiled -k decode_step
+      bench head_compiled 50 linear_logprob compiled
+      bench attention_compiled 50 branch_attention compiled
+      bench neighbours_compiled 40 neighbours compiled
+      bench decode_compiled 80 decode compiled -k decode_step
       ;;
     counters) run counters 240 "$PYTHON" -m benchmarks.counters ;;
-    tune) run tune 480 "$PYTHON" -m benchmarks.tune --seconds 40 --output "$OUT/tuned" ;;
+    tune) run tune 360 "$PYTHON" -m benchmarks.tune --seconds 40 --output "$OUT/tuned" ;;
   esac
 }
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,9 @@ def tree(tmp_path: Path) -> Path:
         path = tmp_path / "tests" / "gpu" / f"test_{name}_gpu.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    for name in ("swiglu", "rms_norm"):
-        (tmp_path / "fb_kernels" / name).mkdir(parents=True)
-        (tmp_path / "benchmarks" / "aot").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "benchmarks" / "aot").mkdir(parents=True)
+    for name in ("swiglu", "rms_norm", "rms_norm_backward"):
+        (tmp_path / "fb_kernels" / name.removesuffix("_backward")).mkdir(parents=True, exist_ok=True)
         (tmp_path / "benchmarks" / "aot" / f"{name}.py").touch()
     (tmp_path / "benchmarks" / "aot" / "compiler.py").touch()
     shutil.copy(SCRIPT, tmp_path / "benchmarks")
@@ -83,7 +84,7 @@ def test_compilers_run_beside_each_other_before_all_else(tree: Path) -> None:
     done = visit(tree, PARTS="build,check")
     rows = lines(done)
     assert done.returncode == 0, done.stdout
-    assert list(rows) == ["build", "compile_rms_norm", "compile_swiglu", "check"]
+    assert list(rows) == ["build", "compile_rms_norm", "compile_rms_norm_backward", "compile_swiglu", "check"]
     assert rows["compile_swiglu"].endswith("swiglu for sm_90, 9 compiled")
     assert "op  right\nswiglu  yes\n" in done.stdout
     pieces = [tree / "out" / "parts" / f"{name}.txt" for name in ("build", "compile_rms_norm", "compile_swiglu")]
@@ -99,9 +100,16 @@ def test_a_longer_visit_does_more(tree: Path, minutes: str, last: str) -> None:
     assert done.returncode == 0, done.stdout
     rows = list(lines(done))
     assert rows[-1] == last
-    begin = ["build", "compile_rms_norm", "compile_swiglu", "check", "head", "attention", "decode", "scorer"]
+    compilers = ["build", "compile_rms_norm", "compile_rms_norm_backward", "compile_swiglu"]
+    begin = [*compilers, "check", "head", "attention", "decode", "scorer"]
     assert rows[: len(begin)] == begin
     assert ("test_works" in rows) == (minutes != "10")
+    log = (tree / "out" / "log.txt").read_text()
+    limits = {name: int(limit) for name, limit in re.findall(r"^=== (\w+): at most (\d+) s", log, re.MULTILINE)}
+    assert list(limits) == rows
+    beside = [compilers, [name for name in rows if name in ("test_works", "contract")]]
+    one_by_one = sum(limit for name, limit in limits.items() if name not in chain(*beside))
+    assert one_by_one + sum(max(map(limits.get, names), default=0) for names in beside) <= 60 * int(minutes) - 30
     assert (tree / "out" / "results" / "written.json").is_file()
 
 
