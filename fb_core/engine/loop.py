@@ -351,7 +351,8 @@ class Loop:
         logits = self.step.logits[task.step_row : task.step_row + 1].to(torch.float32, copy=True)
         answer = None
         if self._threads is not None:
-            answer = self._threads.submit(_asked_for, task, self.intervention.pools, [state], logits)
+            made = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
+            answer = self._threads.submit(_asked_elsewhere, task, self.intervention.pools, [state], logits, made)
         task.asking = Asking(state, logits, self.step.begun, answer)
 
     def _serve(self, changed: list[Task]) -> None:
@@ -417,6 +418,27 @@ def _asked_for(task: Task, ask: Ask, states: Sequence[State], logits: Tensor) ->
         return ask(states, logits)
     finally:
         GONE.reset(before)
+
+
+def _asked_elsewhere(
+    task: Task, ask: Ask, states: Sequence[State], logits: Tensor, made: torch.cuda.Event | None
+) -> Sequence[Pool] | OSError:
+    """`_asked_for` in another thread, which has a stream of its own.
+
+    Args:
+        task: whose event it is.
+        ask: makes the pools.
+        states: of the event.
+        logits: likewise.
+        made: on a GPU: what they are complete after. The pools are complete when this returns.
+    """
+    if made is None:
+        return _asked_for(task, ask, states, logits)
+    stream = torch.cuda.current_stream(logits.device)
+    stream.wait_event(made)
+    pools = _asked_for(task, ask, states, logits)
+    stream.synchronize()
+    return pools
 
 
 def _pages(pair: Pair, rows: int, length: int, memory: int | None) -> int:

@@ -66,6 +66,7 @@ class PagedModel:
         self.graphs = Graphs(model.device, capture)
         self._read: list[tuple[int, int | None]] = []
         self._buffers: dict[int, Packed] = {}
+        self._extended = torch.cuda.Event() if model.device.type == "cuda" else None  # the end of the last `extend`
         self._frequencies: Tensor | None = None  # what the rotary tables were computed from
         self._turned: tuple[int | None, float] = (None, 1.0)  # the version of that tensor, and the tables' scale
         self.refresh()
@@ -177,10 +178,18 @@ class PagedModel:
         Returns:
             [G, D]: the residual stream after the last token of each.
         """
+        self.order()
         streams = self.layers[0].o.weight.new_empty(len(parts), self.width)
         for chunk in _chunks(parts):
             streams[[index for index, _ in chunk]] = self._extend([part for _, part in chunk])
+        if self._extended is not None:
+            self._extended.record(torch.cuda.current_stream(self.graphs.device))
         return streams
+
+    def order(self) -> None:
+        """Make what this thread enqueues wait for the last `extend`, on whichever stream that ran."""
+        if self._extended is not None:
+            torch.cuda.current_stream(self.graphs.device).wait_event(self._extended)
 
     def _extend(self, parts: Sequence[Part]) -> Tensor:
         """`extend` in one forward; in a captured one, padding rows are a branch of an empty sequence."""

@@ -165,7 +165,8 @@ class DecodeStep:
         self.clear(row)
 
     def order(self) -> None:
-        """Make what this thread enqueues wait for the last step, on whichever stream that ran."""
+        """Make what this thread enqueues wait for the last step and `extend`, on whichever streams those ran."""
+        self.model.order()
         if self.ended and self.begun:
             torch.cuda.current_stream(self.logits.device).wait_event(self.ended[(self.begun - 1) % RING])
 

@@ -11,8 +11,9 @@ import threading
 import time
 import warnings
 import weakref
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,11 +23,12 @@ from test_decoding import NEVER, Mixed
 from tiny import EOS, V, prompts, tiny
 
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy, SLMPreference
+from fb_core.engine import loop
 from fb_core.engine.engine import Engine
 from fb_core.engine.large import PagedLLM
-from fb_core.engine.model import PagedModel
+from fb_core.engine.model import PagedModel, Part
 from fb_core.engine.pages import SIZE, Pages, pages_of
-from fb_core.engine.step import RANKED
+from fb_core.engine.step import RANKED, DecodeStep
 from fb_core.llm import LLM
 from fb_core.pair import Pair
 
@@ -706,3 +708,52 @@ def test_an_engine_that_nobody_holds_ends():
     assert gone() is None
     thread.join(60)
     assert not thread.is_alive()
+
+
+class Stream:
+    """Writes down what a stream of a GPU is asked, and the events that are recorded on it, which are words."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+    def synchronize(self):
+        self.log.append(f"{self.name} ends")
+
+
+class Recorded:
+    """An event of a GPU: the stream that it was recorded on last."""
+
+    stream = None
+
+    def record(self, stream):
+        self.stream = stream.name
+
+    def __str__(self):
+        return str(self.stream)
+
+
+def test_new_tokens_and_steps_wait_for_those_of_another_stream(monkeypatch):
+    log = []
+    slm, _ = models()
+    model = PagedModel(slm, 32, 4)
+    model._extended = Recorded()
+    monkeypatch.setattr(
+        model, "_extend", lambda parts: (log.append("extended"), torch.zeros(len(parts), model.width))[1]
+    )
+    step = DecodeStep(model, 20, 4, frozenset(), 1)
+    for name, act in (("a", model.extend), ("b", model.extend), ("c", lambda _: step.order())):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, name=name: Stream(name, log))
+        act([Part([1, 2], 0, [0])])
+    assert log == ["a waits for None", "extended", "b waits for a", "extended", "c waits for b"]
+
+
+def test_an_llm_elsewhere_is_asked_once_the_logits_are_there_and_its_pools_are_complete(monkeypatch):
+    log = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("worker", log))
+    task = SimpleNamespace(gone=Future())
+    pools = loop._asked_elsewhere(task, lambda *_: log.append("asked") or ["pool"], [], torch.zeros(1, 4), "logits")
+    assert pools == ["pool"]
+    assert log == ["worker waits for logits", "asked", "worker ends"]
