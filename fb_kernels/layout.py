@@ -87,7 +87,9 @@ class BranchLayout:
         max_prefix_len: hint, keys of the longest slice; a wrong one only costs time.
 
     Types, shapes and devices are checked here, values by the op: on the CPU once per layout, and again if a tensor was
-    changed in place; on a device they are never read.
+    changed in place; on a device they are never read. What follows from them is kept until a tensor's version changes.
+    A replayed graph or a kernel launched by other means changes values without it: then call
+    `torch.autograd.graph.increment_version` on the tensor, or launch the op in the graph too.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.

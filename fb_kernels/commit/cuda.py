@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fb_kernels import cuda
 
@@ -33,4 +34,5 @@ def commit_(
         "commit", tokens, tokens, tokens.stride(0), slots, length, halt, budget, token, entropy,
         threshold, steps[0], eos_ids, len(eos_ids), max_length, steps[1], outcome, steps[2], rows,
     )  # fmt: skip
+    increment_version((tokens, length, halt))  # as torch's own writes do: a layout may follow from a length
     return None

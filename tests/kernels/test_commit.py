@@ -43,6 +43,16 @@ def step(
     )
 
 
+@of_every_way
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_written_has_a_new_version(way: str, inference: bool) -> None:
+    with running(way), torch.inference_mode(inference):
+        mine = state([3])
+        step(mine, 5, 0.5)
+    assert mine.length.tolist() == [4]
+    assert inference or min(mine.tokens._version, mine.length._version) > 0  # inference tensors have none
+
+
 def assert_same(one: DecodeState, other: DecodeState) -> None:
     for name, mine, expected in zip(one._fields, one, other, strict=True):
         assert torch.equal(mine, expected), name
