@@ -6,7 +6,8 @@ forward and backward. An operator gets only tensors; their identity leads it to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -61,6 +62,7 @@ class _Memory:
 
     indices: Indices
     made: dict[Hashable, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
+    fixed: list[dict[Hashable, Any]] = field(default_factory=list)  # name -> value, inside each `unchanged`
 
 
 _MEMORIES: WeakValueDictionary[tuple[int, ...], _Memory] = WeakValueDictionary()
@@ -177,6 +179,18 @@ class BranchLayout:
     def __reduce__(self) -> tuple[Any, ...]:
         return BranchLayout, (*self.indices, self.max_branch_len, self.max_prefix_len)
 
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Inside, nobody changes the tensors, and what follows is computed once, also in a graph's capture."""
+        if self._memory is None:
+            yield
+            return
+        self._memory.fixed.append({})
+        try:
+            yield
+        finally:
+            self._memory.fixed.pop()
+
     @property
     def indices(self) -> Indices:
         """The tensors in the order in which operators take them."""
@@ -192,9 +206,14 @@ def remembered(indices: Indices, name: Hashable, make: Callable[[], T]) -> T:
     """What `make` returns for the tensors; it is called once per layout, and again if a tensor was changed.
 
     On a device it is called once per stream; during graph capture every time, so that replays see the tensors' values
-    at that time.
+    at that time. Inside `BranchLayout.unchanged` it is called once.
     """
     memory = memory_of(indices)
+    if memory is not None and memory.fixed:
+        fixed = memory.fixed[-1]
+        if name not in fixed:
+            fixed[name] = make()
+        return fixed[name]
     if indices[0].is_cuda:
         if torch.cuda.is_current_stream_capturing():
             return make()

@@ -186,6 +186,13 @@ class PagedModel:
             self._extended.record(torch.cuda.current_stream(self.graphs.device))
         return streams
 
+    def warm(self) -> None:
+        """Capture the forwards over new tokens that `extend` would capture at their first use."""
+        if self.graphs.captures:
+            for size in BUCKETS:
+                lengths = [min(self.length, size - first) for first in range(0, size, self.length)]
+                self.extend([Part([0] * length, 0, [-1] * pages_of(length)) for length in lengths])  # writes nowhere
+
     def order(self) -> None:
         """Make what this thread enqueues wait for the last `extend`, on whichever stream that ran."""
         if self._extended is not None:
@@ -216,15 +223,21 @@ class PagedModel:
         ids = [token for part in parts for token in part.tokens]
         positions = [position for own in places for position in own]
         bounds = [0, *accumulate(lengths)]
-        absent = groups - len(parts)
-        numbers = Packed(
-            torch.tensor([[*row, *[fill] * (size - total)] for row, fill in ((ids, 0), (positions, 0), (slots, -1))]),
-            torch.tensor([*bounds, *[size] * absent], dtype=torch.int32),
-            torch.tensor([*(part.held for part in parts), *[0] * absent], dtype=torch.int32),
-            torch.tensor([[*part.pages, *[-1] * width][:width] for part in parts] + [[-1] * width] * absent).int(),
-            torch.tensor([*bounds[1:], *[size] * absent]) - 1,
+        absent, absent_rows = groups - len(parts), size - total
+        pieces = (
+            [*ids, *[0] * absent_rows, *positions, *[0] * absent_rows, *slots, *[-1] * absent_rows],
+            [*bounds, *[size] * absent],
+            [*(part.held for part in parts), *[0] * absent],
+            [page for part in parts for page in (*part.pages, *[-1] * width)[:width]] + [-1] * width * absent,
         )
-        return Packed(*(x.to(self.graphs.device) for x in numbers))
+        aligned = [[*piece, *[0] * (-len(piece) % 4)] for piece in pieces]  # to 16 bytes, as kernels are compiled for
+        together = torch.tensor([number for piece in aligned for number in piece], dtype=torch.int32)
+        if self.graphs.device.type == "cuda":  # one copy that the host does not wait for
+            together = together.pin_memory().to(self.graphs.device, non_blocking=True)
+        rows, cu_branch, held, table = (
+            whole[: len(piece)] for whole, piece in zip(together.split([*map(len, aligned)]), pieces, strict=True)
+        )
+        return Packed(rows.long().view(3, size), cu_branch, held, table.view(groups, width), cu_branch[1:].long() - 1)
 
     def _take(self, packed: Packed) -> Tensor:
         """The residual stream [G, D] after the last row of each sequence."""
@@ -236,16 +249,17 @@ class PagedModel:
             firsts,
             torch.zeros_like(packed.held),
             packed.held,
-            packed.table.view(groups, -1),
+            packed.table,
             max_branch_len=len(ids),
         )
         hidden: Tensor = self.decoder.embedding(ids)
         residual: Tensor | None = None
-        for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):
-            kept = keys.flatten(0, 1), values.flatten(0, 1), slots
-            q, k, v, residual = layer.before_attention(hidden, residual, positions, self.cos, self.sin, kept)
-            attended = branch_attention(q, k, v, keys, values, layout, window=layer.window, scale=layer.scale)
-            hidden, residual = layer.after_attention(attended, residual)
+        with layout.unchanged():
+            for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):
+                kept = keys.flatten(0, 1), values.flatten(0, 1), slots
+                q, k, v, residual = layer.before_attention(hidden, residual, positions, self.cos, self.sin, kept)
+                attended = branch_attention(q, k, v, keys, values, layout, window=layer.window, scale=layer.scale)
+                hidden, residual = layer.after_attention(attended, residual)
         assert residual is not None
         return (hidden + residual).index_select(0, packed.last)
 

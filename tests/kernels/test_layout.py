@@ -225,6 +225,24 @@ def test_tensors_of_inference_mode_are_read_every_time() -> None:
         assert not any(x.is_inference() for x in BranchLayout.of(BRANCHES, PREFIXES).indices if x is not None)
 
 
+def test_inside_unchanged_all_follows_once_from_tensors_that_show_no_change() -> None:
+    """As in the capture of a graph, where what follows is otherwise computed for every layer."""
+    with torch.inference_mode():
+        made, counts = BranchLayout(**indices()), []
+
+        def attended() -> None:
+            layout.remembered(made.indices, "tables", lambda: counts.append(0))
+
+        attended()
+        attended()
+        for _ in range(2):
+            with made.unchanged():
+                attended()
+                attended()
+        attended()
+    assert len(counts) == 5
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_know_their_own_values(copied: Callable[[BranchLayout], BranchLayout]) -> None:
     made, x = BranchLayout.of(BRANCHES, PREFIXES), torch.randn(ROWS, 4, 8)
