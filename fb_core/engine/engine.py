@@ -238,6 +238,11 @@ class Engine:
         finally:
             handle.cancel()
 
+    def warm(self) -> None:
+        """Make now, on a GPU, what the first sequences would wait for; only before any is submitted."""
+        if self.decoder.loop is not None:
+            self.decoder.loop.warm()
+
     def generate_many(self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096) -> list[Generation]:
         """The prompts' generations, in order; raises as `submit` and `Handle.result`, and then cancels the others."""
         handles: list[Handle] = []

@@ -198,6 +198,16 @@ class Loop:
         if self.large is not None:
             self.large.refresh()
 
+    def warm(self) -> None:
+        """Make on a GPU what the first sequences would wait for: the graphs of all forwards; nothing may run yet."""
+        self.step.warm()
+        if self.merged is not None:
+            self.merged.warm()
+        for model in (self.model, *([] if self.large is None else [self.large.paged])):
+            model.warm()
+            if model.graphs.captures:
+                torch.cuda.synchronize(model.graphs.device)
+
     def forget(self) -> None:
         """Share no pages of earlier sequences, so that what comes next has the same bits every time."""
         self.model.pages.forget()

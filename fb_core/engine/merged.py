@@ -78,6 +78,13 @@ class MergedReranker:
         self.layers, self._versions = layers, versions if tracked else None
 
     @torch.no_grad()
+    def warm(self) -> None:
+        """Capture the forwards that `scores_many` would capture at their first use."""
+        if self.model.graphs.captures:
+            for states in sorted({1 << (count - 1).bit_length() for count in range(1, STATES + 1)}):
+                self.model.graphs.ready(("rerank", states), partial(self._forward, states, ROWS))
+
+    @torch.no_grad()
     def scores_many(self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
         """As `TokenReranker.scores_many`; every prefix is in pages of the model from its first token on.
 

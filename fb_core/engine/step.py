@@ -206,6 +206,15 @@ class DecodeStep:
             for (halt, token, nats), top in zip(self.ring[slot, :count].tolist(), ranks, strict=False)
         ]
 
+    @torch.no_grad()
+    def warm(self) -> None:
+        """Capture the steps that `run` would capture at their first use."""
+        if self.model.graphs.captures:
+            self.order()
+            for rows in sorted({self._captured(count) for count in range(1, self.rows + 1)}):
+                for slot in range(RING):
+                    self._ready(rows, slot)
+
     def _captured(self, count: int) -> int:
         """The rows of a step for `count` sequences: rounded up to a power of 2 (at most all) if captured."""
         return min(self.rows, 1 << (count - 1).bit_length()) if self.model.graphs.captures else count

@@ -45,6 +45,7 @@ def load_server(settings: ServeSettings, *, loopback: bool) -> Application:
         on_llm_error=settings.on_llm_error,
         **loaded.options,
     )
+    engine.warm()
     if not LOG.handlers:
         LOG.addHandler(logging.StreamHandler())
         LOG.setLevel(logging.INFO)

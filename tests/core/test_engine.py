@@ -22,11 +22,20 @@ from hypothesis import strategies as st
 from test_decoding import NEVER, Mixed
 from tiny import EOS, V, prompts, tiny
 
-from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy, SLMPreference
+from fb_core import (
+    CollaborativeDecoder,
+    FutureBridgeSelector,
+    LLMPreference,
+    LocalLLM,
+    RequestPolicy,
+    SLMPreference,
+    TokenReranker,
+)
 from fb_core.engine import loop
 from fb_core.engine.engine import Engine
+from fb_core.engine.graphs import Graphs
 from fb_core.engine.large import PagedLLM
-from fb_core.engine.model import PagedModel, Part
+from fb_core.engine.model import BUCKETS, PagedModel, Part
 from fb_core.engine.pages import SIZE, Pages, pages_of
 from fb_core.engine.step import RANKED, DecodeStep
 from fb_core.llm import LLM
@@ -708,6 +717,32 @@ def test_an_engine_that_nobody_holds_ends():
     assert gone() is None
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_what_is_warm_captures_no_more(monkeypatch):
+    """A capture is only written down here, and its graph is the computation itself."""
+    captured = []
+
+    def capture(self, key, compute):
+        compute()
+        captured.append(key)
+        self._graphs[key] = SimpleNamespace(replay=compute)
+
+    monkeypatch.setattr(Graphs, "_capture", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    slm, llm = models()
+    reranker = FutureBridgeSelector(TokenReranker.from_base(slm, rank=2).eval())
+    asked = prompts(30, 5, 12, 7, 9)
+    want = alone(slm, llm, asked, 12, reranker)
+    fast = engine(slm, llm, reranker, max_batch=4, max_length=100)
+    for model in (fast.decoder.loop.model, fast.decoder.loop.large.paged):
+        model.graphs.captures = True
+    fast.warm()
+    assert len(captured) == len(set(captured)) + len(BUCKETS)  # both models have those
+    assert {key[0] for key in captured} == {"step", "rerank", "extend"}
+    warm = len(captured)
+    assert list(map(facts, fast.generate_many(asked, 12))) == want
+    assert len(captured) == warm
 
 
 class Stream:
