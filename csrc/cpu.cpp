@@ -10,6 +10,7 @@
 #include <cstring>
 #include <functional>
 #include <utility>
+#include <vector>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -37,20 +38,38 @@ constexpr int OUT_OF_MEMORY = 1, OTHER_LAYOUT = 2, OUT_OF_RANGE = 3;
 struct Memory {
   float* data = nullptr;
   int64_t size = 0;
-  ~Memory() { std::free(data); }
+  ~Memory() { resize(0); }
+
+  void resize(int64_t floats) {
+    std::free(data);
+    data = floats ? static_cast<float*>(std::aligned_alloc(64, floats * sizeof(float))) : nullptr;
+    size = data ? floats : 0;
+  }
 };
 
-// A buffer of so many floats, which is the thread's until its next call; null if there is no memory.
-float* scratch(int64_t size) {
-  static thread_local Memory memory;
-  if (size > memory.size || !memory.data) {
-    std::free(memory.data);
-    memory.size = (size + 1023) / 1024 * 1024 + 1024;
-    memory.data = static_cast<float*>(std::aligned_alloc(64, memory.size * sizeof(float)));
-    if (!memory.data) memory.size = 0;
+constexpr int64_t KEPT = 1 << 24;  // floats that a thread keeps for its next call at most
+thread_local Memory kept;
+
+// A buffer of so many floats for one call, one at a time in a thread; null if there is no memory.
+struct Scratch {
+  explicit Scratch(int64_t size) {
+    if (size > kept.size || !kept.data) kept.resize((size + 1023) / 1024 * 1024 + 1024);
   }
-  return memory.data;
-}
+  Scratch(const Scratch&) = delete;
+  ~Scratch() {
+    if (kept.size > KEPT) kept.resize(0);
+  }
+  float* data() const { return kept.data; }
+};
+
+struct Slots {  // no template, as what it instantiates is shared by all variants below
+  std::vector<int64_t> values;
+  void add(int64_t slot) { values.push_back(slot); }
+  bool distinct() {
+    std::sort(values.begin(), values.end());
+    return std::adjacent_find(values.begin(), values.end()) == values.end();
+  }
+};
 
 // Calls work(first, last) for pieces of [0, count) that begin at multiples of `unit`, on at most so many threads.
 template <typename Work>
@@ -208,14 +227,14 @@ struct Sequences {
       for (int64_t column = table.data ? first(s) / page : 0; table.data && column * page < held[s]; ++column)
         if (page_at(s, column) < 0 || page_at(s, column) >= pages) return false;
     }
+    Slots written;
     for (int64_t row = 0; row < rows; ++row) {
       if (positions[row] < 0 || positions[row] >= length) return false;
       if (!slots.data || slots[row] < 0) continue;
       if (slots[row] >= pages * page || holds(row / each, slots[row])) return false;
-      for (int64_t other = 0; other < row; ++other)
-        if (slots[other] == slots[row]) return false;
+      written.add(slots[row]);
     }
-    return true;
+    return written.distinct();
   }
 };
 

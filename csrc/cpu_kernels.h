@@ -411,7 +411,8 @@ static int skinny_linear(
   constexpr bool NARROW = sizeof(T) < sizeof(float);
   const bool apart = swiglu || NARROW;  // products lie in memory of their own
   const int64_t products_stride = apart ? outputs : out_stride;
-  float* result = scratch(rows * stride_of<F>(width) + (apart ? rows * outputs : 0));
+  const Scratch scratch(rows * stride_of<F>(width) + (apart ? rows * outputs : 0));
+  float* result = scratch.data();
   if (!result) return OUT_OF_MEMORY;
   auto input = (typename F::X*)(result + (apart ? rows * outputs : 0));
   if constexpr (!NARROW) result = apart ? result : out;
@@ -617,7 +618,8 @@ static int branch_attention_qkv(
   for (int64_t s = 0; s < in.count; ++s) keys += in.each * in.seen(s);
   threads = (int)std::max<int64_t>(1, std::min<int64_t>(threads, 2 * keys * in.heads * in.width / SHARE));
   const int64_t together = rows_together(in, threads), owned = scratch_of(in, together);
-  float* memory = scratch(threads * owned);
+  const Scratch scratch(threads * owned);
+  float* memory = scratch.data();
   if (!memory) return OUT_OF_MEMORY;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   share_heads(in, together, part(), parts(), [=, &in](int64_t row, int64_t rows, int64_t g) {
@@ -640,7 +642,8 @@ static int decoder_layer(
   const int64_t heads_stride = stride_of<F>(attention), inner_stride = stride_of<F>(inner);
   const int64_t together = rows_together(in, threads);
   const int64_t owned = padded(std::max(rows * stride_of<F>(model), scratch_of(in, together)));
-  float* qkv = scratch(rows * (all + 2 * model + 2 * inner + heads_stride + inner_stride) + threads * owned);
+  const Scratch scratch(rows * (all + 2 * model + 2 * inner + heads_stride + inner_stride) + threads * owned);
+  float* qkv = scratch.data();
   if (!qkv) return OUT_OF_MEMORY;
   float *stream = qkv + rows * all, *sum = stream + rows * model, *gates = sum + rows * model;
   float* of_threads = gates + rows * 2 * inner;
@@ -975,7 +978,8 @@ static int branch_attention(
   for (int64_t g = 0; g < layout.groups; ++g) blocks += (layout.first(g + 1) - layout.first(g) + most - 1) / most;
   threads = sharing(threads, blocks * kv_heads, layout.products(heads * width));
   const int64_t floats = Attended<F>::floats(room, width);
-  float* memory = scratch(threads * floats);
+  const Scratch scratch(threads * floats);
+  float* memory = scratch.data();
   if (!memory) return OUT_OF_MEMORY;
   auto attend = [=, &layout, &how](Attended<F>& of, int64_t h, int64_t g, int64_t first, int64_t stop) {
     const int64_t n = (stop - first) * repeat;
@@ -1037,7 +1041,8 @@ static int branch_attention_backward(
   const bool apart = !dprefix_k || !dprefix_v;  // then groups have no sum in common
   const int64_t pieces = kv_heads * (apart ? layout.groups : 1);
   threads = sharing(threads, pieces, layout.products(heads * width));
-  float* memory = scratch(threads * padded(floats));
+  const Scratch scratch(threads * padded(floats));
+  float* memory = scratch.data();
   if (!memory) return OUT_OF_MEMORY;
   auto undo = [=](int64_t place) {
 #pragma omp atomic write
@@ -1364,7 +1369,8 @@ static int linear_logprob(
     int64_t rows, int64_t width, int64_t vocabulary, int threads) {
   if (!targets_fit(target, wide, ignore_index, rows, vocabulary)) return OUT_OF_RANGE;
   const int64_t columns = padded(vocabulary), stride = padded(width);
-  float* input = scratch(weight ? rows * (stride + columns) : columns);
+  const Scratch scratch(weight ? rows * (stride + columns) : columns);
+  float* input = scratch.data();
   if (!input) return OUT_OF_MEMORY;
   float* logit = weight ? input + rows * stride : input;
   if (weight) {
@@ -1403,7 +1409,8 @@ static int linear_logprob_in_panels(
   const int64_t held = in_fews(std::min<int64_t>(rows, HELD));
   const int64_t owned = padded(held * (stride + CHUNK)) + stride * PANEL;
   threads = (int)std::min<int64_t>(threads, stretches);
-  float* memory = scratch(threads * owned + rows * (1 + stretches * (sizeof(Statistics) / sizeof(float))));
+  const Scratch scratch(threads * owned + rows * (1 + stretches * (sizeof(Statistics) / sizeof(float))));
+  float* memory = scratch.data();
   if (!memory) return OUT_OF_MEMORY;
   auto statistics = (Statistics*)(memory + threads * owned);  // [stretches, rows]
   auto picked = (float*)(statistics + stretches * rows);
@@ -1456,7 +1463,8 @@ static int qk_norm_rope(
     const int64_t position = entry(positions, wide_positions, row);
     if (position < 0 || position >= length) return OUT_OF_RANGE;
   }
-  float* buffer = scratch(width);
+  const Scratch scratch(width);
+  float* buffer = scratch.data();
   if (!buffer) return OUT_OF_MEMORY;
   for (int64_t row = 0; row < rows; ++row) {
     const float* x = qkv + row * qkv_stride;

@@ -93,7 +93,7 @@ def commit_(
     *written, budget = ((f"state.{name}", value) for name, value in state._asdict().items())
     if outcome is not None:
         checks.is_tensor(op, "outcome", outcome)
-        if not (state.tokens.is_cuda and outcome.is_cpu and outcome.is_pinned()):
+        if not (state.tokens.is_cuda and outcome.is_cpu and _may_be_pinned(outcome)):
             checks.same_device(op, "outcome", outcome, state.tokens)
         checks.shape(op, "outcome", outcome, (rows, 3), "[B, 3]", "give halt, token and entropy of each row a place")
         if outcome.dtype not in (torch.float32, torch.float64):
@@ -102,6 +102,11 @@ def commit_(
         written.append(("outcome", outcome))
     checks.apart(op, written, (budget, ("token", token), ("entropy", entropy), *limits))
     _commit(*state, token, entropy, threshold, eos_ids, max_length, outcome)
+
+
+def _may_be_pinned(outcome: Tensor) -> bool:
+    """Whether it is in pinned memory; in a capture, where the driver must not be asked, the call before it has told."""
+    return torch.cuda.is_current_stream_capturing() or outcome.is_pinned()
 
 
 _commit = Op(

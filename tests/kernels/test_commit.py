@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cases.commit import OP, make
 from ways import names, running
 
-from fb_kernels import DecodeState, Halt, commit_
+from fb_kernels import DecodeState, Halt, commit, commit_
 from fb_kernels.commit import reference
 
 NAN = math.nan
@@ -129,3 +130,11 @@ def test_a_refused_call_changes_nothing() -> None:
     with pytest.raises(ValueError, match=r"commit_: state\.length: expected lengths of 0 or more, got -1"):
         step(mine, 5, 0.5)
     assert_same(mine, state([2, -1]))
+
+
+def test_in_a_capture_the_driver_is_not_asked_whether_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    outcome = SimpleNamespace(is_pinned=lambda: asked.append(True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert commit._may_be_pinned(outcome)  # type: ignore[arg-type]
+    assert not asked

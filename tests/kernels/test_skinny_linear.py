@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from cases.base import Sizes
 from cases.skinny_linear import BOTH, OP, VARIANTS, make, scales, wide_chip
 from ways import names, running, with_dtypes
 
-from fb_kernels import cpu, skinny_linear
+from fb_kernels import backend, cpu, skinny_linear
 from fb_kernels.skinny_linear.naive import skinny_linear as naive
 from fb_kernels.testing import assert_close_to_reference, poisoned_memory
 
@@ -166,3 +168,17 @@ def test_any_number_of_threads_gives_the_bits_of_one(
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
             with poisoned_memory():
                 assert torch.equal(skinny_linear(**arguments), alone)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux for the memory in use")
+@pytest.mark.skipif(bool(cpu.why_not()), reason="no compiled kernels for the CPU")
+def test_a_large_buffer_is_not_kept_for_the_next_call() -> None:
+    def megabytes() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    x, weight = torch.randn(16, 1_200_000), torch.randn(1, 1_200_000)  # 77 MB of rows are normed there
+    with backend.override("cpu"):
+        skinny_linear(x[:, :64].contiguous(), weight[:, :64].contiguous(), norm_weight=weight[0, :64])
+        before = megabytes()
+        skinny_linear(x, weight, norm_weight=weight[0])
+        assert megabytes() - before < 40
