@@ -627,25 +627,26 @@ __global__ void __launch_bounds__(kThreads, E <= 128 ? 3 : 2) branch_attention_q
   wait_for_previous();
   const int held = call.held[unit.sequence];
   if (call.q_weight != nullptr) q_weight.load(static_cast<const T*>(call.q_weight));
-  if (split >= 0) {  // they need only positions, so they are prepared before keys and values
-    int position[kAhead<E>];
+  int position[kAhead<E>];
+  if (split >= 0) {
 #pragma unroll
     for (int i = 0; i < kAhead<E>; ++i)
       position[i] = call.positions[unit.query(call, min(warp + i * kWarps, unit.count - 1)).row];
-#pragma unroll
-    for (int i = 0; i < kAhead<E>; ++i) {
-      const int query = warp + i * kWarps;
-      if (query < unit.count) requests[i].template begin<T>(call, unit.query(call, query), position[i]);
-    }
   }
   const Span span = seen_keys(call, held);
   const int chunks = span.begin < span.end ? (span.end - 1) / kChunk - span.begin / kChunk + 1 : 0;
   const int splits = min(chunks, call.parts.each);
-  if (split >= 0 ? split >= splits : part >= own_parts) return;
-  if (split >= 0)
+  if (split >= 0 ? split >= splits : part >= own_parts) return;  // most blocks of a short sequence
+  if (split >= 0) {
+#pragma unroll
+    for (int i = 0; i < kAhead<E>; ++i) {  // they need only positions, so they are prepared before keys and values
+      const int query = warp + i * kWarps;
+      if (query < unit.count) requests[i].template begin<T>(call, unit.query(call, query), position[i]);
+    }
     take_cache<T, E, kPaged>(call, unit, split, span, q_weight, requests, shared);
-  else if (own < unit.count)
+  } else if (own < unit.count) {
     take_own<T, E, kPaged>(call, unit, unit.query(call, own), held, span, q_weight);
+  }
   __syncthreads();
   if (threadIdx.x == 0) shared.is_last = arrives_last(counter_at(call.counters, index), own_parts + splits);
   __syncthreads();

@@ -8,7 +8,7 @@
 
 namespace fb {
 
-constexpr int kGraphCounters = 1 << 14;
+constexpr int kGraphCounters = 1 << 20;  // 4 MB; a step of 64 rows of Qwen3-1.7B takes 14,336
 
 // Each captured launch keeps its own counters here for ever; they need no clearing, since each run leaves them zero.
 static __device__ unsigned graph_counters[kGraphCounters];

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import emulation
@@ -193,3 +194,10 @@ def test_a_captured_launch_leaves_its_counters_as_it_found_them(monkeypatch: pyt
 def test_tables_of_nothing_are_not_read() -> None:
     with running("cuda"), pytest.raises(ValueError, match="expected arguments that the cuda kernel takes"):
         in_16_bits().run(cos=torch.ones(0, 64), sin=torch.ones(0, 64))
+
+
+def test_the_graphs_of_an_engine_have_counters_of_their_own() -> None:
+    """Without, each launch in a graph is behind another one that clears them: 64 rows of Qwen3-1.7B, and candidates."""
+    (counters,) = re.findall(r"kGraphCounters = 1 << (\d+);", (emulation.SOURCES / "counters.cuh").read_text())
+    steps, candidates = 2 * (1 + 2 + 4 + 8 + 16 + 32 + 64), 16 * (1 + 2 + 4)  # rows of all graphs
+    assert 2 * (steps + candidates) * 8 * 28 < 1 << int(counters)  # of key heads and layers
