@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 import triton
+from packaging.version import Version
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
@@ -22,6 +23,8 @@ from ptx.machine import Executed, Launch, Machine, TensorMap
 from ptx.memory import Memory
 
 FORMATS = {"i1": "<B", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u32": "<I", "u64": "<Q", "fp32": "<f"}
+# 3.6 has no fence between cp.async and wgmma, which the manual asks for; an H100 was right without.
+FENCED_COPIES = Version(triton.__version__) >= Version("3.7")
 SWIZZLES = (0, 32, 64, 128)  # bytes of a row, as Triton numbers them
 
 
@@ -61,7 +64,14 @@ def executed(
         arguments += [bytes(8)] * (len(kernel.params) - len(arguments))  # scratch memory: kernels here need none
         sizes = [*grid, 1, 1][:3] if not callable(grid) else [*grid(bound), 1, 1][:3]
         threads = (kernel.threads or 32 * made.metadata.num_warps, 1, 1)
-        launch = Launch(kernel, (sizes[0], sizes[1], sizes[2]), threads, arguments, made.metadata.shared)
+        launch = Launch(
+            kernel,
+            (sizes[0], sizes[1], sizes[2]),
+            threads,
+            arguments,
+            made.metadata.shared,
+            fenced_copies=FENCED_COPIES,
+        )
         if prod(sizes):
             done.append(Machine(launch, memory, seed, resident).run())
 

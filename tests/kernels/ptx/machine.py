@@ -94,6 +94,7 @@ class Launch:
     arguments: Sequence[bytes | TensorMap]
     shared: int  # bytes, besides those that the program declares
     cluster: int = 1  # blocks that share memory
+    fenced_copies: bool = True  # as in `Races`
 
 
 @dataclass
@@ -249,7 +250,13 @@ class Cta:
         initialised = sum(i.opcode.startswith("mbarrier.init") for i in instructions)
         assert not (initialised and machine.launch.cluster > 1), "barriers of copies within a cluster"
         warps = -(-threads // LANES)
-        self.races = Races(warps * machine.launch.cluster, self.shared.end, initialised, machine.code.cell)
+        self.races = Races(
+            warps * machine.launch.cluster,
+            self.shared.end,
+            initialised,
+            machine.code.cell,
+            machine.launch.fenced_copies,
+        )
         self.warps = [Warp(self, number) for number in range(-(-threads // LANES))]
         each = machine.program.registers or 0
         self.free_registers = 0  # besides those that warps hold

@@ -32,9 +32,18 @@ class Clock:
 
 
 class Races:
-    """The last write and the last reads of every cell of a block's shared memory; `cell` counts its bytes."""
+    """The last write and the last reads of every cell of a block's shared memory.
 
-    def __init__(self, warps: int, size: int, barriers: int, cell: int) -> None:
+    Args:
+        warps: whose shared memory it is.
+        size: bytes.
+        barriers: of bulk copies.
+        cell: bytes.
+        fenced_copies: whether a fence has to follow a copy of a warp (cp.async) that the asynchronous proxy reads.
+    """
+
+    def __init__(self, warps: int, size: int, barriers: int, cell: int, fenced_copies: bool = True) -> None:
+        self.fencing = warps * (1 + fenced_copies)  # agents below write by the other proxy
         self.warps, self.agents, self.cell = warps, 3 * warps + barriers, cell
         self.writer = np.zeros(-(-size // cell), "i4")
         self.readers = np.zeros((self.agents, -(-size // cell)), "i4")
@@ -62,7 +71,7 @@ class Races:
             raise self._raced(cells[unknown], text)
         if proxy:
             last = self.writer[cells]
-            unfenced = (last & ((1 << BITS) - 1) > clock.fenced[last >> BITS]) & (last >> BITS < 2 * self.warps)
+            unfenced = (last & ((1 << BITS) - 1) > clock.fenced[last >> BITS]) & (last >> BITS < self.fencing)
             if unfenced.any():
                 writer = self._named(int(last[unfenced][0]) >> BITS)
                 raise Hazard(f"no fence between a write of {writer} and a read by the asynchronous proxy: {text}")

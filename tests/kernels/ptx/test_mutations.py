@@ -29,10 +29,10 @@ from ptx.test_gluon import gluon
 
 INIT = r"(mbarrier\.init\.shared::cta\.b64 \[[^\]]*\], )(\d+);"
 ARRIVE = r"@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _, \[[^\]]*\];"
-EXPECT = r"(mbarrier\.arrive\.expect_tx\.shared::cta\.b64 _, \[[^\]]*\], )(\d+);"
+EXPECT = r"(mbarrier\.arrive\.expect_tx\.shared(?:::cta)?\.b64 _, \[[^\]]*\], )(\d+);"
 WAIT = r"(?s)\{\s*\.reg \.pred complete;\s*waitLoop:.*?waitLoop;\s*\}"
-TRIED = r"(mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, \[[^\]]*\], )(%r\d+);"
-MEETING = r"bar\.sync \t[024], (128|64);"
+TRIED = r"(mbarrier\.try_wait\.parity\.shared(?:::cta)?\.b64 complete, \[[^\]]*\], )(%r\d+);"
+MEETING = r"bar\.sync \t\d, 128;(?=\s*// begin inline asm\s*@%p\d+ mbarrier\.arrive\.shared)"  # before an arrival
 COPY = r"@%p\d+ cp\.async\.bulk[^;]*;"
 FENCE = r"fence\.proxy\.async[^;]*;"
 PRODUCTS = r"wgmma\.wait_group\.sync\.aligned (\d)"
@@ -48,7 +48,7 @@ MISTAKES: dict[str, tuple[str, int, Replacement]] = {  # where it stands, which 
     "no wait for keys": (WAIT, 1, lambda m: ""),
     "no wait for room": (WAIT, 20, lambda m: ""),
     "a wait for the other parity": (TRIED, 9, lambda m: f".reg .b32 %o<2>; xor.b32 %o1, {m[2]}, 1; {m[1]}%o1;"),
-    "no meeting before the arrival": (MEETING, 1, lambda m: ""),
+    "no meeting before the arrival": (MEETING, 0, lambda m: ""),
     "a copy left out": (COPY, 2, lambda m: ""),
     "no fence after the barriers' start": (FENCE, 0, lambda m: ""),
     "no fence after values were changed": (FENCE, 1, lambda m: ""),
