@@ -36,7 +36,8 @@ def command(folder: Path, device: str, *options: str) -> str:
     given = [sys.executable, "-m", "pytest", str(ROOT / "benchmarks"), "-p", "toy_sizes", "-p", "no:xdist", "-s"]
     given += ["-p", "no:cacheprovider", "--benchmark-only", "--benchmark-disable-gc", "--write-results", str(folder)]
     run = [*given, *options]
-    done = subprocess.run(run, env=os.environ | environment, capture_output=True, text=True, timeout=HANG, cwd=ROOT)
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of a worker's
+    done = subprocess.run(run, env=outer | environment, capture_output=True, text=True, timeout=HANG, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-10_000:]
     return done.stdout
 
