@@ -108,14 +108,6 @@ def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     return out
 
 
-def logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
-    out = np.zeros(LANES, "u4")
-    for term in range(8):
-        if table >> term & 1:
-            out |= (a if term & 4 else ~a) & (b if term & 2 else ~b) & (c if term & 1 else ~c)
-    return out
-
-
 def funnel(low: np.ndarray, high: np.ndarray, by: np.ndarray, left: bool, wrap: bool) -> np.ndarray:
     by = (by & 31 if wrap else np.minimum(by, 32)).astype("u8")
     both = low.astype("u8") | (high.astype("u8") << np.uint64(32))
@@ -126,24 +118,27 @@ def counted(x: np.ndarray) -> np.ndarray:
     return np.array([int(v).bit_count() for v in x], "u4")
 
 
-def leading(x: np.ndarray) -> np.ndarray:
-    return np.array([8 * x.itemsize - int(v).bit_length() for v in x], "u4")
-
-
-def rounded_to(x: np.ndarray, type_name: str) -> np.ndarray:
-    """A float towards an integer type, saturating; NaN is 0."""
-    limits = np.iinfo(dtype_of(type_name))
-    clean = np.clip(np.where(np.isnan(x), 0, x.astype("f8")), float(limits.min), float(limits.max))
-    return np.array([min(max(int(v), limits.min), limits.max) for v in clean], dtype_of(type_name))
-
-
 FUNCTIONS: dict[str, Any] = {
     each.__name__: each
     for each in (
         fma, fma_down, to_bfloat16, from_bfloat16, shifted_left, shifted_right, divided, rest, bits_of, inserted,
-        permuted, logic, funnel, counted, leading, rounded_to,
+        permuted, funnel, counted,
     )
 }  # fmt: skip
+
+
+TEXTS = {  # of what is computed the same way in every type but bfloat16
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "rem": "rest({}, {})",
+    "and": "{} & {}",
+    "or": "{} | {}",
+    "xor": "{} ^ {}",
+    "not": "~{}",
+    "neg": "-{}",
+    "prmt": "permuted({}, {}, {})",
+    "rsqrt": "(1 / np.sqrt({}.astype('f8'))).astype('f4')",
+}
 
 
 class Emitter:
@@ -240,10 +235,14 @@ class Emitter:
 
     def compute(self, i: Instruction, masked: bool) -> list[str] | None:
         """Statements for an instruction that only reads and writes registers; None if it is another."""
-        emit: Callable[[Instruction, str | None], list[str]] | None = getattr(self, f"_{i.name}", None)
+        mask = self.mask_of(i, masked)
+        assert i.name == "cvt" or not {"sat", "cc"} & set(i.parts), i.text
         if i.parts[-1] in ("bf16", "bf16x2", "f16x2") and i.name in ("add", "sub", "mul", "fma", "min", "max"):
-            emit = self._of_halves
-        return emit(i, self.mask_of(i, masked)) if emit else None
+            return self._of_halves(i, mask)
+        if i.name in TEXTS:
+            return self._simple(i, mask, TEXTS[i.name], i.parts[-1])
+        emit: Callable[[Instruction, str | None], list[str]] | None = getattr(self, f"_{i.name}", None)
+        return emit(i, mask) if emit else None
 
     def _of_halves(self, i: Instruction, mask: str | None) -> list[str]:
         """Arithmetic on one or two numbers of 16 bits, each rounded from float32."""
@@ -300,18 +299,6 @@ class Emitter:
             return self.put(i.operands[0], f"w.in_shared({self.value(i.operands[1], 'u64')})", "u8", mask)
         return self.put(i.operands[0], self.value(i.operands[1], "u64"), "u8", mask)
 
-    def _arithmetic(self, i: Instruction, mask: str | None, symbol: str) -> list[str]:
-        type_name = i.parts[-1]
-        if type_name[0] in "su":
-            type_name = f"b{8 * width_of(type_name)}"
-        return self._simple(i, mask, f"{{}} {symbol} {{}}", type_name)
-
-    def _add(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._arithmetic(i, mask, "+")
-
-    def _sub(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._arithmetic(i, mask, "-")
-
     def _mul(self, i: Instruction, mask: str | None) -> list[str]:
         type_name = i.parts[-1]
         if type_name[0] == "f":
@@ -351,16 +338,6 @@ class Emitter:
         type_name = i.parts[-1]
         return self._simple(i, mask, "{} / {}" if type_name[0] == "f" else "divided({}, {})", type_name)
 
-    def _rem(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._simple(i, mask, "rest({}, {})", i.parts[-1])
-
-    def _neg(self, i: Instruction, mask: str | None) -> list[str]:
-        if i.parts[-1] in ("bf16", "bf16x2", "f16", "f16x2"):
-            bits = "0x80008000" if i.parts[-1].endswith("x2") else "0x8000"
-            return self._simple(i, mask, "{} ^ " + self.constant(int(bits, 0), "u4" if "x2" in i.parts[-1] else "u2"),
-                "b32" if "x2" in i.parts[-1] else "b16")  # fmt: skip
-        return self._simple(i, mask, "-{}", i.parts[-1])
-
     def _abs(self, i: Instruction, mask: str | None) -> list[str]:
         if i.parts[-1] in ("bf16", "bf16x2", "f16", "f16x2"):
             pair = i.parts[-1].endswith("x2")
@@ -382,21 +359,6 @@ class Emitter:
 
     def _max(self, i: Instruction, mask: str | None) -> list[str]:
         return self._extreme(i, mask, "maximum", "fmax")
-
-    def _bitwise(self, i: Instruction, mask: str | None, symbol: str) -> list[str]:
-        return self._simple(i, mask, f"{{}} {symbol} {{}}", i.parts[-1])
-
-    def _and(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._bitwise(i, mask, "&")
-
-    def _or(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._bitwise(i, mask, "|")
-
-    def _xor(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._bitwise(i, mask, "^")
-
-    def _not(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._simple(i, mask, "~{}", i.parts[-1])
 
     def _shift(self, i: Instruction, mask: str | None, name: str, symbol: str) -> list[str]:
         type_name, by = i.parts[-1], i.operands[2]
@@ -430,21 +392,11 @@ class Emitter:
         values += [self.value(each, "u32") for each in (start, length)]
         return self.put(target, f"inserted({', '.join(values)})", dtype_of(i.parts[-1]), mask)
 
-    def _prmt(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._simple(i, mask, "permuted({}, {}, {})", "b32")
-
-    def _lop3(self, i: Instruction, mask: str | None) -> list[str]:
-        a, b, c = (self.value(each, "b32") for each in i.operands[1:4])
-        return self.put(i.operands[0], f"logic({a}, {b}, {c}, {int(i.operands[4], 0)})", "u4", mask)
-
     def _shf(self, i: Instruction, mask: str | None) -> list[str]:
         return self._simple(i, mask, f"funnel({{}}, {{}}, {{}}, {i.parts[1] == 'l'}, {i.parts[2] == 'wrap'})", "b32")
 
     def _popc(self, i: Instruction, mask: str | None) -> list[str]:
         return self._simple(i, mask, "counted({})", i.parts[-1], "u4")
-
-    def _clz(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._simple(i, mask, "leading({})", i.parts[-1], "u4")
 
     def _selp(self, i: Instruction, mask: str | None) -> list[str]:
         a, b = (self.value(each, i.parts[-1]) for each in i.operands[1:3])
@@ -499,47 +451,15 @@ class Emitter:
         if to == "bf16":
             return self.put(i.operands[0], f"to_bfloat16({x}.astype('f4'))", "u2", mask)
         dtype = dtype_of(to)
-        if source in ("f16", "f32", "f64", "bf16") and to[0] in "su":
-            towards = {"rzi": "np.trunc", "rni": "np.rint", "rmi": "np.floor", "rpi": "np.ceil"}[i.parts[1]]
-            return self.put(i.operands[0], f"rounded_to({towards}({x}), '{to}')", dtype, mask)
-        towards = {"rzi": "np.trunc", "rni": "np.rint", "rmi": "np.floor", "rpi": "np.ceil"}.get(i.parts[1])
-        if towards:
-            x = f"{towards}({x})"
+        assert to[0] == "f" or source[0] in "su", i.text  # none rounds a float to an integer
         if "sat" in i.parts:
             assert to[0] == "f", i.text
             x = f"np.clip(np.where(np.isnan({x}), 0, {x}), 0, 1)"
         return self.put(i.operands[0], f"{x}.astype('{dtype}')", dtype, mask)
 
     def _ex2(self, i: Instruction, mask: str | None) -> list[str]:
-        text = "np.exp2({})"
+        text = f"np.exp2({self.value(i.operands[1], 'f32')})"
         if "ftz" in i.parts:
             least = self.constant(2.0**-126, "f4")
-            return [
-                f"x = np.exp2({self.value(i.operands[1], 'f32')})",
-                *self.put(i.operands[0], f"np.where(x < {least}, 0, x).astype('f4')", "f4", mask),
-            ]
-        return self._simple(i, mask, text, "f32")
-
-    def _lg2(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._simple(i, mask, "np.log2({})", "f32")
-
-    def _rcp(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._simple(i, mask, "(1 / {}).astype('f4')", "f32")
-
-    def _sqrt(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._simple(i, mask, "np.sqrt({})", "f32")
-
-    def _rsqrt(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._simple(i, mask, "(1 / np.sqrt({}.astype('f8'))).astype('f4')", "f32")
-
-    def _tanh(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._simple(i, mask, "np.tanh({})", "f32")
-
-    def _sin(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._simple(i, mask, "np.sin({})", "f32")
-
-    def _cos(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._simple(i, mask, "np.cos({})", "f32")
-
-    def _copysign(self, i: Instruction, mask: str | None) -> list[str]:
-        return self._simple(i, mask, "np.copysign({1}, {0})", i.parts[-1])
+            text = f"(lambda x: np.where(x < {least}, 0, x).astype('f4'))({text})"
+        return self.put(i.operands[0], text, "f4", mask)

@@ -108,11 +108,11 @@ class Code(Emitter):
             value = self.value(i.operands[1], i.parts[-1])
             return self.put(i.operands[0], f"w.reduce({i.parts[2]!r}, {value}, {given})", dtype_of(i.parts[-1]), mask)
         if name == "vote":
+            assert i.parts[2] == "ballot", i.text
             value = self.value(i.operands[1].lstrip("!"), "pred")
             if i.operands[1].startswith("!"):
                 value = f"~{value}"
-            dtype = "u4" if i.parts[2] == "ballot" else "bool"
-            return self.put(i.operands[0], f"w.vote({i.parts[2]!r}, {value}, {given})", dtype, mask)
+            return self.put(i.operands[0], f"w.ballot({value}, {given})", "u4", mask)
         if name in ("ldmatrix", "stmatrix", "mma", "wgmma"):
             return self._matrix(i)
         if i.opcode.startswith("cp.async.bulk"):
@@ -131,19 +131,17 @@ class Code(Emitter):
         if name == "mbarrier":
             to = self._address(i.operands[0 if i.parts[1] in ("init", "inval") else 1], "u32")
             if i.parts[1] == "init":
-                return [f"w.cta.new_barrier(w, {to}, {self.value(i.operands[1], 'u32')}, {given}, {i.text!r})"]
+                return [f"w.cta.new_barrier({to}, {self.value(i.operands[1], 'u32')}, {given}, {i.text!r})"]
             assert i.parts[1] == "arrive", i.text
             expects = "expect_tx" in i.parts
             number = self.value(i.operands[2], "u32") if len(i.operands) > 2 else "None"
             return [f"w.arrive({to}, {number}, {expects}, {given}, {i.text!r})"]
-        if name == "fence" or name == "membar":
+        if name == "fence":
             return ["w.fence()"] if "proxy" in i.parts else []
-        if i.opcode in ("bar.warp.sync", "griddepcontrol.launch_dependents") or name in ("prefetch", "discard"):
+        if i.opcode in ("bar.warp.sync", "griddepcontrol.launch_dependents"):
             return []
         if name == "createpolicy":
             return self.put(i.operands[0], self.constant(0, "u8"), "u8", mask)
-        if name == "activemask":
-            return self.put(i.operands[0], f"w.active({given})", "u4", mask)
         if name == "mapa":
             address, rank = self.value(i.operands[1], i.parts[-1]), self.value(i.operands[2], "u32")
             return self.put(i.operands[0], f"w.map_shared({address}, {rank})", dtype_of(i.parts[-1]), mask)
@@ -219,7 +217,7 @@ class Code(Emitter):
             return [f"w.store_matrices({address}, {self._list(i.operands[1])}, {transposed}, {i.text!r})"]
         if i.name == "mma":
             shape, kinds = i.parts[3], i.parts[7:9]
-            assert shape in ("m16n8k16", "m16n8k8"), i.text
+            assert shape == "m16n8k16", i.text
             assert kinds[0] in ("bf16", "f16"), i.text
             targets = ", ".join(f"R[{n}]" for n in self._numbers(i.operands[0]))
             a, b, c = (self._list(each) for each in i.operands[1:4])

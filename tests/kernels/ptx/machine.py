@@ -43,8 +43,8 @@ class Barrier:
     count: int
     pending: int
     agent: int  # of its bulk copies
-    told: Clock  # by those that arrived in this phase
-    known: Clock  # after the last phase that ended
+    told: Clock  # by all that have arrived so far
+    known: Clock  # told when the last phase ended
     bytes: int = 0
     phase: int = 0
     copies: int = 0
@@ -211,16 +211,19 @@ class Cluster:
     def __init__(self, machine: Machine, places: Sequence[Dims]) -> None:
         self.blocks = [Cta(machine, self, rank, place) for rank, place in enumerate(places)]
         self.arrived, self.phase = 0, 0
-        self.told, self.times = self.blocks[0].races.clock(), np.zeros(machine.warps, "i8")
+        self.told, self.known = (self.blocks[0].races.clock() for _ in range(2))  # as a barrier's
+        self.told_times, self.known_times = np.zeros((2, machine.warps), "i8")
 
     def arrive(self, warp: Warp) -> None:
         self.told.learn(warp.clock)
-        self.times = np.maximum(self.times, warp.times)
+        np.maximum(self.told_times, warp.times, out=self.told_times)
         warp.clock.times[warp.agent] += 1
         warp.times[warp.everywhere] += 1
         self.arrived += 1
         if self.arrived == sum(len(block.warps) for block in self.blocks):
             self.arrived, self.phase = 0, self.phase + 1
+            self.known.learn(self.told)
+            np.maximum(self.known_times, self.told_times, out=self.known_times)
 
 
 def learn(warps: Sequence[Warp]) -> None:
@@ -257,13 +260,10 @@ class Cta:
             machine.code.cell,
             machine.launch.fenced_copies,
         )
-        self.warps = [Warp(self, number) for number in range(-(-threads // LANES))]
-        each = machine.program.registers or 0
+        self.warps = [Warp(self, number) for number in range(warps)]
         self.free_registers = 0  # besides those that warps hold
-        for warp in self.warps:
-            warp.held = each
 
-    def new_barrier(self, warp: Warp, address: Lanes, count: Lanes, mask: Mask, text: str) -> None:
+    def new_barrier(self, address: Lanes, count: Lanes, mask: Mask, text: str) -> None:
         for lane in np.flatnonzero(EVERY if mask is None else mask):
             at = int(address[lane])
             self.shared.check(np.full(LANES, at), None, 8, text)
@@ -312,7 +312,7 @@ class Warp:
         self.apart: dict[int, Lanes] = {}  # other lanes, by where they are
         self.done = False
         self.blocked: tuple[Any, ...] | None = None
-        self.held = 0  # registers of a thread
+        self.held = self.machine.program.registers or 0  # of a thread
         self.issued = 0  # products
         self.products: list[Product] = []
         self.groups: list[list[Product]] = []
@@ -478,12 +478,8 @@ class Warp:
         if self.blocked[0] != "passed":
             return False
         if red:
-            result = self.blocked[1]
-            if "popc" in i.parts:
-                value = np.full(LANES, result, "u4")
-            else:
-                value = np.full(LANES, result == threads if "and" in i.parts else result > 0)
-            self.registers[code.number(i.operands[0])] = value
+            assert "popc" in i.parts, i.text
+            self.registers[code.number(i.operands[0])] = np.full(LANES, self.blocked[1], "u4")
         self.blocked = None
         return True
 
@@ -493,8 +489,8 @@ class Warp:
             self.cluster_phase = cluster.phase
             cluster.arrive(self)
         elif cluster.phase > self.cluster_phase:
-            self.clock.learn(cluster.told)
-            self.times = np.maximum(self.times, cluster.times)
+            self.clock.learn(cluster.known)
+            self.times = np.maximum(self.times, cluster.known_times)
         else:
             return False
         return True
@@ -520,14 +516,9 @@ class Warp:
         lanes = x if mask is None else x[mask]
         return np.full(LANES, REDUCED[operation].reduce(lanes, dtype=x.dtype), x.dtype)
 
-    def vote(self, mode: str, x: Lanes, mask: Mask) -> Lanes:
-        active = EVERY if mask is None else mask
-        if mode == "ballot":
-            return np.full(LANES, sum(1 << int(lane) for lane in np.flatnonzero(x & active)), "u4")
-        return np.full(LANES, x[active].all() if mode == "all" else x[active].any())
-
-    def active(self, mask: Mask) -> Lanes:
-        return self.vote("ballot", EVERY, mask)
+    def ballot(self, x: Lanes, mask: Mask) -> Lanes:
+        lanes = np.flatnonzero(x if mask is None else x & mask)
+        return np.full(LANES, sum(1 << int(lane) for lane in lanes), "u4")
 
     # Memory.
 
@@ -615,6 +606,8 @@ class Warp:
         """One lane after the other; two atomics are no race."""
         space, address, cta = self._resolved(space, address, mask)
         memory = cta.shared if space == "shared" else self.machine.memory
+        if self.early and space != "shared":
+            raise Hazard(f"a write before the wait for the kernel before: {text}")
         passes = ".acq_rel" in text or ".acquire" in text or ".release" in text
         out = np.zeros(LANES, dtype)
         for lane in np.flatnonzero(EVERY if mask is None else mask):
@@ -680,6 +673,8 @@ class Warp:
         whole = active if read is None else active & (read > 0)
         assert read is None or not (active & (read > 0) & (read < size)).any(), text
         width = min(size, 8)
+        if whole.any():
+            self._global(source, whole, size, text)
         values = self.machine.memory.load(source, whole, width, size // width, text)
         values = np.where(whole, values, 0).astype(values.dtype).T[active]
         address = to[active][:, None] + np.arange(size)
@@ -719,9 +714,6 @@ class Warp:
 
     def multiply(self, a: list[Lanes], b: list[Lanes], c: list[Lanes], *kinds: str) -> list[Lanes]:
         """mma.sync."""
-        if len(a) == 2:  # k8
-            zero = np.zeros(LANES, "u4")
-            a, b = [*a, zero, zero], [*b, zero]
         out = cores.sums_of(c) + cores.operand_a(a, kinds[0]) @ cores.operand_b(b, kinds[1]).T
         return cores.registers_of(out)
 

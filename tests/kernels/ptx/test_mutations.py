@@ -121,6 +121,11 @@ COMPILED = {  # of csrc/: the op, what stands in its PTX, what it is replaced by
     "blocks that do not wait for each other's writes": ("branch_attention", "atom.acq_rel.gpu", "atom.relaxed.gpu"),
     "warps that do not wait for each other": ("topk_entropy", r"bar\.sync\s+0;", ""),
     "blocks of a cluster that do not wait": ("skinny_linear", r"barrier\.cluster\.wait;", ""),
+    "a wait for the kernel before at the end": (
+        "topk_entropy",
+        r"(?s)griddepcontrol\.wait;(.*?)ret;",
+        r"\1griddepcontrol.wait; ret;",
+    ),
 }
 
 
