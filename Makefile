@@ -55,8 +55,8 @@ aot: $(STAMP)
 	$(BIN)/python -m benchmarks.aot
 	$(BIN)/python -m benchmarks.nvcc
 
-# Executes what the compilers make of every kernel for sm_90, without a GPU: all tests of tests/kernels/ptx (half an hour on two cores;
-# `make test` runs some). It ends with a table of what was executed.
+# Executes what the compilers make of every kernel for sm_90, without a GPU: all tests of tests/kernels/ptx, of which `make test` runs some.
+# It takes four minutes on two cores, and the first time what nvcc takes, and ends with a table of what was executed.
 ptx: $(STAMP)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/kernels/ptx -q -n auto --dist worksteal
 
