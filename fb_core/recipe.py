@@ -109,7 +109,7 @@ class Deployed(BaseModel):
     def _agrees(self) -> Deployed:
         if (self.value is not None) != (self.name == "value"):
             raise ValueError(f"name {self.name} with{'out' * (self.value is None)} a head")
-        assert self.policy  # it refuses a threshold that is NaN
+        RequestPolicy(self.threshold, self.top_k)  # refuses a threshold that is NaN
         return self
 
     @property
