@@ -74,7 +74,9 @@ def taking_over(
     def rests(states: list[Tensor], longest: int) -> list[Tensor]:
         if ending is None:
             return large.complete_many(states, longest)
-        return [done.token_ids for done in ending.generate_many(states, longest)]
+        slots = options["max_length"]  # a late state has fewer tokens left than `longest`
+        stop = hf.Stop(ending.pair.ends, longest, slots if positions is None else min(slots, positions))
+        return [done.token_ids for done in ending.decode(states, stop)]
 
     def generate(prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int) -> list[TakeoverGeneration]:
         done = decoder.generate_many(prompts, max_new_tokens, until=1)
