@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fb_core.pool import Event, Pool
     from fb_core.recipe import Deployment, deployment_of
     from fb_core.reranker import TokenReranker
+    from fb_core.sampling import Sampling
     from fb_core.scorer import BranchGroup, CompatibilityScorer
     from fb_core.selectors import (
         FutureBridgeSelector,
@@ -52,6 +53,7 @@ _HOMES = {
     "fb_core.pool": ("Event", "Pool"),
     "fb_core.recipe": ("Deployment", "deployment_of"),
     "fb_core.reranker": ("TokenReranker",),
+    "fb_core.sampling": ("Sampling",),
     "fb_core.scorer": ("BranchGroup", "CompatibilityScorer"),
     "fb_core.selectors": (
         "FutureBridgeSelector",
@@ -97,6 +99,7 @@ __all__ = [
     "RequestPolicy",
     "Run",
     "SLMPreference",
+    "Sampling",
     "Selector",
     "ServerError",
     "ServerLLM",

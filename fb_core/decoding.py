@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,9 @@ from fb_core.llm import LLM, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, gate
 from fb_core.pool import Event, PoolKind
+from fb_core.sampling import GREEDY, Draw, Draws, Sampling, check_sampling, drawn
 from fb_core.selectors import Selector, State
+from fb_kernels import topk_entropy
 
 MAX_LENGTH = 8192
 
@@ -195,6 +198,7 @@ class CollaborativeDecoder:
         max_new_tokens: int = 4096,
         *,
         on_token: Callable[[int, Event | None], None] | None = None,
+        sampling: Sampling | None = None,
     ) -> Generation:
         """Decode one prompt.
 
@@ -202,6 +206,8 @@ class CollaborativeDecoder:
             input_ids: [P] or [1, P] int64 on the SLM's device, at least one.
             max_new_tokens: maximum tokens to generate; the model's positions are a limit too.
             on_token: called with each token as it is appended, and with its event if it is the token of one.
+            sampling: how the SLM's own tokens are drawn from the policy's `top_k` likeliest; None for the likeliest.
+                Events are as without it.
 
         Returns:
             The new tokens, the end-of-sequence token included, and the events.
@@ -215,17 +221,22 @@ class CollaborativeDecoder:
         if isinstance(input_ids, Tensor) and input_ids.ndim == 2 and len(input_ids) == 1:
             input_ids = input_ids[0]
         if on_token is None:
-            return self._decode([input_ids], max_new_tokens)[0]
+            return self._decode([input_ids], max_new_tokens, sampling=sampling)[0]
 
         def passed_on(row: hf.Running) -> bool:
             last = row.events[-1] if row.events and row.events[-1].step == len(row.tokens) - row.prompt - 1 else None
             on_token(row.tokens[-1], last)
             return False
 
-        return self._decode([input_ids], max_new_tokens, on_token=passed_on)[0]
+        return self._decode([input_ids], max_new_tokens, on_token=passed_on, sampling=sampling)[0]
 
     def generate_many(
-        self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096, *, until: float = float("inf")
+        self,
+        prompts: Sequence[Tensor | Sequence[int]],
+        max_new_tokens: int = 4096,
+        *,
+        until: float = float("inf"),
+        sampling: Sampling | None = None,
     ) -> list[Generation]:
         """Decode many prompts in lockstep, in left-padded batches; each gives the result of `generate`.
 
@@ -236,21 +247,22 @@ class CollaborativeDecoder:
             prompts: [P] int64 each, of any lengths.
             max_new_tokens: maximum tokens to generate for each.
             until: a generation also ends after the token of this event, counted from 1.
+            sampling: as for `generate`; equal prompts are different samples of it.
 
         Raises:
             TypeError: as `generate`.
             ValueError: as `generate`.
             OSError: as `generate`.
         """
-        return self._decode(prompts, max_new_tokens, events=until)
+        return self._decode(prompts, max_new_tokens, events=until, sampling=sampling)
 
     def as_custom_generate(self) -> Callable[..., Tensor]:
         """A callable for `decoder.slm.generate(..., custom_generate=decoder.as_custom_generate())`.
 
         The length limits, stopping criteria, EOS tokens, left padding and streamer (one prompt) given to `generate` are
-        honoured. Decoding stays greedy between events, with one beam; logits processors and sampling settings are
-        ignored. It returns the prompts and their new tokens, [B, P + n], padded on the right, as a tensor even if
-        `return_dict_in_generate` is set.
+        honoured, and so are `do_sample`, `temperature`, `top_p` and `top_k`: the seed is then drawn from torch's own
+        generator. There is one beam, and logits processors are ignored. It returns the prompts and their new tokens,
+        [B, P + n], padded on the right, as a tensor even if `return_dict_in_generate` is set.
         """
 
         def custom_generate(
@@ -290,7 +302,7 @@ class CollaborativeDecoder:
         if not input_ids.shape[1] or generation_config.num_beams > 1:
             raise ValueError(
                 f"custom_generate: expected input_ids and one beam, got {input_ids.shape[1]} ids and "
-                f"{generation_config.num_beams} beams; decoding is greedy, from token ids"
+                f"{generation_config.num_beams} beams; decode from token ids, with one beam"
             )
         if streamer is not None and len(input_ids) != 1:
             raise ValueError(f"streamer: expected one prompt, got {len(input_ids)}; stream them one by one")
@@ -303,7 +315,9 @@ class CollaborativeDecoder:
 
         prompts = [ids[keep.bool()] for ids, keep in zip(input_ids, mask, strict=True)]
         room = generation_config.max_length - input_ids.shape[1]
-        new = [generation.token_ids for generation in self._decode(prompts, room, frozenset(), on_token=on_token)]
+        sampling = _sampling_of(generation_config) if generation_config.do_sample else None
+        done = self._decode(prompts, room, frozenset(), on_token=on_token, sampling=sampling)
+        new = [generation.token_ids for generation in done]
         padding = generation_config.pad_token_id
         padded = pad_sequence(new, batch_first=True, padding_value=0 if padding is None else padding)
         return torch.cat([input_ids, padded], 1)
@@ -335,20 +349,23 @@ class CollaborativeDecoder:
         ends: frozenset[int] | None = None,
         events: float = float("inf"),
         on_token: Callable[[hf.Running], bool] | None = None,
+        sampling: Sampling | None = None,
     ) -> list[Generation]:
-        """Decode prompts as a user gives them; the arguments are those of `hf.Stop`."""
+        """Decode prompts as a user gives them; the arguments are those of `hf.Stop`, and how tokens are drawn."""
         check_max_new_tokens(max_new_tokens)
+        check_sampling(sampling)
         checked = checked_prompts("input_ids", prompts, self.slm, room=1)
         ends = self.pair.ends if ends is None else ends
-        return self.decode(checked, hf.Stop(ends, max_new_tokens, hf.max_positions(self.slm), events, on_token))
+        stop = hf.Stop(ends, max_new_tokens, hf.max_positions(self.slm), events, on_token)
+        return self.decode(checked, stop, [] if sampling is None else sampling.draws([ids.tolist() for ids in checked]))
 
-    def decode(self, prompts: Sequence[Tensor], stop: hf.Stop) -> list[Generation]:
-        """Decode checked prompts by either loop."""
+    def decode(self, prompts: Sequence[Tensor], stop: hf.Stop, draws: Sequence[Draw] = ()) -> list[Generation]:
+        """Decode checked prompts by either loop, each with its draw if there are any."""
         hf.check_decodable("slm", self.slm)
         if self.loop is None:
-            rows = hf.lockstep(self.slm, prompts, stop, self._choose, self.batch_tokens)
+            rows = hf.lockstep(self.slm, prompts, stop, partial(self._choose, draws), self.batch_tokens)
         else:
-            rows = self._together(prompts, stop)
+            rows = self._together(prompts, stop, draws or [GREEDY] * len(prompts))
         return [self.generation(row) for row in rows]
 
     def generation(self, row: hf.Running) -> Generation:
@@ -356,11 +373,18 @@ class CollaborativeDecoder:
         new = torch.tensor(row.new, device=self.slm.device)
         return Generation(new, row.events, self.pair.text(new))
 
-    def _choose(self, step: hf.Step) -> list[int]:
-        """One token per row: the selector's where the policy asks (kept as an event), or the greedy one."""
+    def _choose(self, draws: Sequence[Draw], step: hf.Step) -> list[int]:
+        """One token per row: the selector's where the policy asks (kept as an event), or the SLM's own."""
         logits = step.logits[:, : self.vocabulary]
         entropy, asking = gate(self.policy, step, logits, self.max_events)
-        tokens: list[int] = logits.argmax(-1).tolist()  # the first of equal ones
+        if draws:
+            how = Draws.of([draws[row.index] for row in step.rows], logits.device)
+            _, values, likeliest = topk_entropy(logits, min(self.policy.top_k, self.vocabulary))
+            place = torch.tensor([len(row.tokens) for row in step.rows], device=logits.device)
+            chosen = drawn(values, likeliest, how, place)
+        else:
+            chosen = logits.argmax(-1)  # the first of equal ones
+        tokens: list[int] = chosen.tolist()
         if not asking:
             return tokens
         kv, states = hf.PrefixKV.from_cache(step.cache), []
@@ -373,7 +397,7 @@ class CollaborativeDecoder:
             tokens[row] = event.token
         return tokens
 
-    def _together(self, prompts: Sequence[Tensor], stop: hf.Stop) -> list[hf.Running]:
+    def _together(self, prompts: Sequence[Tensor], stop: hf.Stop, draws: Sequence[Draw]) -> list[hf.Running]:
         """Decode prompts in the fast loop, as many at once as it has rows."""
         loop = self.loop
         assert loop is not None
@@ -384,7 +408,8 @@ class CollaborativeDecoder:
                 "decoder for that policy"
             )
         rows = [hf.Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
-        tasks = [Task(row, stop, self.policy.threshold, self.max_events) for row in rows]
+        threshold, events = self.policy.threshold, self.max_events
+        tasks = [Task(row, stop, threshold, events, draw=draw) for row, draw in zip(rows, draws, strict=True)]
         for task in tasks:
             loop.check(task)
         with self._alone():
@@ -415,6 +440,13 @@ class CollaborativeDecoder:
                 yield
             finally:
                 self._at_work = None
+
+
+def _sampling_of(config: Any) -> Sampling:
+    """What a transformers generation config asks for; the seed comes from torch's generator."""
+    given = {name: getattr(config, name, None) for name in ("temperature", "top_p", "top_k")}
+    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | {k: v for k, v in given.items() if v is not None}
+    return Sampling(**values, seed=int(torch.randint(1 << 62, ())))
 
 
 class LowLatencyDecoder(CollaborativeDecoder):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -20,6 +18,7 @@ from fb_core import hf
 from fb_core.counts import check_count
 from fb_core.engine.writing import Choose, write
 from fb_core.native import NativeDecoder
+from fb_core.sampling import Sampling, seeded
 from fb_kernels import topk_entropy
 
 MOST_SAMPLES = 1 << 16
@@ -35,15 +34,6 @@ class Candidates(NamedTuple):
     ids: Tensor  # [k] int64, by falling probability, ties to the lowest id
     logprob: Tensor  # [k] float32, nats
     score_logprob: Tensor | None  # [n] float32 of the score_ids, None where none were given
-
-
-class Sampling(NamedTuple):
-    """How tokens are drawn; see `LLM.sample_many`."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int
 
 
 class LLM(ABC):
@@ -151,15 +141,6 @@ class LLM(ABC):
             raise ValueError(
                 f"n: expected at most {MOST_SAMPLES} samples of a prompt, got {n}; use several seeds for more"
             )
-        kinds = {"temperature": (temperature, Real), "top_p": (top_p, Real), "top_k": (top_k, Integral)}
-        for name, (value, kind) in kinds.items():
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise TypeError(f"{name}: expected a number, got {value!r:.80}; leave it out for the default")
-        if not 0.0 < temperature < float("inf") or not 0.0 < top_p <= 1.0 or top_k < 0:
-            raise ValueError(
-                "temperature, top_p, top_k: expected above 0, in (0, 1] and 0 or more, got "
-                f"{temperature}, {top_p}, {top_k}; use complete_many for greedy decoding"
-            )
         return self._sample(prompts, n, max_new_tokens, Sampling(temperature, top_p, top_k, seed))
 
     def _sample(self, prompts: Sequence[Ids], n: int, max_new_tokens: int, how: Sampling) -> list[list[Tensor]]:
@@ -220,11 +201,6 @@ def _check_branches(prefixes: Sequence[Ids], branches: Sequence[Ids]) -> None:
 
 def _listed(ids: Ids) -> list[int]:
     return ids.tolist() if isinstance(ids, Tensor) else list(ids)
-
-
-def seeded(seed: int, tokens: Sequence[int], stream: int = 0) -> random.Random:
-    """A generator that is a function of seed, tokens and stream alone: the same in any batch, on any machine."""
-    return random.Random(hashlib.sha256(repr((seed, stream, list(tokens))).encode()).digest())
 
 
 @dataclass

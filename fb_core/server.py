@@ -22,7 +22,8 @@ from fb_core import hf
 from fb_core.counts import check_count
 from fb_core.dialects import DIALECTS
 from fb_core.http import Connections, ServerError, checked_url
-from fb_core.llm import GONE, LLM, Candidates, Ids, Sampling, check_max_new_tokens, scored_of, seeded
+from fb_core.llm import GONE, LLM, Candidates, Ids, check_max_new_tokens, scored_of
+from fb_core.sampling import Sampling, seeded
 
 Flavour = Literal["vllm", "sglang", "llama.cpp"]
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds before a retry; doubled each time, times 0.5 to 1.5
@@ -182,7 +183,9 @@ class ServerLLM(LLM):
 
         def draw(ids: list[int], sample: int) -> Tensor:
             own = seeded(how.seed, ids, sample).getrandbits(31)  # every flavour takes 31 bits
-            return self._complete(ids, max_new_tokens, self._dialect.sampled(*how[:3], own))
+            return self._complete(
+                ids, max_new_tokens, self._dialect.sampled(how.temperature, how.top_p, how.top_k, own)
+            )
 
         checked = self._prompts(prompts)
         drawn = self._all(draw, [ids for ids in checked for _ in range(n)], [*range(n)] * len(checked))

@@ -26,6 +26,7 @@ from fb_core.llm import GONE, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.pool import Event
+from fb_core.sampling import GREEDY, Sampling, check_sampling
 from fb_core.selectors import Selector
 
 
@@ -188,6 +189,8 @@ class Engine:
         selector: Selector | None = None,
         ranking: bool = False,
         listener: Listener | None = None,
+        sampling: Sampling | None = None,
+        sample: int = 0,
     ) -> Handle:
         """Submit a prompt; it runs now or as soon as there is room.
 
@@ -199,9 +202,11 @@ class Engine:
             selector: for this sequence; None for the engine's.
             ranking: whether each token comes with the SLM's likeliest tokens at its place, and with its own log-prob.
             listener: called with the tokens, which iterating over the handle then does not give.
+            sampling: how the SLM's own tokens are drawn, as of `CollaborativeDecoder.generate`; None for greedy ones.
+            sample: index among the samples of this prompt.
 
         Raises:
-            TypeError: ids that are not integers, or a selector that is not a `Selector`.
+            TypeError: ids that are not integers, a selector that is not a `Selector`, or sampling of another type.
             ValueError: as `CollaborativeDecoder.generate`, a sequence that the pages can never hold, more events than
                 the engine's, or `ranking` without a native decoder.
             RuntimeError: a closed engine, or a fork of the process that made it.
@@ -223,7 +228,10 @@ class Engine:
             selector.check_slm(decoder.slm)
         if ranking and decoder.loop is None:
             raise ValueError("ranking: expected an SLM with a native decoder, got one without; leave it out")
-        task = Task(hf.Running(0, ids.tolist(), len(ids)), stop, policy.threshold, events, ranking, selector)
+        tokens = ids.tolist()
+        check_sampling(sampling)
+        draw = GREEDY if sampling is None else sampling.draw(tokens, sample)
+        task = Task(hf.Running(0, tokens, len(ids)), stop, policy.threshold, events, ranking, selector, draw)
         if decoder.loop is not None:
             decoder.loop.check(task)
         handle = Handle(self._state, task, listener)
@@ -243,12 +251,14 @@ class Engine:
         if self.decoder.loop is not None:
             self.decoder.loop.warm()
 
-    def generate_many(self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096) -> list[Generation]:
+    def generate_many(
+        self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096, **options: Any
+    ) -> list[Generation]:
         """The prompts' generations, in order; raises as `submit` and `Handle.result`, and then cancels the others."""
         handles: list[Handle] = []
         try:
             for ids in prompts:
-                handles.append(self.submit(ids, max_new_tokens))
+                handles.append(self.submit(ids, max_new_tokens, **options))
             return [handle.result() for handle in handles]
         finally:
             for handle in handles:
@@ -412,7 +422,7 @@ def _one_after_another(state: _State) -> None:
         try:
             if not task.gone.cancelled():
                 prompt = torch.tensor(task.row.tokens, device=decoder.slm.device)
-                outcome = decoder.decode([prompt], replace(task.stop, on_token=on_token))[0]
+                outcome = decoder.decode([prompt], replace(task.stop, on_token=on_token), [task.draw])[0]
         except BaseException as problem:
             outcome = problem
         state.busy = False

@@ -29,6 +29,7 @@ from fb_core.policy import RequestPolicy, not_finite
 from fb_core.pool import Event, Pool
 from fb_core.recipe import Deployed
 from fb_core.reranker import TokenReranker
+from fb_core.sampling import GREEDY, Draw
 from fb_core.selectors import FutureBridgeSelector, ScoringSelector, Selector, State, ValueSelector
 from fb_kernels import Halt
 
@@ -61,6 +62,7 @@ class Task:
         max_events: of this sequence.
         ranking: whether the likeliest tokens at each place are recorded.
         selector: of this sequence; None for the loop's.
+        draw: how its tokens are drawn.
     """
 
     row: hf.Running
@@ -69,6 +71,7 @@ class Task:
     max_events: int
     ranking: bool = False
     selector: Selector | None = None
+    draw: Draw = GREEDY
     ranks: list[Ranked] = field(default_factory=list)  # of the new tokens, if they are recorded
     waits: list[float] = field(default_factory=list)  # seconds that each event took
     error: BaseException | None = None
@@ -239,7 +242,8 @@ class Loop:
         self._admit()
         self._enter()
         if any(task.asking is None for task in self.rows):
-            self.step.run(len(self.rows), any(task.ranking for task in self.rows))
+            sampled = any(task.draw.temperature > 0 for task in self.rows)
+            self.step.run(len(self.rows), any(task.ranking for task in self.rows), sampled)
             self._runs.append(list(self.rows))
             while self.step.enqueued > self.step.ahead:
                 self._look(changed)
@@ -288,7 +292,7 @@ class Loop:
         task.step_row, task.since = len(self.rows), self.step.begun
         self.rows.append(task)
         limit = task.stop.length(task.row) - 1  # it halts before its last token
-        self.step.put(task.step_row, task.row.tokens, task.pages, limit, task.threshold)
+        self.step.put(task.step_row, task.row.tokens, task.pages, limit, task.threshold, task.draw)
         self.step.go_on(task.step_row, task.max_events)
 
     def end(self, task: Task) -> None:
@@ -404,8 +408,8 @@ class Loop:
             task.asking = None
             task.row.events.append(event)
             task.waits.append(time.perf_counter() - each.began)
-            taken = event.slm_logprob[event.choice]
-            top = ranked(rank(each.logits[0]).tolist(), taken) if task.ranking else None
+            token = torch.tensor(event.token, device=each.logits.device)
+            top = ranked(rank(each.logits[0], token).tolist()) if task.ranking else None
             self._append(task, event.token, top, halted=True)
 
     def _events(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import product, repeat
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fb_core.engine.model import PagedModel
 from fb_core.engine.pages import SIZE, pages_of
+from fb_core.sampling import GREEDY, Draw, Draws, drawn
 from fb_kernels import DecodeState, Halt, commit_, topk_entropy
 
 RING = 2
@@ -28,23 +29,33 @@ class Ranked(NamedTuple):
     taken: float  # log-prob of the token that was appended there
 
 
-def rank(logits: Tensor) -> Tensor:
-    """Ids and log-probs [..., 2, k] of the likeliest tokens, ties to the lowest, in a precision that holds both."""
+def rank(logits: Tensor, token: Tensor) -> Tensor:
+    """Ids and log-probs [..., 2, k + 1] of the likeliest tokens, ties to the lowest, and of the token taken.
+
+    Args:
+        logits: [..., V].
+        token: [...] int64.
+
+    Returns:
+        in a precision that holds both.
+    """
     _, values, ids = topk_entropy(logits, min(RANKED, logits.shape[-1]))
+    values = torch.cat([values, logits.gather(-1, token[..., None]).to(values.dtype)], -1)
     logprobs = values - logits.to(values.dtype).logsumexp(-1, keepdim=True)
-    return torch.stack([ids.to(values.dtype), logprobs], -2)
+    return torch.stack([torch.cat([ids, token[..., None]], -1).to(values.dtype), logprobs], -2)
 
 
-def ranked(row: list[list[float]], taken: float | None = None) -> Ranked:
-    """One place of `rank`'s result; `taken` is the log-prob of the token there, None if that is the likeliest."""
-    return Ranked([int(token) for token in row[0]], row[1], row[1][0] if taken is None else taken)
+def ranked(row: list[list[float]]) -> Ranked:
+    """One place of `rank`'s result."""
+    ids, (*logprobs, taken) = row
+    return Ranked([int(token) for token in ids[:-1]], logprobs, taken)
 
 
 class Outcome(NamedTuple):
     """What a step did to one row."""
 
     halt: Halt
-    token: int  # the greedy one, appended unless it halted
+    token: int  # the likeliest or drawn one, appended unless it halted
     entropy: float  # nats
     ranked: Ranked | None  # None if not requested
 
@@ -79,6 +90,8 @@ class DecodeStep:
             )
             self.limit = torch.zeros(rows, dtype=torch.int32, device=device)
             self.threshold = torch.zeros(rows, dtype=torch.float64, device=device)
+            self.draws = Draws.of([GREEDY] * rows, device)
+            self.token = torch.zeros(rows, dtype=torch.int64, device=device)
             self.table = torch.zeros(rows, pages_of(model.length), dtype=torch.int32, device=device)
             self.first_slot = torch.full(self.table.shape, -SIZE, dtype=torch.int32, device=device)  # of each page
             self.logits = model.keys[0].new_zeros(rows, vocabulary)
@@ -88,7 +101,7 @@ class DecodeStep:
             pinned = device.type == "cuda"
             self.ring = torch.zeros(RING, rows, 3, dtype=exact, pin_memory=pinned)  # halt, token, entropy
             top = min(RANKED, vocabulary)
-            self.ranks = torch.zeros(RING, rows, 2, top, dtype=exact, pin_memory=pinned)  # ids, log-probs
+            self.ranks = torch.zeros(RING, rows, 2, top + 1, dtype=exact, pin_memory=pinned)  # ids, log-probs
             self.ended = [torch.cuda.Event() for _ in range(RING)] if pinned else []
         self.ahead = 1 if pinned else 0
         self._ranked = [False] * RING
@@ -97,7 +110,15 @@ class DecodeStep:
         self._looked = 0  # those whose outcome was read
 
     @torch.no_grad()
-    def put(self, row: int, tokens: Sequence[int], pages: Sequence[int], limit: int, threshold: float) -> None:
+    def put(
+        self,
+        row: int,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        limit: int,
+        threshold: float,
+        draw: Draw = GREEDY,
+    ) -> None:
         """Put a sequence into a row; the keys and values of all its tokens but the last are in its pages.
 
         Args:
@@ -106,6 +127,7 @@ class DecodeStep:
             pages: enough for `limit` tokens.
             limit: number of tokens at which it halts.
             threshold: nats.
+            draw: how its tokens are drawn.
         """
         self.order()
         count = len(tokens)
@@ -113,6 +135,8 @@ class DecodeStep:
         self.state.length[row] = count
         self.limit[row] = limit
         self.threshold[row] = threshold
+        for column, value in zip(self.draws, draw, strict=True):
+            column[row] = value
         held = torch.tensor(pages, dtype=torch.int32)
         self.table[row, : len(pages)] = held
         self.first_slot[row, : len(pages)] = held * SIZE
@@ -157,7 +181,7 @@ class DecodeStep:
         held = count + RING
         self.state.tokens[to, :held] = self.state.tokens[row, :held]
         state = self.state
-        columns = (state.length, state.halt, state.budget, self.limit, self.threshold, self.table)
+        columns = (state.length, state.halt, state.budget, self.limit, self.threshold, self.table, *self.draws)
         for column in columns:
             column[to] = column[row]
         self.first_slot[to] = self.first_slot[row]
@@ -171,19 +195,20 @@ class DecodeStep:
             torch.cuda.current_stream(self.logits.device).wait_event(self.ended[(self.begun - 1) % RING])
 
     @torch.no_grad()
-    def run(self, count: int, ranked: bool = False) -> None:
-        """Run one step: each of the first `count` rows appends its greedy token or halts; its logits are in `logits`.
+    def run(self, count: int, ranked: bool = False, sampled: bool = False) -> None:
+        """Run one step: each of the first `count` rows appends its token or halts; its logits are in `logits`.
 
         Args:
             count: rows.
             ranked: whether outcomes also have the likeliest tokens, which are computed after the step.
+            sampled: whether rows draw their tokens as they were put; otherwise all take the likeliest.
         """
         self.order()
         slot = self.begun % RING
-        self._ready(self._captured(count), slot)()
+        self._ready(self._captured(count), slot, sampled)()
         self._ranked[slot] = ranked
         if ranked:
-            self.ranks[slot, :count].copy_(rank(self.logits[:count]), non_blocking=True)
+            self.ranks[slot, :count].copy_(rank(self.logits[:count], self.token[:count]), non_blocking=True)
         if self.ended:
             self.ended[slot].record(torch.cuda.current_stream(self.logits.device))
         self.begun += 1
@@ -212,15 +237,16 @@ class DecodeStep:
         if self.model.graphs.captures:
             self.order()
             for rows in sorted({self._captured(count) for count in range(1, self.rows + 1)}):
-                for slot in range(RING):
-                    self._ready(rows, slot)
+                for slot, sampled in product(range(RING), (False, True)):
+                    self._ready(rows, slot, sampled)
 
     def _captured(self, count: int) -> int:
         """The rows of a step for `count` sequences: rounded up to a power of 2 (at most all) if captured."""
         return min(self.rows, 1 << (count - 1).bit_length()) if self.model.graphs.captures else count
 
-    def _ready(self, rows: int, slot: int) -> Callable[[], object]:
-        graphs, key, compute = self.model.graphs, ("step", rows, slot), partial(self._compute, rows, slot)
+    def _ready(self, rows: int, slot: int, sampled: bool) -> Callable[[], object]:
+        graphs, key = self.model.graphs, ("step", rows, slot, sampled)
+        compute = partial(self._compute, rows, slot, sampled)
         if not graphs.runs(key):
             return graphs.ready(key, compute)
         halt = self.state.halt.clone()
@@ -229,7 +255,7 @@ class DecodeStep:
         self.state.halt.copy_(halt)
         return ready
 
-    def _compute(self, rows: int, slot: int) -> None:
+    def _compute(self, rows: int, slot: int, sampled: bool) -> None:
         model, state = self.model, DecodeState(*(x[:rows] for x in self.state))
         position = state.length - 1
         last = state.tokens.gather(1, position[:, None].long())[:, 0]
@@ -238,7 +264,11 @@ class DecodeStep:
         hidden = model.forward(last, position, position, self.table[:rows], slots)
         logits = self.logits[:rows]
         logits.copy_(model.logits(hidden, self.vocabulary))
-        entropy, _, ids = topk_entropy(logits, self.top_k)
-        token = ids[:, 0]  # the first of equal ones
+        entropy, values, ids = topk_entropy(logits, self.top_k)
+        token = self.token[:rows]
+        if sampled:
+            token.copy_(drawn(values, ids, Draws(*(each[:rows] for each in self.draws)), state.length))
+        else:
+            token.copy_(ids[:, 0])  # the first of equal ones
         limits = {"threshold": self.threshold[:rows], "eos_ids": self.ends, "max_length": self.limit[:rows]}
         commit_(state, token, entropy, **limits, outcome=self.ring[slot, :rows])

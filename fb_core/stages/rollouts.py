@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 
 from fb_core import hf
-from fb_core.llm import LocalLLM, seeded
+from fb_core.llm import LocalLLM
+from fb_core.sampling import seeded
 from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage, judged
 from fb_core.stages.models import verifier_of
 from fb_core.stages.records import Examples, Rollout, State, example_files
