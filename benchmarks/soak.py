@@ -36,7 +36,7 @@ LIMITS, EVENTS = (60, 25, 7), (8, 0)  # maximum tokens, maximum events
 KINDS = ("streamed", "whole", "left while streaming", "left while waiting", "refused")
 WEIGHTS = (40, 30, 10, 5, 15)
 BAD: tuple[Mapping[str, Any], ...] = (
-    {"temperature": 0.7},
+    {"temperature": -0.7},
     {"frequency_penalty": 0.5},
     {"max_tokens": 0},
     {"prompt": []},

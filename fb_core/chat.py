@@ -14,6 +14,7 @@ from fb_core.config import PairSettings
 from fb_core.decoding import Generation, LowLatencyDecoder
 from fb_core.loading import load
 from fb_core.pool import Event
+from fb_core.sampling import Sampling
 from fb_core.serve.text import Text
 from fb_core.terminal import IN_TEXT, escaped
 
@@ -59,7 +60,8 @@ class Chat:
         prompt = torch.tensor(self._prompt(messages, console), device=self.decoder.slm.device)
         printer = Printer(self.tokenizer, console)
         try:
-            return self.decoder.generate(prompt, self.settings.max_new_tokens, on_token=printer)
+            sampling = Sampling.asked(self.settings)
+            return self.decoder.generate(prompt, self.settings.max_new_tokens, on_token=printer, sampling=sampling)
         finally:
             printer.end()
 

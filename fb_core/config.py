@@ -81,6 +81,15 @@ class PairSettings(Section):
     """Maximum tokens of an answer."""
     max_events: int | None = Field(default=None, ge=0)
     """Maximum events of an answer. If left out, the adapter's, or 8."""
+    temperature: float = Field(default=0, ge=0, allow_inf_nan=False)
+    """Divides the logits of the small model's own tokens, which are then drawn; 0 takes the likeliest. A request to
+    `serve` may have its own temperature, top_p, top_k and seed."""
+    top_p: float = Field(default=1, gt=0, le=1)
+    """Drawn tokens are among the fewest that hold this share of the probability of the `top_k`."""
+    top_k: int = Field(default=0, ge=0)
+    """Drawn tokens are among this many likeliest, of the 64 that are known at most; 0 for all of these."""
+    seed: int | None = None
+    """Of drawn tokens; the same seed and prompt give the same answer. If left out, another one each time."""
     max_length: int = Field(default=8192, ge=2)
     """Maximum tokens of prompt and answer; memory is allocated for this many."""
     device: str = "auto"

@@ -315,7 +315,7 @@ class CollaborativeDecoder:
 
         prompts = [ids[keep.bool()] for ids, keep in zip(input_ids, mask, strict=True)]
         room = generation_config.max_length - input_ids.shape[1]
-        sampling = _sampling_of(generation_config) if generation_config.do_sample else None
+        sampling = Sampling.of_transformers(vars(generation_config)) if generation_config.do_sample else None
         done = self._decode(prompts, room, frozenset(), on_token=on_token, sampling=sampling)
         new = [generation.token_ids for generation in done]
         padding = generation_config.pad_token_id
@@ -440,13 +440,6 @@ class CollaborativeDecoder:
                 yield
             finally:
                 self._at_work = None
-
-
-def _sampling_of(config: Any) -> Sampling:
-    """What a transformers generation config asks for; the seed comes from torch's generator."""
-    given = {name: getattr(config, name, None) for name in ("temperature", "top_p", "top_k")}
-    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | {k: v for k, v in given.items() if v is not None}
-    return Sampling(**values, seed=int(torch.randint(1 << 62, ())))
 
 
 class LowLatencyDecoder(CollaborativeDecoder):

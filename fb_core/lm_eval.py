@@ -35,6 +35,7 @@ from fb_core.engine.engine import Engine, Handle, Token
 from fb_core.llm import LLM
 from fb_core.pair import Pair
 from fb_core.recipe import Wanted, deployment_of, thinking_of
+from fb_core.sampling import Sampling
 from fb_core.scorer import CompatibilityScorer
 from fb_core.scorer import token_budget as rows_in_memory
 from fb_core.serve.text import Text
@@ -118,7 +119,7 @@ class FutureBridgeLM(HFLM):
         """The continuation of each context up to its stop strings, by `hf` or by the pair.
 
         Raises:
-            ValueError: a request to sample from a pair.
+            ValueError: a request that leaves no room for its prompt, or samples with settings out of range.
         """
         if self.engine is None:
             return super().generate_until(requests, disable_tqdm)
@@ -126,10 +127,6 @@ class FutureBridgeLM(HFLM):
         try:
             for context, asked in (request.args for request in requests):
                 wanted = normalize_gen_kwargs(asked, self.max_gen_toks)
-                if wanted["do_sample"]:
-                    raise ValueError(
-                        "do_sample: expected false, since a pair decodes greedily, got true; use --model hf"
-                    )
                 if wanted["max_gen_toks"] >= self.max_length:
                     raise ValueError(
                         f"max_gen_toks: expected less than max_length, {self.max_length}, got more; "
@@ -138,7 +135,8 @@ class FutureBridgeLM(HFLM):
                 room, stops = wanted["max_gen_toks"], handle_stop_sequences(wanted["until"], eos=end)
                 ids = self.tok_encode(context, left_truncate_len=self.max_length - room)
                 written = _Written(Text(self.tokenizer, stops))
-                written.handle = self.engine.submit(ids, room, listener=written)
+                sampling = Sampling.of_transformers(wanted) if wanted["do_sample"] else None
+                written.handle = self.engine.submit(ids, room, listener=written, sampling=sampling)
                 under_way.append((written, stops))
             bar = tqdm(under_way, disable=disable_tqdm or self.rank != 0, desc="generations")
             for request, (written, stops) in zip(requests, bar, strict=True):

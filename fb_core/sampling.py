@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fb_core.config import PairSettings
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,30 @@ class Sampling:
                 "temperature, top_p, top_k: expected above 0, in (0, 1] and 0 or more, got "
                 f"{self.temperature}, {self.top_p}, {self.top_k}; leave sampling out for greedy decoding"
             )
+
+    @classmethod
+    def asked(cls, settings: PairSettings, request: object = None) -> Sampling | None:
+        """What a request asks for, or else the settings; None at temperature 0. A seed that neither names is new.
+
+        Args:
+            settings: of the pair.
+            request: its attributes of the same names count where they are not None; a `top_k` of -1 is 0.
+        """
+        names = ("temperature", "top_p", "top_k", "seed")
+        own = [getattr(request, name, None) for name in names]
+        temperature, top_p, top_k, seed = (
+            getattr(settings, name) if value is None else value for name, value in zip(names, own, strict=True)
+        )
+        if not temperature:
+            return None
+        return cls(temperature, top_p, max(0, top_k), random.SystemRandom().getrandbits(62) if seed is None else seed)
+
+    @classmethod
+    def of_transformers(cls, settings: Mapping[str, Any]) -> Sampling:
+        """What transformers' `generate` settings ask for; the seed comes from torch's generator, as its draws do."""
+        values: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # transformers' own
+        values |= {name: settings[name] for name in values if settings.get(name) is not None}
+        return cls(**values, seed=int(torch.randint(1 << 62, ())))
 
     def draw(self, prompt: Sequence[int], sample: int = 0) -> Draw:
         """What the sample of this index draws with after a prompt."""

@@ -227,7 +227,7 @@ class Application(Starlette):
             raise Problem(400, f"{name}:{words}", parameter=name) from None
         except RuntimeError as wrong:  # the engine is closed
             raise Problem(503, str(wrong), "server_error") from None
-        shape = Shape(self.service.settings.slm, chat=chat, stream=body.stream, copies=body.n)
+        shape = Shape(self.service.settings.slm, chat=chat, stream=body.stream, copies=reply.copies)
         if body.stream:
             request.state.status = GONE  # until it has ended otherwise
             events, headers = self._events(request, body, reply, shape), {"Cache-Control": "no-cache"}
@@ -248,7 +248,7 @@ class Application(Starlette):
                     yield f"data: {json.dumps(shape.fields([choice]))}\n\n"
                 begun.add(index)
             if body.stream_options is not None and body.stream_options.include_usage:
-                yield f"data: {json.dumps(shape.fields([], reply.usage(body.n)))}\n\n"
+                yield f"data: {json.dumps(shape.fields([], reply.usage()))}\n\n"
             request.state.status = 200  # set before the last line: a client may close as soon as it has read that
             yield "data: [DONE]\n\n"
         except Exception as problem:
@@ -260,7 +260,7 @@ class Application(Starlette):
 def _written(shape: Shape, reply: Reply, came: list[list[Piece]]) -> bytes:
     """A whole response; the encoder goes step by step, so that a large one does not hold up other threads."""
     choices = [each for index, pieces in enumerate(came) for each in shape.choices(index, Piece.joined(pieces))]
-    return "".join(JSON.iterencode(shape.fields(choices, reply.usage(shape.copies)))).encode()
+    return "".join(JSON.iterencode(shape.fields(choices, reply.usage()))).encode()
 
 
 def _failed(problem: Exception) -> Problem:

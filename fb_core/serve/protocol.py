@@ -1,4 +1,4 @@
-"""What clients send and get: the part of OpenAI's completions and chat completions that greedy decoding supports.
+"""What clients send and get: the part of OpenAI's completions and chat completions that this library supports.
 
 Parameters that this server does not implement are refused by name, unless their value turns them off.
 """
@@ -38,14 +38,11 @@ OFF: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "temperature": (0,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_k": (-1, 0, 1),
-    "top_p": (1,),
     "use_beam_search": (False,),
 }
-"""Values, besides null, that these parameters may have: those that ask for what greedy decoding of text does anyway."""
+"""Values, besides null, that these parameters may have: those that ask for what decoding of text does anyway."""
 LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # they change no answer
 
 
@@ -135,8 +132,11 @@ class Request(_Strict):
         stop: strings that end an answer, before which its text ends; they may be special tokens.
         stop_token_ids: token ids that end an answer, before which its text ends.
         skip_special_tokens: whether special tokens are left out of the text; the one that ends it always is.
-        seed: accepted and not needed, since the same request always gets the same answer.
-        n: number of answers; all are the same.
+        temperature: of the small model's own tokens, 0 for the likeliest; None for the server's, like the next two.
+        top_p: share of the probability among which tokens are drawn.
+        top_k: number of the likeliest tokens among which they are drawn, 0 or -1 for all that are known.
+        seed: of drawn tokens; None for another one each time.
+        n: number of answers; all are the same if nothing is drawn.
     """
 
     model: str | None = None
@@ -145,6 +145,9 @@ class Request(_Strict):
     stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
     stop_token_ids: Annotated[frozenset[int], PlainValidator(_stop_ids)] = frozenset()
     skip_special_tokens: bool = True
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
     seed: int | None = None
     n: int = Field(default=1, ge=1, le=16)
     futurebridge: Overrides = Overrides()

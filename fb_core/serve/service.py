@@ -16,6 +16,7 @@ from fb_core.config import ServeSettings
 from fb_core.decoding import Usage
 from fb_core.engine.engine import Engine, Handle, Token
 from fb_core.pool import Event
+from fb_core.sampling import Sampling
 from fb_core.selectors import LLMPreference
 from fb_core.serve.metrics import Metrics
 from fb_core.serve.protocol import ChatRequest, CompletionRequest, Finish, Piece, TokenLogprobs
@@ -88,16 +89,21 @@ class Answer:
 
 
 class Reply:
-    """The answers to a request, one for each prompt, as they come.
+    """The answers to a request, `samples` for each prompt, as they come.
 
     Attributes:
         answers: in the order of the prompts.
         tokens: of all answers, each with its answer's index; None is the end of that answer.
         first: when the first piece came, by `time.perf_counter`; None before.
         cut: whether the end of the server cuts the answers off.
+
+    Args:
+        samples: answers that are drawn for each prompt.
+        copies: equal ones of each answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int = 1, copies: int = 1) -> None:
+        self.samples, self.copies = samples, copies
         self.answers: list[Answer] = []
         self.tokens = asyncio.Queue[tuple[int, Token | None]]()
         self.first: float | None = None
@@ -128,14 +134,19 @@ class Reply:
                             self.first = self.first or time.perf_counter()
                         yield index, piece
 
-    def usage(self, copies: int) -> dict[str, Any]:
+    @property
+    def prompt(self) -> int:
+        """Tokens of all prompts."""
+        return sum(answer.prompt for answer in self.answers) // self.samples
+
+    def usage(self) -> dict[str, Any]:
         """The request's tokens, and what it asked of the large model; completion tokens count once for each copy."""
-        prompt, completion = (sum(getattr(each, name) for each in self.answers) for name in ("prompt", "completion"))
+        prompt, completion = self.prompt, self.copies * sum(answer.completion for answer in self.answers)
         large = Usage.of([event for answer in self.answers for event in answer.events])
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": completion * copies,
-            "total_tokens": prompt + completion * copies,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
             "large_model": {"calls": large.calls, "tokens": large.appended},
         }
 
@@ -177,14 +188,16 @@ class Service:
         return [hf.text_ids(self.tokenizer, each) if isinstance(each, str) else each for each in request.prompt]
 
     async def begin(self, request: CompletionRequest | ChatRequest) -> Reply:
-        """Submit a request to the engine: one sequence per prompt.
+        """Submit a request to the engine: one sequence per prompt, or `n` if their tokens are drawn.
 
         Raises:
             Busy: the queue is full.
             ValueError: a prompt, limit or override that the engine refuses.
             RuntimeError: a closed engine.
         """
-        count, reply = len(request.inputs), Reply()
+        sampling = Sampling.asked(self.settings, request)
+        reply = Reply(copies=request.n) if sampling is None else Reply(samples=request.n)
+        count = len(request.inputs) * reply.samples
         self._check_size(request)
         if self.requests + count > self.settings.queue:
             raise Busy(f"queue: expected at most {self.settings.queue} sequences under way; try again")
@@ -192,13 +205,14 @@ class Service:
         try:
             loop = asyncio.get_running_loop()
             for ids in await loop.run_in_executor(self._tokenizing, self.prompts, request):
-                self._submit(reply, ids, request)
+                for sample in range(reply.samples):
+                    self._submit(reply, ids, request, sampling, sample)
         except BaseException:
             reply.cancel()
             raise
         finally:
             self.requests -= count - len(reply.answers)
-        self.metrics.prompt_tokens.inc(sum(answer.prompt for answer in reply.answers))
+        self.metrics.prompt_tokens.inc(reply.prompt)
         return reply
 
     def _check_size(self, request: CompletionRequest | ChatRequest) -> None:
@@ -233,7 +247,14 @@ class Service:
         """Accept no more requests."""
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, reply: Reply, ids: list[int], request: CompletionRequest | ChatRequest) -> None:
+    def _submit(
+        self,
+        reply: Reply,
+        ids: list[int],
+        request: CompletionRequest | ChatRequest,
+        sampling: Sampling | None,
+        sample: int,
+    ) -> None:
         """Submit one prompt; its tokens go to the reply."""
         own, decoder = request.futurebridge, self.engine.decoder
         loop, index = asyncio.get_running_loop(), len(reply.answers)
@@ -259,6 +280,8 @@ class Service:
             selector=DIRECT if own.recipe == "direct" else None,
             ranking=request.ranking is not None,
             listener=lambda token: loop.call_soon_threadsafe(on_token, token),
+            sampling=sampling,
+            sample=sample,
         )
         completes = isinstance(request, CompletionRequest)
         text = Text(

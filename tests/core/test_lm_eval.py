@@ -284,11 +284,13 @@ def test_generations_are_a_pairs_where_there_is_a_large_model(
         assert lm.generate_until(requests("generate_until", *asked), disable_tqdm=True) == wanted
         assert [call[1:] for call in lm.cache_hook.calls] == list(zip(asked, wanted, strict=True))
         assert lm.engine.load.pages == 0
-    sampled = requests("generate_until", ("Kate", {"until": [], "do_sample": True, "temperature": 1.0}))
-    with pytest.raises(
-        ValueError, match=r"^do_sample: expected false, since a pair decodes greedily, got true; use --model hf$"
-    ):
-        lm.generate_until(sampled, disable_tqdm=True)
+    sampling = {"until": [], "max_gen_toks": 24, "do_sample": True, "temperature": 2.0}
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(lm.generate_until(requests("generate_until", *[("Kate", sampling)] * 4), disable_tqdm=True))
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(drawn[0])) > 1
     found = simple_evaluate(
         model="futurebridge",
         model_args={"pretrained": model, "tokenizer": words, "llm": str(tmp_path), "max_events": 2},

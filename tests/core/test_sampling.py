@@ -10,8 +10,10 @@ from scipy.stats import chisquare
 from tiny import prompts, tiny
 
 from fb_core import CollaborativeDecoder, Engine, LLMPreference, LowLatencyDecoder, RequestPolicy, Sampling
+from fb_core.config import PairSettings
 from fb_core.pair import Pair
 from fb_core.sampling import GREEDY, Draw, Draws, drawn
+from fb_core.serve.protocol import CompletionRequest
 
 NEVER = RequestPolicy(math.inf)
 WARM = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=3)
@@ -202,3 +204,14 @@ def test_sampling_of_another_type_is_refused():
         pytest.raises(TypeError, match="sampling: expected type Sampling, got float"),
     ):
         engine.submit([3], 4, sampling=0.7)
+
+
+def test_a_request_counts_before_the_settings():
+    settings = PairSettings(slm="a", llm="b", temperature=0.5, top_p=0.9, seed=3)
+    assert Sampling.asked(settings) == Sampling(0.5, 0.9, 0, 3)
+    request = CompletionRequest(prompt="x", temperature=1, top_k=-1, seed=5)
+    assert Sampling.asked(settings, request) == Sampling(1.0, 0.9, 0, 5)
+    assert Sampling.asked(settings, CompletionRequest(prompt="x", temperature=0)) is None
+    assert Sampling.asked(PairSettings(slm="a", llm="b")) is None
+    new = [Sampling.asked(PairSettings(slm="a", llm="b", temperature=1)).seed for _ in range(2)]
+    assert new[0] != new[1]

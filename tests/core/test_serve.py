@@ -25,6 +25,7 @@ from fb_core.engine.engine import Engine
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
+from fb_core.sampling import Sampling
 from fb_core.selectors import FutureBridgeSelector, LLMPreference
 from fb_core.serve.app import Application
 from fb_core.serve.protocol import OFF, ChatRequest, CompletionRequest, Piece
@@ -116,8 +117,12 @@ REFUSED = [
     ({"suffix": "x"}, "suffix", "expected"),
     ({"tools": [{"type": "function"}]}, "tools", "expected []"),
     ({"response_format": {"type": "json_object"}}, "response_format", 'expected {"type": "text"}'),
-    ({"temperature": 0.7}, "temperature", "expected 0"),
-    ({"top_p": 0.5}, "top_p", "expected 1"),
+    ({"temperature": -0.5}, "temperature", "greater than or equal to 0"),
+    ({"temperature": "hot"}, "temperature", "valid number"),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
+    ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+    ({"min_p": 0.1, "temperature": 1}, "min_p", "expected 0"),
     ({"guided_json": {}}, "guided_json", "expected a parameter that this server supports"),
     ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
     ({"logprobs": True}, "logprobs", "valid integer"),
@@ -215,6 +220,55 @@ def test_parameters_that_want_nothing_change_nothing(server, problems, expected)
     sent_back = got.choices[0].message.model_dump() | {"content": prompt}  # with what was null in it
     again = server.client().chat.completions.create(model=MODEL, messages=[sent_back])
     assert again.choices[0].message.content == expected[0].text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_drawn_answers_are_the_decoders(server, pair, problems, stream):
+    """Each prompt's `n` answers are the samples that the decoder draws for it; so for text and for chats."""
+    client, asked = server.client(), [list(problem.prompt_ids) for problem in problems[:2]]
+    sampling = Sampling(temperature=1.5, top_p=0.9, top_k=0, seed=7)
+    settings = {"max_length": 256, "tokenizer": pair.world.tokenizer}
+    decoder = LowLatencyDecoder(pair.slm, pair.llm, LLMPreference(), RequestPolicy(THRESHOLD), **settings)
+    prompts = [ids for ids in asked for _ in range(3)]
+    want = decoder.generate_many(prompts, 60, sampling=sampling)
+    assert len({each.text for each in want}) > 2
+    options = {"model": MODEL, "prompt": asked, "max_tokens": 60, "n": 3, "temperature": 1.5, "top_p": 0.9, "seed": 7}
+    got, usage = ["" for _ in want], None
+    if stream:
+        for piece in client.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+            usage = piece.usage
+            for choice in piece.choices:
+                got[choice.index] += choice.text
+    else:
+        whole = client.completions.create(**options)
+        got, usage = [choice.text for choice in whole.choices], whole.usage
+    assert got == [each.text for each in want]
+    assert usage.prompt_tokens == sum(map(len, asked))
+    assert usage.completion_tokens == sum(len(each.token_ids) for each in want)
+    messages = [{"role": "user", "content": problems[0].prompt}]
+    chat = {"messages": messages, "model": MODEL, "max_tokens": 60, "temperature": 1.5, "top_p": 0.9, "seed": 7}
+    assert client.chat.completions.create(**chat).choices[0].message.content == want[0].text
+
+
+def test_what_clients_send_by_default_is_drawn_anew_each_time(server, problems):
+    """LangChain's and Open WebUI's requests name a temperature and no seed."""
+    client, texts = server.client(), set()
+    for temperature in (0.7, 2.0, 2.0, 2.0):
+        pieces = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": problems[0].prompt}],
+            temperature=temperature,
+            top_p=1,
+            max_tokens=60,
+            stream=True,
+            logprobs=True,
+            top_logprobs=2,
+        )
+        choices = [piece.choices[0] for piece in pieces]
+        texts.add("".join(choice.delta.content or "" for choice in choices))
+        tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+        assert all(token.logprob <= token.top_logprobs[0].logprob + 1e-6 for token in tokens)
+    assert len(texts) > 1
 
 
 def test_what_openais_clients_send_in_messages_is_understood(server, problems, expected):
