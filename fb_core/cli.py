@@ -323,6 +323,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; loopback by default.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests in progress get at shutdown.")] = 30,
+    page: Annotated[bool, typer.Option("--page/--no-page", help="Whether / is a page to try prompts on.")] = True,
     **given: str | None,
 ) -> None:
     """Serve a pair over OpenAI's API: completions and chat completions, streamed or whole."""
@@ -330,7 +331,7 @@ def serve(
     require("serve", "starlette", "uvicorn", "prometheus_client", extra="serve")
     from fb_core.serve.run import serve as run
 
-    run(settings, host=host, port=port, drain=drain)
+    run(settings, host=host, port=port, drain=drain, page=page)
 
 
 def _complain(problem: Exception) -> None:

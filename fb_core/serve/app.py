@@ -1,16 +1,22 @@
-"""The routes: completions, chat completions, models, health, metrics."""
+"""The routes: completions, chat completions, models, health, metrics, and a page to try them on."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import json
 import logging
+import math
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import cache
+from importlib import resources
 from ipaddress import ip_address
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -34,6 +40,7 @@ SMALL = 16 << 10  # bytes of a request that are read at once
 GONE = 499  # the client closed the connection
 NAMES = {**{name: f"futurebridge.{name}" for name in ("max_events", "threshold", "recipe")}, "ranking": "logprobs"}
 """What a client calls an argument of the engine."""
+PAGE_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
 JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 Result = TypeVar("Result")
@@ -62,9 +69,10 @@ class Application(Starlette):
         service: answers the requests.
         key: clients must send it as `Authorization: Bearer ...`; None if no key is needed.
         loopback: whether it is reached under this machine's own names alone; without a key, others are refused.
+        page: whether `/` is a page on which prompts can be tried.
     """
 
-    def __init__(self, service: Service, *, key: str | None = None, loopback: bool = False) -> None:
+    def __init__(self, service: Service, *, key: str | None = None, loopback: bool = False, page: bool = True) -> None:
         self.service, self.key, self.loopback = service, key, loopback
         routes = [
             self._route("/v1/models", self._models),
@@ -73,6 +81,7 @@ class Application(Starlette):
             self._route("/v1/chat/completions", lambda request: self._answered(request, ChatRequest), "POST"),
             self._route("/health", self._health),
             self._route("/metrics", self._metrics),
+            *([self._route("/", self._page)] if page else []),
         ]
         handlers: dict[Any, Any] = {HTTPException: self._refused, ClientDisconnect: self._left}
         super().__init__(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
@@ -121,12 +130,12 @@ class Application(Starlette):
         await asyncio.to_thread(closing.join, LAST)
 
     def _route(self, path: str, answer: Callable[[Request], Awaitable[Response]], method: str = "GET") -> Route:
-        """A route that checks who asks; only /health needs no key."""
+        """A route that checks who asks; only /health and the page need no key."""
 
         async def checked(request: Request) -> Response:
             request.state.path = path
             self._check_page(request)
-            if path != "/health":
+            if path not in ("/health", "/"):
                 self._check_key(request)
             try:
                 return await answer(request)
@@ -174,9 +183,24 @@ class Application(Starlette):
     async def _metrics(self, _: Request) -> Response:
         return Response(generate_latest(self.service.metrics.registry), media_type="text/plain; version=0.0.4")
 
+    async def _page(self, _: Request) -> Response:
+        text, policy = try_page()
+        return Response(text, media_type="text/html", headers={"Content-Security-Policy": policy, **PAGE_HEADERS})
+
     async def _models(self, request: Request) -> Response:
-        """The one model, by its name or in a list."""
-        model = {"id": self.service.settings.slm, "object": "model", "created": 0, "owned_by": "futurebridge"}
+        """The one model, by its name or in a list, with how its events are made."""
+        decoder = self.service.engine.decoder
+        model = {
+            "id": self.service.settings.slm,
+            "object": "model",
+            "created": 0,
+            "owned_by": "futurebridge",
+            "futurebridge": {
+                "threshold": decoder.policy.threshold if math.isfinite(decoder.policy.threshold) else None,
+                "max_events": decoder.max_events,
+                "chat": bool(self.service.tokenizer.chat_template),
+            },
+        }
         if "model" not in request.path_params:
             return JSONResponse({"object": "list", "data": [model]})
         self._check_model(request.path_params["model"])
@@ -227,7 +251,9 @@ class Application(Starlette):
             raise Problem(400, f"{name}:{words}", parameter=name) from None
         except RuntimeError as wrong:  # the engine is closed
             raise Problem(503, str(wrong), "server_error") from None
-        shape = Shape(self.service.settings.slm, chat=chat, stream=body.stream, copies=reply.copies)
+        shape = Shape(
+            self.service.settings.slm, chat=chat, stream=body.stream, copies=reply.copies, ids=body.return_token_ids
+        )
         if body.stream:
             request.state.status = GONE  # until it has ended otherwise
             events, headers = self._events(request, body, reply, shape), {"Cache-Control": "no-cache"}
@@ -244,8 +270,9 @@ class Application(Starlette):
         begun = set[int]()
         try:
             async for index, piece in reply.pieces():
-                for choice in shape.choices(index, piece, index not in begun):
-                    yield f"data: {json.dumps(shape.fields([choice]))}\n\n"
+                first, prompt = index not in begun, reply.answers[index].prompt
+                for choice in shape.choices(index, piece, prompt, first):
+                    yield f"data: {json.dumps(shape.fields([choice], prompt=prompt if first else None))}\n\n"
                 begun.add(index)
             if body.stream_options is not None and body.stream_options.include_usage:
                 yield f"data: {json.dumps(shape.fields([], reply.usage()))}\n\n"
@@ -257,10 +284,28 @@ class Application(Starlette):
             yield f"data: {JSON.encode(failed.fields)}\n\n"
 
 
+@cache
+def try_page() -> tuple[str, str]:
+    """The page and its policy: its own style and script alone, and requests to this server alone."""
+    text = resources.files("fb_core.serve").joinpath("page.html").read_text()
+    style, script = (
+        base64.b64encode(
+            hashlib.sha256(re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[0].encode()).digest()
+        ).decode()
+        for tag in ("style", "script")
+    )
+    allowed = f"style-src 'sha256-{style}'; script-src 'sha256-{script}'; connect-src 'self'"
+    return text, f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
 def _written(shape: Shape, reply: Reply, came: list[list[Piece]]) -> bytes:
     """A whole response; the encoder goes step by step, so that a large one does not hold up other threads."""
-    choices = [each for index, pieces in enumerate(came) for each in shape.choices(index, Piece.joined(pieces))]
-    return "".join(JSON.iterencode(shape.fields(choices, reply.usage()))).encode()
+    choices = [
+        choice
+        for index, (pieces, answer) in enumerate(zip(came, reply.answers, strict=True))
+        for choice in shape.choices(index, Piece.joined(pieces), answer.prompt)
+    ]
+    return "".join(JSON.iterencode(shape.fields(choices, reply.usage(), reply.answers[0].prompt))).encode()
 
 
 def _failed(problem: Exception) -> Problem:

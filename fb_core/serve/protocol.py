@@ -137,6 +137,7 @@ class Request(_Strict):
         top_k: number of the likeliest tokens among which they are drawn, 0 or -1 for all that are known.
         seed: of drawn tokens; None for another one each time.
         n: number of answers; all are the same if nothing is drawn.
+        return_token_ids: whether the token ids of prompt and answers are returned, under vLLM's names.
     """
 
     model: str | None = None
@@ -150,6 +151,7 @@ class Request(_Strict):
     top_k: int | None = Field(default=None, ge=-1)
     seed: int | None = None
     n: int = Field(default=1, ge=1, le=16)
+    return_token_ids: bool = False
     futurebridge: Overrides = Overrides()
 
     @model_validator(mode="before")
@@ -270,22 +272,31 @@ class Piece(NamedTuple):
     """The next part of an answer."""
 
     text: str = ""
-    events: Sequence[Event] = ()
+    events: Sequence[dict[str, Any]] = ()  # as clients get them
     logprobs: Sequence[TokenLogprobs] = ()  # if they were requested
     finish: Finish | None = None  # why the answer has ended; None if it goes on
+    tokens: Sequence[int] = ()
 
     @classmethod
     def joined(cls, pieces: Sequence[Piece]) -> Piece:
         """The parts of an answer as one."""
         events = [event for piece in pieces for event in piece.events]
         logprobs = [token for piece in pieces for token in piece.logprobs]
-        return cls("".join(piece.text for piece in pieces), events, logprobs, pieces[-1].finish)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        return cls("".join(piece.text for piece in pieces), events, logprobs, pieces[-1].finish, tokens)
 
 
-def event_fields(event: Event) -> dict[str, Any]:
-    """An event as clients get it; unknown values are null, and what went wrong is not told."""
+def event_fields(event: Event, texts: Sequence[str], offset: int) -> dict[str, Any]:
+    """An event as clients get it; unknown values are null, and what went wrong is not told.
+
+    Args:
+        event: an event.
+        texts: of the pool's tokens.
+        offset: characters of the answer before the event's token.
+    """
     error = None if event.error is None else "the large model did not answer"
-    return {name: _finite(value) for name, value in vars(event).items()} | {"error": error}
+    fields = {name: _finite(value) for name, value in vars(event).items()}
+    return fields | {"error": error, "texts": texts, "offset": offset}
 
 
 def _finite(value: Any) -> Any:
@@ -303,28 +314,45 @@ class Shape:
         chat: whether it is a chat or a text.
         stream: whether the answers come in pieces or whole.
         copies: of each answer.
+        ids: whether the token ids are returned.
     """
 
-    def __init__(self, model: str, *, chat: bool, stream: bool, copies: int) -> None:
-        self.chat, self.stream, self.copies = chat, stream, copies
+    def __init__(self, model: str, *, chat: bool, stream: bool, copies: int, ids: bool = False) -> None:
+        self.chat, self.stream, self.copies, self.ids = chat, stream, copies, ids
         kind = ("chat.completion.chunk" if stream else "chat.completion") if chat else "text_completion"
         made = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         self.head = {"id": made, "object": kind, "created": int(time.time()), "model": model}
 
-    def fields(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A response with the choices, or a part of a streamed one."""
-        return {**self.head, "choices": choices, **({} if usage is None else {"usage": usage})}
+    def fields(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, prompt: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """A response with the choices, or a part of a streamed one; a chat's has the prompt's token ids, if any."""
+        more: dict[str, Any] = {} if usage is None else {"usage": usage}
+        if self.ids and self.chat and prompt is not None:
+            more["prompt_token_ids"] = list(prompt)
+        return {**self.head, "choices": choices, **more}
 
-    def choices(self, index: int, piece: Piece, first: bool = True) -> list[dict[str, Any]]:
-        """A whole answer or a piece of one, for each of its copies; `index` is the answer's."""
+    def choices(self, index: int, piece: Piece, prompt: Sequence[int], first: bool = True) -> list[dict[str, Any]]:
+        """A whole answer or a piece of one, for each of its copies.
+
+        Args:
+            index: the answer's.
+            piece: of the answer.
+            prompt: its prompt's token ids.
+            first: whether it is the first piece.
+        """
         said = {"role": "assistant"} if first else {}
         if piece.text or first:
             said["content"] = piece.text
         own: dict[str, Any] = {"delta" if self.stream else "message": said} if self.chat else {"text": piece.text}
         own["logprobs"] = (_chat_logprobs if self.chat else _logprobs)(piece.logprobs) if piece.logprobs else None
         own["finish_reason"] = piece.finish
+        if self.ids:
+            own["token_ids"] = list(piece.tokens)
+            if first and not self.chat:
+                own["prompt_token_ids"] = list(prompt)
         if piece.events or not self.stream:
-            own["futurebridge"] = {"events": [event_fields(event) for event in piece.events]}
+            own["futurebridge"] = {"events": list(piece.events)}
         return [{"index": self.copies * index + copy, **own} for copy in range(self.copies)]
 
 

@@ -23,12 +23,13 @@ from fb_core.serve.service import Service
 from fb_core.server import key_in
 
 
-def load_server(settings: ServeSettings, *, loopback: bool) -> Application:
+def load_server(settings: ServeSettings, *, loopback: bool, page: bool = True) -> Application:
     """Load the pair and make its engine and the routes; the access log goes to stderr, one line per request.
 
     Args:
         settings: of the pair and the server.
         loopback: as for `Application`.
+        page: likewise.
     """
     key = key_in(settings.key_variable)
     if key == "":
@@ -50,7 +51,7 @@ def load_server(settings: ServeSettings, *, loopback: bool) -> Application:
         LOG.addHandler(logging.StreamHandler())
         LOG.setLevel(logging.INFO)
     service = Service(engine, loaded.tokenizer, settings, thinking=loaded.thinking)
-    return Application(service, key=key, loopback=loopback)
+    return Application(service, key=key, loopback=loopback, page=page)
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
@@ -70,7 +71,7 @@ def on_loopback(listening: socket.socket, key_variable: str | None) -> bool:
     return loopback
 
 
-def serve(settings: ServeSettings, *, host: str, port: int, drain: int) -> None:
+def serve(settings: ServeSettings, *, host: str, port: int, drain: int, page: bool = True) -> None:
     """Load the pair and serve it; after SIGTERM or Ctrl-C, requests under way have `drain` seconds to end.
 
     Args:
@@ -78,9 +79,10 @@ def serve(settings: ServeSettings, *, host: str, port: int, drain: int) -> None:
         host: to listen on.
         port: to listen on; 0 takes a free one.
         drain: seconds.
+        page: whether `/` is a page on which prompts can be tried.
     """
     listening, url = listen(host, port)
-    app = load_server(settings, loopback=on_loopback(listening, settings.key_variable))
+    app = load_server(settings, loopback=on_loopback(listening, settings.key_variable), page=page)
     engine = app.service.engine
     holds = f"{settings.max_batch} sequences, {engine.load.all_pages * SIZE} tokens of keys and values"
     print(f"futurebridge: {settings.slm} at {url}/v1: {holds}", flush=True)

@@ -19,7 +19,7 @@ from fb_core.pool import Event
 from fb_core.sampling import Sampling
 from fb_core.selectors import LLMPreference
 from fb_core.serve.metrics import Metrics
-from fb_core.serve.protocol import ChatRequest, CompletionRequest, Finish, Piece, TokenLogprobs
+from fb_core.serve.protocol import ChatRequest, CompletionRequest, Finish, Piece, TokenLogprobs, event_fields
 from fb_core.serve.text import Text
 
 BYTES = 16  # of text for a token; a prompt with more for each that there is room for is not tokenized
@@ -38,9 +38,10 @@ class Answer:
 
     handle: Handle
     text: Text
-    prompt: int  # tokens
+    prompt: Sequence[int]
     ends: frozenset[int]
     ranking: int | None  # how many likeliest tokens are returned with each token
+    with_ids: bool  # whether the token ids are returned
     completion: int = 0
     events: list[Event] = field(default_factory=list)
     finish: Finish = "length"
@@ -51,11 +52,15 @@ class Answer:
 
         The last piece is empty and says why the answer has ended.
         """
-        text, events, logprobs = "", list[Event](), list[TokenLogprobs]()
+        text, events, logprobs, ids = "", list[dict[str, Any]](), list[TokenLogprobs](), list[int]()
         for token in filter(None, tokens):
             self.completion += 1
+            if self.with_ids:
+                ids.append(token.id)
             if token.event is not None:
-                events.append(token.event)
+                self.events.append(token.event)
+                texts = [self.text.name(each).text for each in token.event.pool]
+                events.append(event_fields(token.event, texts, self.text.decoded))
             logprobs += self._logprobs(token)
             if token.id not in self.ends:  # the token that ends an answer is no part of its text
                 text += self.text.add(token.id)
@@ -64,10 +69,9 @@ class Answer:
             if self.text.stopped:
                 self.handle.cancel()
                 break
-        self.events += events
         self.ended = self.text.stopped or None in tokens
-        if text or events or logprobs:
-            yield Piece(text, events, logprobs)
+        if text or events or logprobs or ids:
+            yield Piece(text, events, logprobs, tokens=ids)
         if self.ended and not self.text.stopped:
             self.handle.result()  # raises what ended the sequence, if it was an error
             text = self.text.end()
@@ -137,7 +141,7 @@ class Reply:
     @property
     def prompt(self) -> int:
         """Tokens of all prompts."""
-        return sum(answer.prompt for answer in self.answers) // self.samples
+        return sum(len(answer.prompt) for answer in self.answers) // self.samples
 
     def usage(self) -> dict[str, Any]:
         """The request's tokens, and what it asked of the large model; completion tokens count once for each copy."""
@@ -291,5 +295,5 @@ class Service:
             skip_special=request.skip_special_tokens,
             after_text=completes and bool(self.tokenizer.decode(ids[-8:], skip_special_tokens=True)),
         )
-        reply.answers.append(Answer(handle, text, len(ids), decoder.pair.ends, request.ranking))
+        reply.answers.append(Answer(handle, text, ids, decoder.pair.ends, request.ranking, request.return_token_ids))
         self._open.add(reply)  # before the first call of `on_token`, which runs in this thread

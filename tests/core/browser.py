@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,13 +39,13 @@ class Browser:
         """What a script returns; it runs beside the page, whose policy does not bind it."""
         return self.call("execute/sync", script=script, args=[])
 
-    def open(self, page: Path, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
-        """A page on a screen of so many CSS pixels, in a light or a dark scheme."""
+    def open(self, page: Path | str, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
+        """A page, a file or a URL, on a screen of so many CSS pixels, in a light or a dark scheme."""
         self.cdp(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 700
         )
         self.cdp("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.call("url", url=page.resolve().as_uri())
+        self.call("url", url=page if isinstance(page, str) else page.resolve().as_uri())
 
     def console(self) -> list[str]:
         """What went wrong since it was last asked, violations of a page's policy among it."""
@@ -53,6 +54,15 @@ class Browser:
     def screenshot(self) -> bytes:
         """A PNG of the screen."""
         return base64.b64decode(self.cdp("Page.captureScreenshot")["data"])
+
+    def wait(self, script: str, seconds: float = 60.0) -> Any:
+        """What a script returns once that is true."""
+        end = time.monotonic() + seconds
+        while not (value := self.run(script)):
+            if time.monotonic() > end:
+                raise TimeoutError(script)
+            time.sleep(0.05)
+        return value
 
     def click(self, selector: str) -> None:
         """The mouse on the middle of an element."""

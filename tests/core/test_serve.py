@@ -531,4 +531,4 @@ def test_what_has_come_meanwhile_is_one_piece(pair, problems, expected):
         (_, piece), end = asyncio.run(read_late(service_of(engine, pair.world.tokenizer)))
     assert end == (0, Piece(finish="stop"))
     assert piece.text == expected[0].text
-    assert [event.step for event in piece.events] == [event.step for event in expected[0].events]
+    assert [event["step"] for event in piece.events] == [event.step for event in expected[0].events]

@@ -277,10 +277,10 @@ def test_a_whole_answer_is_the_streamed_one(chat, count):
     shape = Shape("m", chat=chat, stream=False, copies=3)
     streaming = Shape("m", chat=chat, stream=True, copies=1)
     for piece in (Piece("x é", (), tokens, "stop"), Piece("", (), tokens[:1], "length")):
-        choices = shape.choices(1, piece)
+        choices = shape.choices(1, piece, [5])
         assert [choice["index"] for choice in choices] == [3, 4, 5]
         assert shape.fields(choices, {"total_tokens": 1})["usage"] == {"total_tokens": 1}
-        (streamed,) = streaming.choices(0, piece, False)
+        (streamed,) = streaming.choices(0, piece, [5], False)
         text = streamed.get("delta", {}).get("content", "") if chat else streamed["text"]
         for choice in choices:
             assert (choice["message"]["content"] if chat else choice["text"]) == piece.text == text
