@@ -6,6 +6,7 @@ Names load on first use; those of the verifier are an ImportError without the ex
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from fb_core.extras import require
@@ -121,6 +122,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("futurebridge")
     if name not in _HOME:
         raise AttributeError(f"module 'fb_core' has no attribute {name!r}")
     if _HOME[name] == "fb_core.verify":

@@ -19,6 +19,15 @@ from fb_core.serve.text import Text
 from fb_core.terminal import IN_TEXT, escaped
 
 EVENT_STYLE = "bold black on bright_yellow"
+HELP = "/help shows this; /new begins a new conversation; Ctrl-C stops an answer; /quit or an empty line ends the chat."
+
+
+def greeting(settings: PairSettings) -> str:
+    """Who answers, and what can be typed."""
+    large = settings.llm or settings.server
+    chooser = f"the reranker in {settings.adapter}" if settings.adapter else "the large model's own choice"
+    words = f"{settings.slm} answers; where it is uncertain {large} is asked, and {chooser} decides. {HELP}"
+    return escaped(words, IN_TEXT)
 
 
 class Chat:

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from fb_core.stages.run import Engine
     from fb_kernels.bench import Found
 
-app = typer.Typer(no_args_is_help=True, help="Future-compatibility reranking.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Future-compatibility reranking.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+STOPPED = 130  # the exit status of what Ctrl-C ended, by convention
 
 
 def _version(wanted: bool) -> None:
@@ -40,7 +45,7 @@ def _root(
     """Future-compatibility reranking for a small and a large language model."""
 
 
-@app.command()
+@app.command(epilog="Example: futurebridge demo --seed 1")
 def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed for fresh problems.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the results and the runs.")] = Path("demo-results"),
@@ -82,9 +87,14 @@ def _stage(command: Command, text: str) -> None:
 
         logging.basicConfig(format="%(message)s")
         show = print if dry_run else _show
-        run_command(command, settings, folder, cast("Engine", engine), dry_run=dry_run, show=show)
+        try:
+            run_command(command, settings, folder, cast("Engine", engine), dry_run=dry_run, show=show)
+        except KeyboardInterrupt:
+            typer.echo(f"\nfuturebridge: stopped; what was finished is in {folder}, the same command goes on", err=True)
+            raise typer.Exit(STOPPED) from None
 
-    app.command(command, help=text)(stage)
+    example = f"Example: futurebridge {command} --config tiny --set train.rank=8"
+    app.command(command, help=text, epilog=example)(stage)
 
 
 _stage("collect", "Stage 1: SLM trajectories, the request threshold, and the admitted states with their candidates.")
@@ -112,7 +122,7 @@ def _show(text: str) -> None:
         print(text)
 
 
-@app.command()
+@app.command(epilog="Example: futurebridge config --show --config tiny > my.yaml")
 def config(
     config: Annotated[str | None, typer.Option(help=f"A YAML file, or a shipped one: {', '.join(SHIPPED)}.")] = None,
     changes: SetOption = None,
@@ -128,7 +138,7 @@ def config(
         typer.echo("\n".join(f"{name:{width}}  {first_words(name)}" for name in SHIPPED))
 
 
-@app.command()
+@app.command(epilog="Example: futurebridge push runs/tiny/deployed/seed-0 me/my-reranker --private")
 def push(
     directory: Annotated[Path, typer.Argument(help="Folder of an adapter, such as runs/tiny/deployed/seed-0.")],
     repo_id: Annotated[str, typer.Argument(help="Repository on the hub, owner/name; created if missing.")],
@@ -142,7 +152,7 @@ def push(
     typer.echo(push_to_hub(directory, repo_id, private=private))
 
 
-@app.command()
+@app.command(epilog="Example: futurebridge explain runs/tiny test-17 --html problem.html")
 def explain(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
     problem: Annotated[str, typer.Argument(help="A problem's id, or a part of it that is unique.")],
@@ -157,7 +167,7 @@ def explain(
     viewer.explain(settings, run, problem, Console(), html)
 
 
-@app.command()
+@app.command(epilog="Example: futurebridge env")
 def env() -> None:
     """Show what is installed, which implementation of each op will run, and why."""
     from fb_kernels.env import report
@@ -165,14 +175,24 @@ def env() -> None:
     typer.echo(report())
 
 
-def _options(helps: Mapping[str, str], kind: type = str, **more: Any) -> Callable[[Callable], Callable]:
-    """Gives a command an option of a kind for each name, in place of its keyword arguments."""
+def _options(
+    helps: Mapping[str, str], kind: type = str, *, environment: bool = False, **more: Any
+) -> Callable[[Callable], Callable]:
+    """Gives a command an option of a kind for each name, in place of its keyword arguments.
+
+    Args:
+        helps: texts by name.
+        kind: of the values.
+        environment: whether FUTUREBRIDGE_NAME counts where an option is not given.
+        more: of `typer.Option`.
+    """
 
     def add(command: Callable) -> Callable:
         signature = inspect.signature(command, eval_str=True)
         own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
         for name, text in helps.items():
-            option = Annotated[kind | None, typer.Option(help=text, **more)]  # type: ignore[valid-type]
+            own_variable = {"envvar": f"FUTUREBRIDGE_{name.upper()}", "show_envvar": False} if environment else {}
+            option = Annotated[kind | None, typer.Option(help=text, **own_variable, **more)]  # type: ignore[valid-type]
             own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option))
         command.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
         return command
@@ -198,7 +218,7 @@ SHAPE = {
 }
 
 
-@app.command()
+@app.command(epilog="Example: futurebridge bench linear_logprob --n 512 --d 1024 --v 50000")
 @_options(SHAPE, int, min=1)
 def bench(
     op: Annotated[str, typer.Argument(help="An op, such as linear_logprob; the docs' page of ops lists all.")],
@@ -260,8 +280,11 @@ PAIR, SERVE = (
 )
 
 
-@app.command()
-@_options(PAIR, metavar="VALUE", show_default=False)
+ENVIRONMENT = "Each setting may also be a variable such as FUTUREBRIDGE_SLM."
+
+
+@app.command(epilog=f'Example: futurebridge generate "29*9+7*7+9;" --slm demo:plans --llm demo:plans. {ENVIRONMENT}')
+@_options(PAIR, environment=True, metavar="VALUE", show_default=False)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
     pair: PairOption = None,
@@ -280,10 +303,10 @@ def generate(
     typer.secho(terminal.summary(generation, time.perf_counter() - start), dim=True, err=True)
 
 
-@app.command()
-@_options(PAIR, metavar="VALUE", show_default=False)
+@app.command(epilog=f"Example: futurebridge chat --pair pair.yaml --temperature 0.7. {ENVIRONMENT}")
+@_options(PAIR, environment=True, metavar="VALUE", show_default=False)
 def chat(pair: PairOption = None, **given: str | None) -> None:
-    """Chat with a pair and an adapter; Ctrl-C stops an answer, an empty line or Ctrl-D ends the chat.
+    """Chat with a pair and an adapter; /help says what can be typed besides.
 
     If the conversation outgrows max_length, its oldest turns are dropped; an error ends only the turn.
     """
@@ -292,14 +315,22 @@ def chat(pair: PairOption = None, **given: str | None) -> None:
 
     from fb_core import chat as terminal
 
-    talk, console, messages = terminal.Chat(settings), Console(), []
+    talk, console = terminal.Chat(settings), Console()
+    messages: list[dict[str, str]] = []
+    told: dict[str, Any] = {"style": "dim", "highlight": False, "markup": False, "soft_wrap": True}
+    console.print(terminal.greeting(settings), **told)
     while True:
         try:
             said = console.input("[bold]> [/bold]")
         except (EOFError, KeyboardInterrupt):
             break
-        if not said.strip():
+        if said.strip() in ("", "/quit"):
             break
+        if said.strip() in ("/new", "/help"):
+            if said.strip() == "/new":
+                messages = []
+            console.print(terminal.HELP, **told)
+            continue
         messages.append({"role": "user", "content": said})
         start = time.perf_counter()
         try:
@@ -316,8 +347,8 @@ def chat(pair: PairOption = None, **given: str | None) -> None:
         typer.secho(terminal.summary(generation, time.perf_counter() - start), dim=True, err=True)
 
 
-@app.command()
-@_options(SERVE, metavar="VALUE", show_default=False)
+@app.command(epilog=f"Example: futurebridge serve --pair pair.yaml --port 8000. {ENVIRONMENT}")
+@_options(SERVE, environment=True, metavar="VALUE", show_default=False)
 def serve(
     pair: PairOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on; loopback by default.")] = "127.0.0.1",

@@ -140,6 +140,15 @@ class ServeSettings(PairSettings):
     small model's own token ("slm")."""
     prefill_tokens: int = Field(default=512, ge=1)
     """Maximum prompt tokens prefilled between two steps while others run."""
+    served_name: str | None = None
+    """The model's name for clients; if left out, `slm`."""
+    allowed_origin: str | None = None
+    """Origin of a web page that may use the server from browsers, such as https://chat.example; "*" for any."""
+
+    @property
+    def name(self) -> str:
+        """The model's name for clients."""
+        return self.served_name or self.slm
 
 
 class ServerSettings(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from limits import HANG
 from warm import futurebridge
 
 from fb_core.cli import SHIPPED, _folder
@@ -25,6 +27,14 @@ def run(*arguments):
     return subprocess.run(
         [sys.executable, "-c", "from fb_core.cli import main; main()", *arguments], capture_output=True, text=True
     )
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["generate"], ["serve"], ["bench"]])
+def test_the_help_has_a_short_option_and_an_example(command):
+    short, long = run(*command, "-h"), run(*command, "--help")
+    assert short.stdout == long.stdout
+    assert "--help" in long.stdout
+    assert f"Example: futurebridge {' '.join(command)} " in " ".join(long.stdout.split()) or not command
 
 
 def test_help_lists_the_commands():
@@ -59,6 +69,27 @@ def test_errors_are_one_message_and_no_traceback(arguments, words):
     assert result.returncode != 0
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(tmp_path):
+    code = (
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may ignore it\n"
+        "from fb_core.cli import main\nmain()"
+    )
+    command = [sys.executable, "-c", code, "collect", "--config", "tiny", "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + HANG
+    while not list(tmp_path.glob("run/trajectories/*.json")):
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=HANG)
+    assert process.returncode == 130
+    assert told.endswith(
+        f"futurebridge: stopped; what was finished is in {tmp_path / 'run'}, the same command goes on\n"
+    )
+    assert "Traceback" not in told
 
 
 def test_explain_wants_a_run(tmp_path):

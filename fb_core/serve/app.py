@@ -25,6 +25,8 @@ from prometheus_client import generate_latest
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -84,7 +86,13 @@ class Application(Starlette):
             *([self._route("/", self._page)] if page else []),
         ]
         handlers: dict[Any, Any] = {HTTPException: self._refused, ClientDisconnect: self._left}
-        super().__init__(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
+        self.origin, middleware = service.settings.allowed_origin, list[Middleware]()
+        if self.origin is not None:
+            headers = ["Authorization", "Content-Type"]
+            middleware.append(
+                Middleware(CORSMiddleware, allow_origins=[self.origin], allow_methods=["POST"], allow_headers=headers)
+            )
+        super().__init__(routes=routes, lifespan=self._lifespan, exception_handlers=handlers, middleware=middleware)
         self.router.redirect_slashes = False  # it would redirect to whatever host the client named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,8 +167,12 @@ class Application(Starlette):
         if self.loopback and host and not _is_local(host):
             words = "expected localhost or a loopback address, got another; use one, or start the server with a key"
             raise Problem(403, f"Host: {words}", "permission_error")
-        if origin is not None and origin.partition("://")[2].lower() != host.lower():
-            words = "expected none or this server's own, got another; start the server with a key to serve web pages"
+        if (
+            origin is not None
+            and self.origin not in ("*", origin)
+            and origin.partition("://")[2].lower() != host.lower()
+        ):
+            words = "expected none or this server's own, got another; name it as allowed_origin, or serve with a key"
             raise Problem(403, f"Origin: {words}", "permission_error")
 
     async def _refused(self, request: Request, problem: HTTPException) -> Response:
@@ -191,7 +203,7 @@ class Application(Starlette):
         """The one model, by its name or in a list, with how its events are made."""
         decoder = self.service.engine.decoder
         model = {
-            "id": self.service.settings.slm,
+            "id": self.service.settings.name,
             "object": "model",
             "created": 0,
             "owned_by": "futurebridge",
@@ -207,7 +219,7 @@ class Application(Starlette):
         return JSONResponse(model)
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, own := self.service.settings.slm):
+        if name not in (None, own := self.service.settings.name):
             message = f"model: expected {own!r}, got another; /v1/models lists it, or leave it out"
             raise Problem(404, message, parameter="model", code="model_not_found")
 
@@ -252,7 +264,7 @@ class Application(Starlette):
         except RuntimeError as wrong:  # the engine is closed
             raise Problem(503, str(wrong), "server_error") from None
         shape = Shape(
-            self.service.settings.slm, chat=chat, stream=body.stream, copies=reply.copies, ids=body.return_token_ids
+            self.service.settings.name, chat=chat, stream=body.stream, copies=reply.copies, ids=body.return_token_ids
         )
         if body.stream:
             request.state.status = GONE  # until it has ended otherwise

@@ -85,7 +85,7 @@ def serve(settings: ServeSettings, *, host: str, port: int, drain: int, page: bo
     app = load_server(settings, loopback=on_loopback(listening, settings.key_variable), page=page)
     engine = app.service.engine
     holds = f"{settings.max_batch} sequences, {engine.load.all_pages * SIZE} tokens of keys and values"
-    print(f"futurebridge: {settings.slm} at {url}/v1: {holds}", flush=True)
+    print(f"futurebridge: {settings.name} at {url}/v1: {holds}", flush=True)
     # As SIGTERM's: uvicorn raises it again when all is closed, and no thread that waits for an LLM keeps the process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

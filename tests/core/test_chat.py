@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from warm import futurebridge
 
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy
-from fb_core.chat import EVENT_STYLE, Chat, Printer, read_prompt
+from fb_core.chat import EVENT_STYLE, HELP, Chat, Printer, read_prompt
 from fb_core.config import PairSettings, ServeSettings
 from fb_core.pool import Event
 from fb_core.recipe import Deployed
@@ -143,6 +143,27 @@ def test_chat_goes_on_until_an_empty_line(pair):
     ended = futurebridge("chat", *options(pair), typed="")
     assert ended.returncode == 0
     assert "tokens in" not in ended.stderr
+
+
+def test_chat_greets_and_knows_its_words(pair):
+    """/new drops the conversation; what only begins with a slash is said to the model."""
+    done = futurebridge("chat", *options(pair), typed="w7\n/help\n/new\nw7\n/w8\n/quit\nw9\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(HELP) == 3  # the greeting, /help, /new
+    assert done.stderr.count("tokens in") == 3
+    answers = [line for line in done.stdout.splitlines() if line.startswith("> ") and HELP not in line]
+    assert answers[0] == answers[1]
+
+
+def test_a_setting_may_be_a_variable_and_an_option_counts_before_it(pair):
+    models = {"FUTUREBRIDGE_SLM": str(pair / "slm"), "FUTUREBRIDGE_LLM": str(pair / "llm")}
+    variables = models | {"FUTUREBRIDGE_MAX_NEW_TOKENS": "0"}
+    refused = futurebridge("generate", "w7 w8", **variables)
+    assert refused.returncode == 2
+    assert "max_new_tokens" in refused.stderr
+    done = futurebridge("generate", "w7 w8", "--max-new-tokens", "3", **variables)
+    assert done.returncode == 0, done.stderr
+    assert "3 tokens in" in done.stderr
 
 
 def test_events_are_highlighted(pair):

@@ -9,6 +9,7 @@ import socket
 import time
 import urllib.request
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import openai
@@ -396,6 +397,10 @@ def test_health_models_metrics_and_other_paths(server):
     for name in ("tokens_total", "events_total", "requests_total", "waiting", "running", "asking", "kv_pages_used"):
         assert f"futurebridge_{name}" in text
     assert server.client().models.retrieve(MODEL).id == MODEL
+    dashboard = (Path(__file__).parents[2] / "docs" / "grafana.json").read_text()
+    named = set(re.findall(r"futurebridge_\w+", dashboard))
+    assert len(named) > 12
+    assert named <= set(re.findall(r"futurebridge_\w+", text)) | {"futurebridge_request_seconds_bucket"}
 
 
 def test_every_error_has_openais_form(server, problems):

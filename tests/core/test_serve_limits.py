@@ -348,6 +348,23 @@ def test_with_a_key_or_on_a_network_any_name_will_do(pair):
             assert page.status_code == (200 if options else 403)
 
 
+@pytest.mark.parametrize("allowed", ["https://chat.example", "*"])
+def test_an_allowed_page_may_use_the_server_from_a_browser(pair, allowed):
+    """It gets the headers that its browser looks for; another page does not, and the host's name still counts."""
+    with hanging(pair) as (service, _):
+        service.settings = service.settings.model_copy(update={"allowed_origin": allowed, "served_name": "other"})
+        with here(service, loopback=True) as url:
+            page = {"Origin": "https://chat.example"}
+            answer = httpx.get(f"{url}/v1/models", headers=page)
+            assert answer.headers["access-control-allow-origin"] == allowed
+            assert answer.json()["data"][0]["id"] == "other"
+            asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+            assert httpx.options(f"{url}/v1/completions", headers=page | asking).status_code == 200
+            other = httpx.get(f"{url}/v1/models", headers={"Origin": "https://evil.example"})
+            assert other.status_code == (200 if allowed == "*" else 403)
+            assert httpx.get(f"{url}/v1/models", headers=page | {"Host": "evil.example"}).status_code == 403
+
+
 OPEN = [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("::1", None, False)]
 
 
