@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 Code = Sequence[tuple[int, str]]
 """(address, instruction) each."""
-SPILLS = {"_branch_attention_gluon_kernel": 6}  # known local accesses of a loop with HGMMA, to be mended; others: none
 
 _FUNCTION = re.compile(r"\s*Function : (?P<name>\w+)|\s*code for (?P<arch>sm_\w+)")
 _INSTRUCTION = re.compile(r"\s+/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<text>.*?)\s*;")

@@ -269,7 +269,7 @@ def _describe(launch: Launch, variant: str, made: Any) -> Compiled:
     if half and (stack or code.local) and not code.loops:
         faults.append(f"spills: {stack} bytes of stack, {code.local} local accesses")
     for loop in code.loops if half else ():
-        if loop.local > sass.SPILLS.get(launch.name, 0):
+        if loop.local:
             faults.append(f"a loop with HGMMA spills: {loop.local} local accesses")
         if loop.serialised:
             faults.append(f"a loop waits for each of its {loop.hgmma} HGMMA")

@@ -199,7 +199,7 @@ def _sweep(
         scores = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(k_empty.index(stage))
         if MASKED:
-            scores = gl.where((n + key)[None, :] <= last[:, None], scores, -float("inf"))
+            scores = gl.where(key[None, :] <= (last - n)[:, None], scores, -float("inf"))
         exponentials, decay, top, total = _softmax(scores, top, total, multiplier)
         mbarrier.wait(v_ready.index(stage), (step // STAGES) & 1)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))

@@ -176,10 +176,7 @@ def test_hoppers_head_overlaps_its_products(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_GLUON, reason="another Triton's Gluon")
 def test_hoppers_attention_overlaps_its_products(tmp_path: Path) -> None:
-    """Its machine code: both products of a block in one go each, and exponentials while the second runs.
-
-    A few scalars may be spilled: since its loops begin where they should, there are more of them.
-    """
+    """Its machine code: both products of a block in one go each, exponentials while the second runs, no spill there."""
     lines = gluon_code("branch_attention", tmp_path)
     blocks = sass.inner_loops(lines, "HGMMA")
     assert len(blocks) == 4  # of each half of the rows, without and with masks
@@ -190,11 +187,9 @@ def test_hoppers_attention_overlaps_its_products(tmp_path: Path) -> None:
         waits = [place for place, each in enumerate(inside) if "WARPGROUP.DEPBAR" in each]
         assert [inside[place].split()[-1] for place in waits] == ["0x1", "0x0"]
         assert sum("MUFU.EX2" in each for each in inside[slice(*waits)]) == 64 + 2  # of a thread: scores, and two rows
-        assert (
-            sum(name in each for each in inside for name in ("LDL", "STL"))
-            <= sass.SPILLS["_branch_attention_gluon_kernel"]
-        )
+        assert not any(name in each for each in inside for name in ("LDL", "STL"))
     assert min(map(len, blocks)) <= 500
+    assert max(map(len, blocks)) <= 650  # with masks
 
 
 def test_instructions_beyond_the_table_are_a_fault() -> None:
