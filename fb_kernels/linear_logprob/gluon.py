@@ -55,7 +55,8 @@ def _produce(
         for tile in range(split * TILES, gl.minimum((split + 1) * TILES, tiles)):
             for k in range(0, width, BLOCK_K):
                 stage = step % STAGES
-                mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
+                for half in gl.static_range(2):
+                    mbarrier.wait(empty.index(half * STAGES + stage), (step // STAGES + 1) & 1)
                 landed = ready.index(stage)
                 mbarrier.expect(landed, 2 * hidden.block_type.nbytes + weight.block_type.nbytes)
                 tma.async_copy_global_to_shared(hidden, [first_row, k], landed, x.index(2 * stage))
@@ -66,7 +67,7 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    x, w, ready, empty, lead, bias, target, statistics, picked, items, row_blocks, splits, tiles, rows, width, valid,
+    x, w, ready, empty, bias, target, statistics, picked, items, row_blocks, splits, tiles, rows, width, valid,
     vocab_start, on_products, on_bias, on_cap, SCALED: gl.constexpr, SOFTCAP: gl.constexpr,
     TILES: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, WHICH: gl.constexpr,
@@ -82,7 +83,7 @@ def _consume(
     logits = gl.full((HALF, BLOCK_V), 0.0, gl.float32, layout)  # a tile's first product starts from zero
     step = 0
     if WHICH == 1:
-        mbarrier.wait(lead, 0)
+        mbarrier.wait(empty.index(gl.minimum(LEAD, (width + BLOCK_K - 1) // BLOCK_K) - 1), 0)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row_block, split = _place(item, row_blocks, splits, GROUP)
         row = gl.cast(row_block, gl.int64) * BLOCK_M + WHICH * HALF + gl.arange(0, HALF, along)
@@ -105,12 +106,10 @@ def _consume(
                     x.index(2 * stage + WHICH), w.index(stage).permute((1, 0)), logits, use_acc=k > 0, is_async=True
                 )
                 logits = warpgroup_mma_wait(1, deps=(logits,))  # the previous product is done and its stage free
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-                if WHICH == 0:
-                    mbarrier.arrive(lead, pred=step == LEAD)
+                mbarrier.arrive(empty.index(WHICH * STAGES + (step + STAGES - 1) % STAGES), pred=k > 0)
                 step += 1
             logits = warpgroup_mma_wait(0, deps=(logits,))
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+            mbarrier.arrive(empty.index(WHICH * STAGES + (step + STAGES - 1) % STAGES))
             first_column = tile * BLOCK_V
             if SCALED:
                 logits = logits * on_products
@@ -141,8 +140,6 @@ def _consume(
         gl.store(place, top, mask=in_row)
         gl.store(place + plane, total, mask=in_row)
         gl.store(place + 2 * plane, weighted, mask=in_row)
-    if WHICH == 0:
-        mbarrier.arrive(lead, pred=step <= LEAD)
 
 
 @gluon.jit(do_not_specialize=["items", "row_blocks", "splits", "tiles", "rows", "width", "valid", "vocab_start"])
@@ -157,23 +154,22 @@ def _linear_logprob_gluon_kernel(
     x = gl.allocate_shared_memory(hidden.dtype, [2 * STAGES, HALF, BLOCK_K], hidden.layout)
     w = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_V, BLOCK_K], weight.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())  # of each half
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    mbarrier.init(lead, count=1)
+        mbarrier.init(empty.index(stage), count=1)
+        mbarrier.init(empty.index(STAGES + stage), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
-                x, w, ready, empty, lead, bias, target, statistics, picked, items, row_blocks, splits, tiles, rows,
-                width, valid, vocab_start, on_products, on_bias, on_cap, SCALED, SOFTCAP,
+                x, w, ready, empty, bias, target, statistics, picked, items, row_blocks, splits, tiles, rows, width,
+                valid, vocab_start, on_products, on_bias, on_cap, SCALED, SOFTCAP,
                 TILES, GROUP, BLOCK_M, BLOCK_V, BLOCK_K, STAGES, 0,
             )),
             (_consume, (
-                x, w, ready, empty, lead, bias, target, statistics, picked, items, row_blocks, splits, tiles, rows,
-                width, valid, vocab_start, on_products, on_bias, on_cap, SCALED, SOFTCAP,
+                x, w, ready, empty, bias, target, statistics, picked, items, row_blocks, splits, tiles, rows, width,
+                valid, vocab_start, on_products, on_bias, on_cap, SCALED, SOFTCAP,
                 TILES, GROUP, BLOCK_M, BLOCK_V, BLOCK_K, STAGES, 1,
             )),
             (_produce, (

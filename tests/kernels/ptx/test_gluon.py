@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -83,17 +82,20 @@ def test_attention_in_float16() -> None:
     check(OP, case, results, [])
 
 
+def log_probs(shape: str) -> Any:
+    (rows, width, vocabulary), op = SHAPES[shape], linear_logprob.OP
+    call = op.make(rows=(rows,), width=width, vocabulary=vocabulary, padding=3, options={"softcap": 5.0})
+    return op.cast(call, torch.bfloat16)
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_log_probs_are_the_definition(shape: str, seed: int, executed_kernels: Callable) -> None:
-    rows, width, vocabulary = SHAPES[shape]
-    op = linear_logprob.OP
-    case = op.cast(
-        op.make(rows=(rows,), width=width, vocabulary=vocabulary, padding=3, options={"softcap": 5.0}), torch.bfloat16
-    )
+    case = log_probs(shape)
     with gluon("linear_logprob", seed) as done:
         results = case.run()
-    check(op, case, results, [])
+    check(linear_logprob.OP, case, results, [])
     executed_kernels(done)
     for phases in done[0].phases:
-        assert all(ready == empty for ready, empty in list(pairwise(list(phases.values())[:-1]))[::2])
+        ready, *empty = (list(phases.values())[place::3] for place in range(3))
+        assert all(ready == half for half in empty)

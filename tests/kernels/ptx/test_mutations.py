@@ -1,6 +1,6 @@
 """Mistakes in compiled kernels that the executor must see, and the one that an H100 hung on.
 
-At every place of the attention kernel's barriers each mistake was tried once; those left out here change nothing that
+At every place of both Hopper kernels' barriers each mistake was tried once; those left out here change nothing that
 must hold: waits for a turn, which only order work, and meetings of a warpgroup before a wait of all its warps.
 """
 
@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import OPS
+from cases import OPS, linear_logprob
 from cases.base import Case
 from cases.branch_attention import OP, TILE, make
 from test_contract import check, evaluate
@@ -25,7 +25,7 @@ from ptx import compiled
 from ptx.memory import Deadlock, Hazard
 from ptx.program import parse
 from ptx.test_cuda import shared_columns
-from ptx.test_gluon import gluon
+from ptx.test_gluon import gluon, log_probs
 
 INIT = r"(mbarrier\.init\.shared::cta\.b64 \[[^\]]*\], )(\d+);"
 ARRIVE = r"@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _, \[[^\]]*\];"
@@ -55,13 +55,20 @@ MISTAKES: dict[str, tuple[str, int, Replacement]] = {  # where it stands, which 
     "no wait for a product": (PRODUCTS, 1, lambda m: f"wgmma.wait_group.sync.aligned {int(m[1]) + 1}"),
     "more registers than there are": (REGISTERS, 0, lambda m: m[0].replace("232", "256")),
 }
+HEAD_MISTAKES: dict[str, tuple[str, int, Replacement]] = {  # likewise, of the head's kernel
+    "no arrival of one half": (ARRIVE, 2, lambda m: ""),
+    "no wait for one half's reading": (WAIT, 2, lambda m: ""),
+    "no wait for the other half's reading": (WAIT, 3, lambda m: ""),
+    "no meeting before the arrival": (MEETING, 1, lambda m: ""),
+    "no wait for the product before": (PRODUCTS, 0, lambda m: f"wgmma.wait_group.sync.aligned {int(m[1]) + 1}"),
+}
 
 
 def mistaken(pattern: str, place: int, replacement: Replacement) -> Callable[[str], str]:
-    """A change of the attention kernel at one place."""
+    """A change of Hopper's kernel at one place."""
 
     def change(text: str) -> str:
-        if "_branch_attention_gluon_kernel" not in text:
+        if "_gluon_kernel" not in text:
             return text
         match = list(re.finditer(pattern, text))[place]
         return text[: match.start()] + replacement(match) + text[match.end() :]
@@ -81,6 +88,13 @@ def attend(case: Case, changed: Callable[[str], str] = str) -> None:
     check(OP, case, results, [])
 
 
+def score(case: Case, changed: Callable[[str], str]) -> None:
+    """Likewise, with the head's kernel."""
+    with gluon("linear_logprob", 0, 1, changed):
+        results = case.run()
+    check(linear_logprob.OP, case, results, [])
+
+
 def test_without_a_mistake_nothing_is_seen() -> None:
     attend(attention())
 
@@ -89,6 +103,12 @@ def test_without_a_mistake_nothing_is_seen() -> None:
 def test_a_mistake_in_hoppers_attention_is_seen(mistake: str) -> None:
     with pytest.raises(AssertionError):
         attend(attention(), mistaken(*MISTAKES[mistake]))
+
+
+@pytest.mark.parametrize("mistake", HEAD_MISTAKES)
+def test_a_mistake_in_hoppers_head_is_seen(mistake: str) -> None:
+    with pytest.raises(AssertionError):
+        score(log_probs("past the ring"), mistaken(*HEAD_MISTAKES[mistake]))
 
 
 def carried(tmp_path: Path) -> ModuleType:
