@@ -93,7 +93,10 @@ class DecodeStep:
             self.draws = Draws.of([GREEDY] * rows, device)
             self.token = torch.zeros(rows, dtype=torch.int64, device=device)
             self.table = torch.zeros(rows, pages_of(model.length), dtype=torch.int32, device=device)
-            self.first_slot = torch.full(self.table.shape, -SIZE, dtype=torch.int32, device=device)  # of each page
+            self.slots = torch.full((rows, self.table.shape[1] * SIZE), -1, dtype=torch.int32, device=device)
+            own = torch.arange(rows, dtype=torch.int32, device=device)
+            # length plus this: a row's last position; its place among all tokens; its place among all slots
+            self.offsets = torch.stack([0 * own, own * model.length, own * self.slots.shape[1]]) - 1
             self.logits = model.keys[0].new_zeros(rows, vocabulary)
             self.end_ids = ends
             self.ends = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
@@ -139,7 +142,8 @@ class DecodeStep:
             column[row] = value
         held = torch.tensor(pages, dtype=torch.int32)
         self.table[row, : len(pages)] = held
-        self.first_slot[row, : len(pages)] = held * SIZE
+        inside = torch.arange(SIZE, dtype=torch.int32)
+        self.slots[row, : len(pages) * SIZE] = (held[:, None] * SIZE + inside).flatten()
 
     @torch.no_grad()
     def go_on(self, row: int, budget: int, token: int | None = None, position: int = 0) -> None:
@@ -157,7 +161,7 @@ class DecodeStep:
         self.order()
         self.state.halt[row] = int(Halt.LENGTH)
         self.state.length[row] = 1
-        self.first_slot[row] = -SIZE
+        self.slots[row] = -1
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -165,7 +169,7 @@ class DecodeStep:
         self.order()
         self.state.halt.fill_(int(Halt.LENGTH))
         self.state.length.fill_(1)
-        self.first_slot.fill_(-SIZE)
+        self.slots.fill_(-1)
         self._looked = self.begun
 
     @torch.no_grad()
@@ -184,7 +188,7 @@ class DecodeStep:
         columns = (state.length, state.halt, state.budget, self.limit, self.threshold, self.table, *self.draws)
         for column in columns:
             column[to] = column[row]
-        self.first_slot[to] = self.first_slot[row]
+        self.slots[to] = self.slots[row]
         self.logits[to] = self.logits[row]
         self.clear(row)
 
@@ -257,10 +261,9 @@ class DecodeStep:
 
     def _compute(self, rows: int, slot: int, sampled: bool) -> None:
         model, state = self.model, DecodeState(*(x[:rows] for x in self.state))
-        position = state.length - 1
-        last = state.tokens.gather(1, position[:, None].long())[:, 0]
-        page = (position // SIZE).long()
-        slots = self.first_slot[:rows].gather(1, page[:, None])[:, 0] + position % SIZE
+        position, token_place, slot_place = state.length + self.offsets[:, :rows]
+        last = state.tokens.view(-1).index_select(0, token_place)
+        slots = self.slots[:rows].view(-1).index_select(0, slot_place)
         hidden = model.forward(last, position, position, self.table[:rows], slots)
         logits = self.logits[:rows]
         logits.copy_(model.logits(hidden, self.vocabulary))

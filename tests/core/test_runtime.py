@@ -10,6 +10,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from test_decoding import NEVER, SCORES, Mixed, check, plain, tokenizer_of
 from tiny import EOS, prompts, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fb_core import (
     CollaborativeDecoder,
@@ -185,6 +186,33 @@ def test_a_hundred_steps_ask_the_host_for_nothing_and_move_nothing(family):
     assert memory(step) == before
     assert int(step.state.length) == 106
     assert step.outcomes(1)[0].halt == Halt.NONE
+
+
+class Launches(TorchDispatchMode):
+    """Names of torch's operations, without views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_launches_little_beside_our_kernels(monkeypatch):
+    """On a GPU these are launched without overlap with the kernels before them."""
+    step = running()
+    results = step.logits[:1], (torch.zeros(1), step.logits[:1, :3], torch.zeros(1, 3, dtype=torch.int64))
+    monkeypatch.setattr("fb_core.engine.model.decoder_layer", lambda hidden, *_, **options: hidden)
+    monkeypatch.setattr("fb_core.engine.model.skinny_linear", lambda *_, **options: results[0].clone())
+    monkeypatch.setattr("fb_core.engine.step.topk_entropy", lambda *_: results[1])
+    monkeypatch.setattr("fb_core.engine.step.commit_", lambda *_, **options: None)
+    with Launches() as launches:
+        step.run(1)
+    launches.names.remove("clone")
+    assert launches.names == ["add", "index_select", "index_select", "embedding", "copy_", "copy_"]
 
 
 def test_the_host_may_look_a_step_late():
