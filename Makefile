@@ -50,9 +50,9 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx -q -n -W --keep-going -b html docs build/site
 
 # Compiles every Triton kernel for three architectures without a GPU and prints registers, stack, shared memory and predicted
-# time; then the kernels of csrc/, if nvcc is found.
+# time, for kernels with a target from the instructions that they execute; then the kernels of csrc/, if nvcc is found.
 aot: $(STAMP)
-	$(BIN)/python -m benchmarks.aot
+	$(BIN)/python -m benchmarks.aot --executed
 	$(BIN)/python -m benchmarks.nvcc
 
 # Executes what the compilers make of every kernel for sm_90, without a GPU: all tests of tests/kernels/ptx, of which `make test` runs some.

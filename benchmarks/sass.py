@@ -39,6 +39,7 @@ class MachineCode:
     loops: tuple[Loop, ...]
     epilogue: int  # instructions after the last product
     local: int
+    instructions: int
 
     @property
     def main(self) -> Loop | None:
@@ -49,7 +50,7 @@ class MachineCode:
     def of(cls, code: Code) -> MachineCode:
         products = [index for index, (_, text) in enumerate(code) if "HGMMA" in text]
         after = len(code) - 1 - products[-1] if products else 0
-        return cls(tuple(_loop(part) for part in inner_loops(code, "HGMMA")), after, _loop(code).local)
+        return cls(tuple(_loop(part) for part in inner_loops(code, "HGMMA")), after, _loop(code).local, counted(code))
 
 
 def functions(listing: str) -> dict[tuple[str, str], list[tuple[int, str]]]:

@@ -1,7 +1,7 @@
 """`python -m benchmarks.aot [OP ...] [--arch sm_90 ...] [--quick] [--json]`: compile, a row each, fail on a fault.
 
 A kernel with more instructions per key or logit than instructions.json allows is faulty too; `--record` rewrites that
-file.
+file. With `--executed`, kernels that have a target are executed at small sizes, and their times predicted from that.
 """
 
 from __future__ import annotations
@@ -19,10 +19,22 @@ from pathlib import Path
 import triton
 
 import benchmarks.aot
-from benchmarks.aot.compiler import ARCHITECTURES, Compiled, Launch, compiled, every_variant, launches, representative
+from benchmarks.aot.compiler import (
+    ARCHITECTURES,
+    Compiled,
+    Launch,
+    compiled,
+    every_variant,
+    launches,
+    representative,
+    with_executed,
+)
+from benchmarks.aot.executed import executed
 
 TABLE = Path(__file__).with_name("instructions.json")
-OPS = sorted({module.name for module in pkgutil.iter_modules(benchmarks.aot.__path__)} - {"compiler", "__main__"})
+OPS = sorted(
+    {module.name for module in pkgutil.iter_modules(benchmarks.aot.__path__)} - {"compiler", "executed", "__main__"}
+)
 
 
 def launched(ops: list[str], archs: list[str]) -> Iterator[Launch]:
@@ -64,6 +76,7 @@ def main() -> None:
     parser.add_argument("--arch", nargs="*", default=[arch.name for arch in ARCHITECTURES])
     parser.add_argument("--quick", action="store_true", help="what shows a constant or a type for the first time")
     parser.add_argument("--record", action="store_true", help=f"write {TABLE.name} from all rows that it is about")
+    parser.add_argument("--executed", action="store_true", help="predict from executed instructions; takes minutes")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     unknown = set(options.ops) - set(OPS)
@@ -80,13 +93,20 @@ def main() -> None:
     table = {} if options.record else json.loads(TABLE.read_text(encoding="utf-8"))
     most = table["most"] if table.get("triton") == triton.__version__ else {}  # other compilers give other counts
     chosen = representative if options.quick else every_variant
-    for row in (gated(compiled(*pair), most) for pair in chosen(launched(options.ops or OPS, options.arch))):
+    for launch, variant in chosen(launched(options.ops or OPS, options.arch)):
+        row, note = gated(compiled(launch, variant), most), ""
+        if options.executed and variant == "aligned" and row.target and (tile := launch.tile) and tile.run:
+            counts = executed(launch.name, row.instructions, tile.run)
+            note = f"  {counts}; without: {row.predicted_us:.2f} us, {row.of_rate:.0%}"
+            row = with_executed(row, launch, counts.of_rate(tile))
         if row.per_unit is not None:
             per_unit[key(row)] = math.ceil(100 * row.per_unit) / 100
         count, faults = count + 1, faults + bool(row.faults)
         if row.of_rate is not None and row.target is not None and row.of_rate < row.target:
             missed.append(f"{key(row)}: {row.of_rate:.0%} predicted, {row.target:.0%} wanted")
         print(json.dumps(asdict(row)) if options.json else line(row), flush=True)
+        if note and not options.json:
+            print(note, flush=True)
     if not options.json:
         print(*(f"target missed: {target}" for target in missed), sep="\n")
         print(f"{count} compiled, {faults} with a fault")

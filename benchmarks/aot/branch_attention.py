@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
+import fb_kernels
 from benchmarks.aot.compiler import Case, Cost, Tile
-from fb_kernels import tuning
+from fb_kernels import BranchLayout, tuning
 from fb_kernels.branch_attention import triton as branch_attention
 from fb_kernels.triton import HAS_GLUON
 
@@ -62,14 +64,29 @@ def case(
     products = (GLUON,) if form == "gluon" else () if dtype == torch.float32 or pad else products
     exact = (TILE, SPLIT) if dtype == torch.float32 else ()
 
+    length = min(longest, 128)
+    seen = (length + 1) / 2  # keys of its own branch, by a row
+
     def tile(launch: Mapping[str, Any]) -> Tile:
         flops = 4 * launch["BLOCK_M"] * launch["BLOCK_N"] * launch["BLOCK_E"]
         plain = longest == 128 and width == 128 and window is softcap is page is None and not pad
-        return Tile(1, flops, launch["BLOCK_N"], overlaps=False, target=0.52 if plain and prefix >= 2048 else None)
+        target, turns = 0.52 if plain and prefix >= 2048 else None, prefix / launch["BLOCK_N"]
+        return Tile(turns, flops, prefix, False, target, seen / launch["BLOCK_N"], partial(small, launch))
 
     def pipelined(launch: Mapping[str, Any]) -> Tile:
         keys, flops = max(prefix, longest // 2), 4 * launch["BLOCK_M"] * launch["BLOCK_N"] * launch["HEAD_DIM"]
-        return Tile(keys / launch["BLOCK_N"], flops, keys, overlaps=True, target=0.7 if prefix >= 2048 else None)
+        target = 0.7 if prefix >= 2048 else None
+        turns = keys / launch["BLOCK_N"]
+        return Tile(turns, flops, keys, True, target, seen / launch["BLOCK_N"], partial(small, launch))
+
+    def small(launch: Mapping[str, Any], turns: int) -> int:
+        repeat, count = heads[0] // heads[1], turns * launch["BLOCK_N"]
+        shapes = (length, repeat, width), (length, 1, width), (count, 1, width)
+        q, k, cache = (torch.zeros(shape, dtype=dtype) for shape in shapes)
+        layout = BranchLayout.of(branches=[[length]], prefixes=[(0, count)])
+        with mock.patch.object(tuning, "branch_attention_form", return_value=form):
+            fb_kernels.branch_attention(q, k, k, cache, cache, layout)
+        return length * repeat // launch["BLOCK_M"]
 
     def call() -> None:
         with mock.patch.object(tuning, "branch_attention_form", return_value=form):

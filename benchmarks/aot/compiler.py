@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,9 @@ class Tile:
         units: keys, or logits of a thread; instructions are counted per unit.
         overlaps: whether the loop's other instructions are issued while products run; those after the loop never are.
         target: the fraction of the reached rate of products that the kernel should reach.
+        own: products that are needed beside those of the main loop, in its iterations.
+        run: makes a small call in the same launch configuration, with so many turns, and returns how many programs'
+            work it is; None if none is known.
     """
 
     turns: float
@@ -84,6 +87,8 @@ class Tile:
     units: float
     overlaps: bool
     target: float | None = None
+    own: float = 0.0
+    run: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,7 @@ class Compiled:
     shared: int
     hgmma: int
     tf32: int
+    instructions: int  # of the machine code
     loop: tuple[int, int, int, int]  # instructions, HGMMA, ARRIVE and waits in the main loop
     epilogue: int  # instructions after the last product
     per_unit: float | None  # instructions per key, or per logit of a thread
@@ -180,6 +186,12 @@ class Launch:
     @property
     def name(self) -> str:
         return self.kernel.fn.__name__
+
+    @property
+    def tile(self) -> Tile | None:
+        """Its tile, if it has one on this architecture."""
+        known = self.case.tiles.get(self.name) if self.arch.name == "sm_90" else None
+        return known(self.kwargs) if known else None
 
     def given(self) -> set[tuple[str, object]]:
         """What the machine code depends on: constants and options, types of tensors, which arguments are None."""
@@ -281,15 +293,13 @@ def _describe(launch: Launch, variant: str, made: Any) -> Compiled:
         faults.append("no HGMMA")
     if name in case.exact and tf32:
         faults.append("TF32 product")
-    tile = case.tiles[name](launch.kwargs) if name in case.tiles and code.main and arch.name == "sm_90" else None
+    tile = launch.tile if code.main else None
     per_unit, rate = _from_instructions(tile, code, metadata.num_warps) if tile else (None, None)
-    predicted = _predict(
-        case.costs.get(name), arch, grid, metadata.num_warps, registers, metadata.shared, 1.0 if rate is None else rate
-    )
+    predicted = _predict(launch, metadata.num_warps, registers, metadata.shared, 1.0 if rate is None else rate)
     main = code.main
     return Compiled(
         case.op, case.shape, name, arch.name, variant, metadata.num_warps, metadata.num_stages, grid, registers, stack,
-        code.local, metadata.shared, hgmma, tf32,
+        code.local, metadata.shared, hgmma, tf32, code.instructions,
         (main.instructions, main.hgmma, main.arrive, main.wait) if main else (0, 0, 0, 0), code.epilogue if main else 0,
         per_unit, predicted, rate, tile.target if tile else None, tuple(faults),
     )  # fmt: skip
@@ -303,10 +313,14 @@ def _from_instructions(tile: Tile, code: MachineCode, warps: int) -> tuple[float
     return (inside + after) / tile.units, products / (products + (after if tile.overlaps else inside) * warps / ISSUED)
 
 
-def _predict(
-    cost: Cost | None, arch: Architecture, grid: int, warps: int, registers: int, shared: int, of_rate: float
-) -> float | None:
+def with_executed(row: Compiled, launch: Launch, of_rate: float) -> Compiled:
+    """The row with the time that another fraction of the reached rate of products predicts."""
+    return replace(row, of_rate=of_rate, predicted_us=_predict(launch, row.warps, row.registers, row.shared, of_rate))
+
+
+def _predict(launch: Launch, warps: int, registers: int, shared: int, of_rate: float) -> float | None:
     """Microseconds from bytes and FLOPs at the assumed rates; idle multiprocessors of the last wave cost time too."""
+    cost, arch, grid = launch.case.costs.get(launch.name), launch.arch, math.prod(launch.grid)
     if cost is None:
         return None
     resident = min(2048 // (32 * warps), _fit(warps, registers), 32, arch.shared_processor // (shared + 1024))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks.aot.compiler import Case, Cost, Tile
-from fb_kernels import tuning
+from fb_kernels import linear_logprob, tuning
 from fb_kernels.linear_logprob import triton as kernels
 
 GLUON = ("gluon",) if kernels.HAS_GLUON else ()  # on other architectures "fused" runs instead
@@ -66,6 +68,17 @@ def _case(
                     statistic, statistic, *arguments, offset, statistic, *options, [True, True, bias]
                 )
 
+    def small(launch: Mapping[str, Any], turns: int) -> int:
+        count, columns = launch["BLOCK_M"], launch["BLOCK_V"]
+        hidden, head = (torch.zeros(size, turns * launch["BLOCK_K"], dtype=dtype) for size in (count, columns))
+        chosen = tuning.linear_logprob(dtype, rows, vocab, width, bias)
+        with (
+            mock.patch.object(tuning, "linear_logprob_form", return_value=form),
+            mock.patch.object(tuning, "linear_logprob", return_value=chosen),
+        ):
+            linear_logprob(hidden, head, torch.zeros(count, dtype=torch.int64))
+        return 1
+
     size = dtype.itemsize
     columns_of = {
         "fused": lambda: tuning.linear_logprob(dtype, rows, vocab, width, bias)["BLOCK_V"],
@@ -100,6 +113,7 @@ def _case(
                 launch["BLOCK_M"] * launch["BLOCK_V"] / 32 / launch["num_warps"],
                 overlaps=True,
                 target=0.72 if rows >= 1664 and not softcap else None,
+                run=partial(small, launch),
             )
         },
     )

@@ -20,7 +20,9 @@ from benchmarks import sass
 from fb_kernels.linear_logprob.triton import HAS_GLUON
 
 ROOT = Path(__file__).resolve().parents[2]
-OPS = sorted(path.stem for path in (ROOT / "benchmarks" / "aot").glob("[a-z]*.py") if path.stem != "compiler")
+OPS = sorted(
+    path.stem for path in (ROOT / "benchmarks" / "aot").glob("[a-z]*.py") if path.stem not in ("compiler", "executed")
+)
 SLOW = ("branch_attention", "branch_attention_backward")
 TOGETHER = {op: [op] for op in SLOW} | {"others": [op for op in OPS if op not in SLOW]}  # one process each
 FOREIGN = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}

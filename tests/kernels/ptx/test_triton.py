@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -16,6 +17,9 @@ from test_aot import OPS as COMPILED
 from test_aot import kernels_in, sources_of
 from test_contract import check, evaluate
 
+from benchmarks.aot import linear_logprob
+from benchmarks.aot.compiler import ARCHITECTURES, launches
+from benchmarks.aot.executed import executed as executed_instructions
 from fb_kernels import tuning
 from fb_kernels.branch_attention import triton_backward
 from ptx.launches import executed
@@ -25,6 +29,7 @@ PAIRS = [
     (name, way) for name, op in OPS.items() for way in op.ways if way.startswith("triton") and not way.endswith("gluon")
 ]
 TYPICAL = -1
+HOPPER = ARCHITECTURES[1]
 
 
 def calls() -> Iterator[Any]:
@@ -74,6 +79,17 @@ def pieces() -> list[Executed]:
 
 def test_a_prefix_in_pieces(executed_kernels: Callable) -> None:
     executed_kernels(pieces())
+
+
+def test_executed_instructions_predict_a_rate() -> None:
+    case = next(iter(linear_logprob.cases()))
+    launch = next(each for each in launches(case, HOPPER) if each.tile)
+    assert launch.tile
+    assert launch.tile.run
+    counts = executed_instructions(launch.name, 1000, launch.tile.run)
+    assert min(counts.turn.values()) > counts.beside["tensor"] == 0
+    assert counts.beside["other"] > counts.turn["other"]
+    assert replace(counts, ratio=2 * counts.ratio).of_rate(launch.tile) < counts.of_rate(launch.tile) < 1
 
 
 def test_every_kernel_was_executed() -> None:
