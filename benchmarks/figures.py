@@ -22,6 +22,7 @@ from fb_core.page import markdown_table
 
 ROOT = Path(__file__).parent.parent
 TABLES = Path("docs", "experiments", "tables.json")  # as `python -m benchmarks.paper report` writes it
+PAIR = Path("docs", "pretrained_pair", "tables.json")  # as examples/pretrained_pair/run.py does
 GPUS = tuple(targets.SLOWER)  # folders of their results, and of their plots in docs
 CELLS = Path("docs", "evidence", "cells.json")  # as `python -m benchmarks.evidence --report` writes them
 DEPLOYED = "deployed"
@@ -40,7 +41,9 @@ SHOWN = {
     "tiny": "plans",
     "tiny-helpful": "helpful",
     "tiny-control": "control",
-}  # a run's world, if its name differs
+    "run-small": "small",
+    "run-control": "control",
+}  # a run's world or pair, if its name differs
 SPEED = (  # label, result file, op, pattern of the shape
     ("score a group of candidates", "scorer", "score_group", "H=128"),
     ("log-probs of an LM head", "linear_logprob", "linear_logprob", ""),
@@ -202,6 +205,32 @@ def render_worlds(text: str, root: Path = ROOT) -> str:
     return text
 
 
+def render_pair(text: str, root: Path = ROOT) -> str:
+    """docs/pretrained_pair/README.md with its tables of methods, orderings and times regenerated."""
+    path = root / PAIR
+    if not path.is_file():
+        return text
+    pairs = read_tables(path)
+    for name, lines in (("methods", methods), ("orderings", paper_orderings), ("times", times)):
+        text = replace_block(text, name, lines(pairs), PAIR)
+    return text
+
+
+def methods(pairs: Sequence[Run]) -> list[str]:
+    """Accuracy of every method with each pair, and the large model's tokens per problem."""
+    by_pair = {SHOWN.get(run.name, run.name): {row.key: row for row in run.of("methods")} for run in pairs}
+    labels = {key: row.label for rows in by_pair.values() for key, row in rows.items() if row.accuracy}
+    body = []
+    for key, label in labels.items():
+        rows = [rows.get(key) for rows in by_pair.values()]
+        body.append([label, *(f"{marked(row)} ({_tokens(row)})" if row and row.accuracy else "" for row in rows)])
+    return [*markdown_table(["accuracy, % [95%] (LLM tokens per problem)", *by_pair], body), "", f"*{LEGEND}*"]
+
+
+def _tokens(row: Result) -> str:
+    return f"{row.llm_tokens.mean:.1f}" if row.llm_tokens else "0"
+
+
 def paper_orderings(worlds: Sequence[Run]) -> list[str]:
     """The paper's orderings in every world, those that are reversed in one first."""
     columns = {SHOWN.get(run.name, run.name): run.results for run in worlds}
@@ -209,6 +238,8 @@ def paper_orderings(worlds: Sequence[Run]) -> list[str]:
     counts = "; ".join(f"{head}: {orderings.counted(named_orderings, [head])}" for head in columns)
     rows = []
     for words, by_head in named_orderings.items():
+        if all(ordering.difference is None for ordering in by_head.values()):
+            continue  # measured nowhere
         cells = [
             f"{ordering.shown} {ordering.verdict()}" if (ordering := by_head.get(head)) else "" for head in columns
         ]
@@ -401,6 +432,7 @@ LAYOUT = "docs/branch_layout.svg"
 RENDERED = {  # by file
     "README.md": render,
     "docs/worlds.md": render_worlds,
+    "docs/pretrained_pair/README.md": render_pair,
     "docs/evidence.md": render_evidence,
     "docs/benchmarks.md": render_benchmarks,
     "docs/cost.md": render_cost,

@@ -17,7 +17,6 @@ version = release = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").
 extensions = ["myst_parser"]
 myst_heading_anchors = 3
 myst_url_schemes = ("http", "https")
-exclude_patterns = FILES = ["pretrained_pair/report.md"]  # a report, linked as a file
 suppress_warnings = ["myst.header"]
 
 html_theme = "furo"
@@ -39,7 +38,7 @@ def link_files(_: Sphinx, name: str, source: list[str]) -> None:
 
     def target(found: re.Match) -> str:
         path = (here / found[1]).resolve()
-        if path.is_relative_to(pages) and path.suffix == ".md" and path.relative_to(pages).as_posix() not in FILES:
+        if path.is_relative_to(pages) and path.suffix == ".md":
             return f"]({path.relative_to(here).as_posix()}" if name == CHANGELOG else found[0]
         return f"](path:{found[1]}" if path.suffix == ".md" else found[0]
 

@@ -40,11 +40,11 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "README.md", tmp_path)
     shutil.copytree(ROOT / "benchmarks" / "results" / "stages", tmp_path / "benchmarks" / "results" / "stages")
-    for name in ("experiments", "evidence"):
+    for name in ("experiments", "evidence", "pretrained_pair"):
         if (ROOT / "docs" / name).exists():
             shutil.copytree(ROOT / "docs" / name, tmp_path / "docs" / name)
     for name in (name.removeprefix("docs/") for name in figures.RENDERED if name.startswith("docs/")):
-        shutil.copy(ROOT / "docs" / name, tmp_path / "docs")
+        shutil.copy(ROOT / "docs" / name, tmp_path / "docs" / name)
     shutil.copy(ROOT / "benchmarks" / "NOTES.md", tmp_path / "benchmarks")
     return tmp_path
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from benchmarks.paper.settings import PaperSettings
 from fb_core import hf
-from fb_core.llm import LocalLLM, seeded
+from fb_core.llm import LocalLLM
+from fb_core.sampling import seeded
 from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage, judged
 from fb_core.stages.files import Artefact, table_bytes
 from fb_core.stages.futures import FutureStage, usable, verified

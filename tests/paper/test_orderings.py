@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
-from report_runs import METHODS, read, render, table, tiny
+from report_runs import read, render, table, tiny
 
 from benchmarks.paper.orderings import ordering_blocks, orderings
 from benchmarks.paper.page import Paragraph
 from benchmarks.paper.published import averages
-from benchmarks.paper.rows import Result, Run
+from benchmarks.paper.rows import Result
 
 
 def rows_read(rows: list[dict]) -> tuple[Result, ...]:
@@ -129,40 +126,3 @@ def test_a_wrong_sample_is_held_against_a_right_one():
     assert found["first correct sample > incorrect sample"].paper == pytest.approx(50.38 - 46.1)
     assert "verified future > incorrect sample" not in found
     assert "minus first correct sample, pp [95%]" in table(render({"name": "n", "results": rows}), "Futures on b").head
-
-
-def of_page(text: str) -> Run:
-    """The run of the methods that a page in Markdown shows, as it rounds them, with what its note says of them."""
-
-    def interval(cell: str) -> list[float]:
-        return [round(float(part) / 100, 3) for part in re.findall(r"[+-]?[\d.]+", cell)]
-
-    name = re.search(r"^\*\*Methods on (.*)\*\*$", text, re.MULTILINE)
-    _, lines, note, *_ = text[name.end() :].split("\n\n")
-    about = r"SLM (.*), LLM (.*); (\d+) problems; seeds (.*); greedy.*; request quantile (.*), (.*) nats; .*"
-    slm, llm, problems, seeds, quantile, nats = re.fullmatch(about, note).groups()
-    keys = {label: key for key, (label, *_) in METHODS.items()}
-    rows = []
-    for line in lines.splitlines()[2:]:
-        label, accuracy, greedy, direct, ours, *_ = [cell.strip() for cell in line.strip("|").split("|")]
-        minus = {"greedy": interval(greedy), "direct": interval(direct), "futurebridge": interval(ours)}
-        row = {"table": "methods", "benchmark": name[1], "key": PAGE_KEYS.get(label) or keys.get(label, label)}
-        row |= {"minus": {key: found for key, found in minus.items() if found}, "label": label}
-        row |= {"problems": problems, "seeds": seeds.split(", ")}
-        rows.append(row | {"accuracy": interval(accuracy) if "[" in accuracy else None})
-    policy = {"quantile": quantile, "threshold": nats, "top_k": 64}
-    return read({"name": "page", "results": rows, "pair": {"slm": slm, "llm": llm}, "policy": policy})
-
-
-PAGE_KEYS = {"Distilled LLM preference": "distilled", "S2T-Local, matched": "s2t-local"}
-
-
-def test_the_pretrained_pairs_page_has_the_papers_orderings():
-    """They are those of the page's own table of methods."""
-    text = (Path(__file__).parents[2] / "docs" / "pretrained_pair" / "report.md").read_text()
-    against, verdicts, *_ = ordering_blocks(of_page(text))
-    assert against.text.startswith("Reversed: FutureBridge > takeover (paper +2.0, here -15.8 [-21.0, -10.4] pp); S2T")
-    measured = verdicts.text.partition(", not measured")[0]
-    assert measured.endswith("reversed 3, holds 7, not decided 1")
-    assert against.text in text
-    assert measured in text
