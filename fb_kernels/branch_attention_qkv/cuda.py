@@ -1,4 +1,4 @@
-"""The compiled kernel of `branch_attention_qkv`, `csrc/branch_attention.cu`."""
+"""The compiled kernel of `branch_attention_qkv`, `csrc/branch_attention_qkv.cu`."""
 
 from __future__ import annotations
 
