@@ -343,54 +343,60 @@ int run(const BranchCall& call, Stream stream) {
   return launch(branch_attention_kernel<T, E>, call.units * call.splits, BranchShape<E>::kThreads, 0, stream, call);
 }
 
-}  // namespace fb::branch_attention
-
-// Floats in `workspace`, or kNotTaken, for so many rows; slices longer than most_keys are right, but take longer.
-extern "C" int64_t fb_branch_attention_workspace(int rows, int heads, int kv_heads, int head_dim, int groups,
-                                                 int64_t most_keys) {
-  using namespace fb::branch_attention;
-  if (rows < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 ||
-      heads / kv_heads > kMostRepeat)
-    return fb::kNotTaken;
+// Floats in `workspace`, or kNotTaken.
+static int64_t floats_for(int rows, int heads, int kv_heads, int head_dim, int groups, int64_t most_keys) {
+  if (rows < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || heads / kv_heads > kMostRepeat)
+    return kNotTaken;
   const Grid grid = Grid::of(head_dim, rows, heads, kv_heads, groups, most_keys);
   const int64_t floats = int64_t{rows} * heads * (grid.splits + 1) * (head_dim + 2) + 2 * grid.units;
-  return floats > kMostFloats || grid.units * grid.splits > INT_MAX ? fb::kNotTaken : floats;
+  return floats > kMostFloats || grid.units * grid.splits > INT_MAX ? kNotTaken : floats;
 }
 
-extern "C" int fb_branch_attention(const void* q, int64_t q_row, int64_t q_head, const void* k, const void* v,
-                                   int64_t own_row, int64_t own_head, const void* prefix_k, const void* prefix_v,
-                                   int64_t page_stride, int64_t slot_stride, int64_t prefix_head, int pages,
-                                   int page_size, const void* cu_branch, const void* cu_group, const void* prefix_start,
-                                   const void* prefix_len, const void* block_table, int64_t table_row,
-                                   int table_width, int branches, int groups, int wide, void* out, float* lse,
-                                   float* workspace, int64_t most_keys, int rows, int heads, int kv_heads,
-                                   int head_dim, float scale, int dtype, void* stream) {
+}  // namespace fb::branch_attention
+
+// Slices longer than most_keys are right, but take longer.
+FB_FUNCTION(fb_branch_attention_workspace, int rows, heads, kv_heads, head_dim, groups; int64_t most_keys;) {
+  return fb::branch_attention::floats_for(given.rows, given.heads, given.kv_heads, given.head_dim, given.groups,
+                                          given.most_keys);
+}
+
+FB_FUNCTION(fb_branch_attention,
+            const void* q; int64_t q_row, q_head;
+            const void *k, *v; int64_t own_row, own_head;
+            const void *prefix_k, *prefix_v; int64_t page_stride, slot_stride, prefix_head; int pages, page_size;
+            const void *cu_branch, *cu_group, *prefix_start, *prefix_len, *block_table;
+            int64_t table_row; int table_width, branches, groups, wide;
+            void* out; float *lse, *workspace; int64_t most_keys;
+            int rows, heads, kv_heads, head_dim; double scale; int dtype; void* stream;) {
   using namespace fb::branch_attention;
-  if (fb_branch_attention_workspace(rows, heads, kv_heads, head_dim, groups, most_keys) < 0) return fb::kNotTaken;
-  for (const int64_t stride : {q_row, q_head, own_row, own_head, page_stride, slot_stride, prefix_head})
+  if (floats_for(given.rows, given.heads, given.kv_heads, given.head_dim, given.groups, given.most_keys) < 0)
+    return fb::kNotTaken;
+  for (const int64_t stride : {given.q_row, given.q_head, given.own_row, given.own_head, given.page_stride,
+                               given.slot_stride, given.prefix_head})
     if (stride % 8 != 0) return fb::kNotTaken;
-  for (const void* address : {q, k, v, prefix_k, prefix_v, static_cast<const void*>(out),
-                              static_cast<const void*>(workspace)})
+  for (const void* address : {given.q, given.k, given.v, given.prefix_k, given.prefix_v,
+                              static_cast<const void*>(given.out), static_cast<const void*>(given.workspace)})
     if (!fb::is_aligned(address)) return fb::kNotTaken;
   BranchCall call{};
-  call.q = q, call.k = k, call.v = v, call.prefix_k = prefix_k, call.prefix_v = prefix_v, call.out = out, call.lse = lse;
-  call.cu_branch = cu_branch, call.cu_group = cu_group;
-  call.prefix_start = prefix_start, call.prefix_len = prefix_len, call.block_table = block_table;
-  call.q_row = q_row, call.q_head = q_head, call.own_row = own_row, call.own_head = own_head;
-  call.page = page_stride, call.slot = slot_stride, call.prefix_head = prefix_head;
-  call.rows = rows, call.heads = heads, call.kv_heads = kv_heads, call.repeat = heads / kv_heads;
-  call.inverse = inverse_of(call.repeat);
-  call.branches = branches, call.groups = groups, call.wide = wide != 0, call.scale = scale * kLog2E;
-  call.pages = page_size > 0 ? pages : 0, call.page_size = std::max(page_size, 1), call.table_width = table_width;
-  call.table_row = table_row;
-  const Grid grid = Grid::of(head_dim, rows, heads, kv_heads, groups, most_keys);
-  const int64_t parts = int64_t{rows} * heads * (grid.splits + 1);
+  call.q = given.q, call.k = given.k, call.v = given.v, call.prefix_k = given.prefix_k, call.prefix_v = given.prefix_v;
+  call.out = given.out, call.lse = given.lse, call.cu_branch = given.cu_branch, call.cu_group = given.cu_group;
+  call.prefix_start = given.prefix_start, call.prefix_len = given.prefix_len, call.block_table = given.block_table;
+  call.q_row = given.q_row, call.q_head = given.q_head, call.own_row = given.own_row, call.own_head = given.own_head;
+  call.page = given.page_stride, call.slot = given.slot_stride, call.prefix_head = given.prefix_head;
+  call.rows = given.rows, call.heads = given.heads, call.kv_heads = given.kv_heads;
+  call.repeat = given.heads / given.kv_heads, call.inverse = inverse_of(call.repeat);
+  call.branches = given.branches, call.groups = given.groups, call.wide = given.wide != 0;
+  call.scale = static_cast<float>(given.scale) * kLog2E;
+  call.pages = given.page_size > 0 ? given.pages : 0, call.page_size = std::max(given.page_size, 1);
+  call.table_row = given.table_row, call.table_width = given.table_width;
+  const Grid grid = Grid::of(given.head_dim, call.rows, call.heads, call.kv_heads, call.groups, given.most_keys);
+  const int64_t parts = int64_t{call.rows} * call.heads * (grid.splits + 1);
   call.splits = static_cast<int>(grid.splits);
-  call.parts = {workspace, workspace + parts * head_dim, call.splits + 1};
+  call.parts = {given.workspace, given.workspace + parts * given.head_dim, call.splits + 1};
   call.units = static_cast<int>(grid.units);
   call.sound = reinterpret_cast<int*>(call.parts.states + parts * 2);
   auto* counters = reinterpret_cast<unsigned*>(call.sound + grid.units);
-  const auto on = static_cast<fb::Stream>(stream);
+  const auto on = static_cast<fb::Stream>(given.stream);
   if (const int error = fb::counters_for(call.units, counters, on, &call.counters)) return error;
-  return run(call, head_dim, dtype, on);
+  return run(call, given.head_dim, given.dtype, on);
 }

@@ -355,63 +355,71 @@ int run(const QkvCall& call, Stream stream) {
   return launch(kernel, call.units * (kOwnParts + call.parts.each), kThreads, 0, stream, call);
 }
 
-}  // namespace fb::branch_attention
-
 // Floats in `partials`, or kNotTaken, for so many rows after each of so many sequences, with at most so many keys.
-extern "C" int64_t fb_branch_attention_qkv_workspace(int sequences, int rows, int heads, int head_dim,
-                                                     int64_t capacity) {
-  using namespace fb::branch_attention;
-  if (rows > kMaxRows) return fb::kNotTaken;
+static int64_t floats_for(int sequences, int rows, int heads, int head_dim, int64_t capacity) {
+  if (rows > kMaxRows) return kNotTaken;
   const int64_t splits = std::min<int64_t>((capacity + kChunk - 1) / kChunk, kMostSplits);
   const int64_t floats = int64_t{sequences} * rows * heads * (splits * (head_dim + 2) + 2);
-  return floats > kMostFloats ? fb::kNotTaken : floats;
+  return floats > kMostFloats ? kNotTaken : floats;
+}
+
+}  // namespace fb::branch_attention
+
+FB_FUNCTION(fb_branch_attention_qkv_workspace, int sequences, rows, heads, head_dim; int64_t capacity;) {
+  return fb::branch_attention::floats_for(given.sequences, given.rows, given.heads, given.head_dim, given.capacity);
 }
 
 // Caches are paged if there is a block table, else flat with page_size slots.
-extern "C" int fb_branch_attention_qkv(const void* qkv, int64_t qkv_stride, const void* q_weight, const void* k_weight,
-                                       const float* cos, const float* sin, int64_t table_rows, const int* positions,
-                                       void* k_cache, void* v_cache, int64_t page_stride, int64_t cache_stride,
-                                       int64_t pages, int64_t page_size, const int* held, const int* block_table,
-                                       int64_t block_table_row, int64_t table_width, const int* slots, void* out,
-                                       int64_t out_stride, float* partials, int sequences, int rows, int heads,
-                                       int kv_heads, int head_dim, int window, float eps, float scale, int dtype,
-                                       void* stream) {
+FB_FUNCTION(fb_branch_attention_qkv,
+            const void* qkv; int64_t qkv_stride; const void *q_weight, *k_weight;
+            const float *cos, *sin; int64_t table_rows; const int* positions;
+            void *k_cache, *v_cache; int64_t page_stride, cache_stride, pages, page_size;
+            const int *held, *block_table; int64_t block_table_row, table_width; const int* slots;
+            void* out; int64_t out_stride; float* partials;
+            int sequences, rows, heads, kv_heads, head_dim, window; double eps, scale; int dtype; void* stream;) {
   using namespace fb::branch_attention;
-  const int64_t slots_in_cache = pages * page_size;
-  const int64_t capacity = block_table == nullptr ? page_size : pages > 0 ? table_width * page_size : 0;
-  if (sequences < 1 || rows < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 ||
-      heads / kv_heads > kMaxRepeat || window < 0 || table_rows < 1 || slots_in_cache > INT_MAX - kChunk ||
-      capacity > INT_MAX / 2 || (block_table != nullptr && (page_size < 1 || page_size % kChunk != 0)) ||
-      qkv_stride % 8 != 0 || page_stride % 8 != 0 || cache_stride % 8 != 0 || out_stride % 8 != 0 ||
-      fb_branch_attention_qkv_workspace(sequences, rows, heads, head_dim, capacity) < 0)
+  const int rows = given.rows, heads = given.heads, kv_heads = given.kv_heads, head_dim = given.head_dim;
+  const bool paged = given.block_table != nullptr;
+  const int64_t page_size = given.page_size, slots_in_cache = given.pages * page_size;
+  const int64_t capacity = !paged ? page_size : given.pages > 0 ? given.table_width * page_size : 0;
+  if (given.sequences < 1 || rows < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 ||
+      heads / kv_heads > kMaxRepeat || given.window < 0 || given.table_rows < 1 || slots_in_cache > INT_MAX - kChunk ||
+      capacity > INT_MAX / 2 || (paged && (page_size < 1 || page_size % kChunk != 0)) || given.qkv_stride % 8 != 0 ||
+      given.page_stride % 8 != 0 || given.cache_stride % 8 != 0 || given.out_stride % 8 != 0 ||
+      floats_for(given.sequences, rows, heads, head_dim, capacity) < 0)
     return fb::kNotTaken;
-  for (const void* address : {qkv, q_weight, k_weight, static_cast<const void*>(cos), static_cast<const void*>(sin),
-                              static_cast<const void*>(k_cache), static_cast<const void*>(v_cache),
-                              static_cast<const void*>(out), static_cast<const void*>(partials)})
+  for (const void* address :
+       {given.qkv, given.q_weight, given.k_weight, static_cast<const void*>(given.cos),
+        static_cast<const void*>(given.sin), static_cast<const void*>(given.k_cache),
+        static_cast<const void*>(given.v_cache), static_cast<const void*>(given.out),
+        static_cast<const void*>(given.partials)})
     if (!fb::is_aligned(address)) return fb::kNotTaken;
   QkvCall call{};
-  call.qkv = qkv, call.q_weight = q_weight, call.k_weight = k_weight, call.cos = cos, call.sin = sin;
-  call.positions = positions, call.held = held, call.slots = slots, call.block_table = block_table;
-  call.k_cache = k_cache, call.v_cache = v_cache, call.out = out;
-  call.qkv_stride = qkv_stride, call.table_rows = table_rows, call.block_table_row = block_table_row;
-  call.page_stride = page_stride, call.cache_stride = cache_stride, call.out_stride = out_stride;
+  call.qkv = given.qkv, call.q_weight = given.q_weight, call.k_weight = given.k_weight;
+  call.cos = given.cos, call.sin = given.sin, call.positions = given.positions, call.held = given.held;
+  call.slots = given.slots, call.block_table = given.block_table;
+  call.k_cache = given.k_cache, call.v_cache = given.v_cache, call.out = given.out;
+  call.qkv_stride = given.qkv_stride, call.table_rows = given.table_rows;
+  call.block_table_row = given.block_table_row, call.page_stride = given.page_stride;
+  call.cache_stride = given.cache_stride, call.out_stride = given.out_stride;
   call.rows = rows, call.heads = heads, call.kv_heads = kv_heads, call.repeat = heads / kv_heads;
   call.inverse = inverse_of(call.repeat);
-  call.pages = static_cast<int>(pages), call.page_size = static_cast<int>(page_size);
+  call.pages = static_cast<int>(given.pages), call.page_size = static_cast<int>(page_size);
   call.capacity = static_cast<int>(capacity), call.slots_in_cache = static_cast<int>(slots_in_cache);
   call.tiles = fb::divide_up(rows * call.repeat, kQueries);
-  call.units = sequences * call.tiles * kv_heads;
-  call.window = window, call.eps = eps, call.scale = scale * kLog2E;
+  call.units = given.sequences * call.tiles * kv_heads;
+  call.window = given.window, call.eps = static_cast<float>(given.eps);
+  call.scale = static_cast<float>(given.scale) * kLog2E;
   fb::Chip chip;
   if (const int error = fb::current_chip(&chip)) return error;
   const int chunks = fb::divide_up(capacity, kChunk), most = std::min(chunks, kMostSplits);
   // the same whatever the rows and the other sequences
   call.parts.each = std::min(most, std::max(1, kBlocks * chip.multiprocessors / kv_heads));
-  const int64_t places = int64_t{sequences} * rows * heads * call.parts.each;
-  call.parts.sums = partials, call.parts.states = partials + places * head_dim;
+  const int64_t all = int64_t{given.sequences} * rows * heads, places = all * call.parts.each;
+  call.parts.sums = given.partials, call.parts.states = given.partials + places * head_dim;
   call.own = call.parts.states + places * 2;
-  const auto on = static_cast<fb::Stream>(stream);
-  auto* counters = reinterpret_cast<unsigned*>(call.own + int64_t{sequences} * rows * heads);
+  const auto on = static_cast<fb::Stream>(given.stream);
+  auto* counters = reinterpret_cast<unsigned*>(call.own + all);
   if (const int error = fb::counters_for(call.units, counters, on, &call.counters)) return error;
-  return run(call, head_dim, dtype, on);
+  return run(call, head_dim, given.dtype, on);
 }

@@ -174,35 +174,36 @@ int candidate_head(const CandidateHead<T, W>& of, Stream stream) {
 }  // namespace fb
 
 // hidden[rows, width], head_weight and head_bias of hidden's dtype unless they are wide, offsets[groups + 1].
-extern "C" int fb_candidate_head(const void* hidden, int64_t stride, const void* norm_weight, const void* head_weight,
-                                 int wide_head, const void* head_bias, int wide_bias, const void* offsets,
-                                 int wide_offsets, int64_t rows, int64_t groups, int64_t width, int dtype, float eps,
-                                 float* score, float* prob, int64_t* best, void* stream) {
-  if (rows > fb::kMostHeadRows || groups > fb::kMostHeadGroups || width > 1 << 24) return fb::kNotTaken;
+FB_FUNCTION(fb_candidate_head,
+            const void* hidden; int64_t stride; const void *norm_weight, *head_weight; int wide_head;
+            const void* head_bias; int wide_bias; const void* offsets; int wide_offsets;
+            int64_t rows, groups, width; int dtype; double eps; float *score, *prob; int64_t* best; void* stream;) {
+  if (given.rows > fb::kMostHeadRows || given.groups > fb::kMostHeadGroups || given.width > 1 << 24)
+    return fb::kNotTaken;
   const auto run = [&](auto element, auto weight) {
     using T = decltype(element);
     using W = decltype(weight);
-    const fb::CandidateHead<T, W> of{static_cast<const T*>(hidden),
-                                     stride,
-                                     static_cast<const T*>(norm_weight),
-                                     static_cast<const W*>(head_weight),
-                                     head_bias,
-                                     wide_bias != 0,
-                                     offsets,
-                                     wide_offsets != 0,
-                                     static_cast<int>(rows),
-                                     static_cast<int>(groups),
-                                     static_cast<int>(width),
-                                     eps,
-                                     score,
-                                     prob,
-                                     best};
-    return fb::candidate_head(of, static_cast<fb::Stream>(stream));
+    const fb::CandidateHead<T, W> of{static_cast<const T*>(given.hidden),
+                                     given.stride,
+                                     static_cast<const T*>(given.norm_weight),
+                                     static_cast<const W*>(given.head_weight),
+                                     given.head_bias,
+                                     given.wide_bias != 0,
+                                     given.offsets,
+                                     given.wide_offsets != 0,
+                                     static_cast<int>(given.rows),
+                                     static_cast<int>(given.groups),
+                                     static_cast<int>(given.width),
+                                     static_cast<float>(given.eps),
+                                     given.score,
+                                     given.prob,
+                                     given.best};
+    return fb::candidate_head(of, static_cast<fb::Stream>(given.stream));
   };
-  switch (dtype) {
+  switch (given.dtype) {
     case fb::kFloat32: return run(float{}, float{});
-    case fb::kFloat16: return wide_head ? run(fb::half{}, float{}) : run(fb::half{}, fb::half{});
-    case fb::kBFloat16: return wide_head ? run(fb::bfloat16{}, float{}) : run(fb::bfloat16{}, fb::bfloat16{});
+    case fb::kFloat16: return given.wide_head ? run(fb::half{}, float{}) : run(fb::half{}, fb::half{});
+    case fb::kBFloat16: return given.wide_head ? run(fb::bfloat16{}, float{}) : run(fb::bfloat16{}, fb::bfloat16{});
     default: return fb::kNotTaken;
   }
 }

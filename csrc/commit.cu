@@ -41,13 +41,15 @@ __global__ void commit_kernel(int64_t* tokens, int64_t tokens_stride, int64_t sl
 
 }  // namespace fb
 
-extern "C" int fb_commit(int64_t* tokens, int64_t tokens_stride, int64_t slots, int* length, int* halt,
-                         const int* budget, const int64_t* token, const float* entropy, const double* threshold,
-                         int threshold_stride, const int64_t* eos_ids, int eos_count, const int* max_length,
-                         int max_length_stride, float* outcome, int64_t outcome_stride, int rows, void* stream) {
+FB_FUNCTION(fb_commit,
+            int64_t* tokens; int64_t tokens_stride, slots; int *length, *halt; const int* budget;
+            const int64_t* token; const float* entropy; const double* threshold; int threshold_stride;
+            const int64_t* eos_ids; int eos_count; const int* max_length; int max_length_stride;
+            float* outcome; int64_t outcome_stride; int rows; void* stream;) {
   constexpr int kThreads = 64;
-  return fb::launch(fb::commit_kernel<int64_t>, fb::divide_up(rows, kThreads), kThreads, 0,
-                    static_cast<fb::Stream>(stream), tokens, tokens_stride, slots, length, halt, budget, token, entropy,
-                    threshold, threshold_stride, eos_ids, eos_count, max_length, max_length_stride, outcome,
-                    outcome_stride, rows);
+  return fb::launch(fb::commit_kernel<int64_t>, fb::divide_up(given.rows, kThreads), kThreads, 0,
+                    static_cast<fb::Stream>(given.stream), given.tokens, given.tokens_stride, given.slots, given.length,
+                    given.halt, given.budget, given.token, given.entropy, given.threshold, given.threshold_stride,
+                    given.eos_ids, given.eos_count, given.max_length, given.max_length_stride, given.outcome,
+                    given.outcome_stride, given.rows);
 }

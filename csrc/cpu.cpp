@@ -5,12 +5,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <utility>
 #include <vector>
+
+#include "interface.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -372,155 +373,168 @@ const T* as(const void* from, T) { return static_cast<const T*>(from); }
 template <typename T>
 T* as(void* to, T) { return static_cast<T*>(to); }
 
+float narrow(double x) { return static_cast<float>(x); }
+
+template <typename Fields, typename T>
+Sequences<T> sequences_of(const Fields& given, T one) {
+  return {given.cos, given.sin, given.length, {given.positions, given.wide_positions}, {given.slots, given.wide_slots},
+          as(given.k_cache, one), given.k_page, given.k_slot, given.k_head, as(given.v_cache, one), given.v_page,
+          given.v_slot, given.v_head, given.pages, given.page, {given.held, given.wide_held},
+          {given.table, given.wide_table}, given.table_row, given.table_width, given.sequences, given.each,
+          given.window, given.heads, given.kv_heads, given.width, narrow(given.eps), narrow(given.scale)};
+}
+
+template <typename Fields>
+Layout layout_of(const Fields& given) {
+  return {given.branch, given.group, given.start, given.length, given.branches,
+          given.groups, given.table, given.columns, given.pages, given.page};
+}
+
 }  // namespace
 
-extern "C" {
+extern "C" int fbcpu_abi_version() { return 14; }
 
-int fbcpu_abi_version() { return 13; }
-
-// `narrow`: elements are bfloat16, else float32.
-int fbcpu_skinny_linear(
-    const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
-    const void* norm_weight, float eps, const void* residual, int64_t residual_stride, void* out, int64_t out_stride,
-    int64_t rows, int64_t width, int64_t outputs, int swiglu, int threads, int narrow) {
-  return typed(narrow, [=](const auto& step, auto one) {
-    return step.skinny_linear(as(x, one), x_stride, as(weight, one), weight_stride, as(bias, one), as(norm_weight, one),
-                              eps, as(residual, one), residual_stride, as(out, one), out_stride, rows, width, outputs,
-                              swiglu, threads);
+// `narrow`: elements are bfloat16, else float32. `wide_...`: indices have 64 bits, else 32.
+FB_FUNCTION(fbcpu_skinny_linear,
+            const void* x; int64_t x_stride; const void* weight; int64_t weight_stride;
+            const void *bias, *norm_weight; double eps; const void* residual; int64_t residual_stride;
+            void* out; int64_t out_stride, rows, width, outputs; int swiglu, threads, narrow;) {
+  return typed(given.narrow, [&](const auto& step, auto one) {
+    return step.skinny_linear(as(given.x, one), given.x_stride, as(given.weight, one), given.weight_stride,
+                              as(given.bias, one), as(given.norm_weight, one), narrow(given.eps),
+                              as(given.residual, one), given.residual_stride, as(given.out, one), given.out_stride,
+                              given.rows, given.width, given.outputs, given.swiglu, given.threads);
   });
 }
 
-int fbcpu_branch_attention_qkv(
-    const void* qkv, int64_t qkv_stride, const void* q_weight, const void* k_weight, const float* cos, const float* sin,
-    int64_t length, const void* positions, int wide_positions, void* k_cache, int64_t k_page, int64_t k_slot,
-    int64_t k_head, void* v_cache, int64_t v_page, int64_t v_slot, int64_t v_head, int64_t pages, int64_t page,
-    const void* held, int wide_held, const void* table, int wide_table, int64_t table_row, int64_t table_width,
-    const void* slots, int wide_slots, void* out, int64_t sequences, int64_t each, int64_t window, int64_t heads,
-    int64_t kv_heads, int64_t width, float eps, float scale, int threads, int narrow) {
-  return typed(narrow, [=](const auto& step, auto one) {
-    return step.branch_attention_qkv(
-        as(qkv, one), qkv_stride, as(q_weight, one), as(k_weight, one),
-        {cos, sin, length, {positions, wide_positions}, {slots, wide_slots}, as(k_cache, one), k_page, k_slot, k_head,
-         as(v_cache, one), v_page, v_slot, v_head, pages, page, {held, wide_held}, {table, wide_table}, table_row,
-         table_width, sequences, each, window, heads, kv_heads, width, eps, scale},
-        as(out, one), threads);
+// What both functions of a decode step take of sequences; the cache is flat without a table.
+#define SEQUENCES                                                                                                 \
+  const float *cos, *sin; int64_t length; const void* positions; int wide_positions;                              \
+  void* k_cache; int64_t k_page, k_slot, k_head; void* v_cache; int64_t v_page, v_slot, v_head, pages, page;      \
+  const void* held; int wide_held; const void* table; int wide_table; int64_t table_row, table_width;             \
+  const void* slots; int wide_slots; int64_t sequences, each, window, heads, kv_heads, width; double eps, scale;
+
+FB_FUNCTION(fbcpu_branch_attention_qkv,
+            const void* qkv; int64_t qkv_stride; const void *q_weight, *k_weight; SEQUENCES
+            void* out; int threads, narrow;) {
+  return typed(given.narrow, [&](const auto& step, auto one) {
+    return step.branch_attention_qkv(as(given.qkv, one), given.qkv_stride, as(given.q_weight, one),
+                                     as(given.k_weight, one), sequences_of(given, one), as(given.out, one),
+                                     given.threads);
   });
 }
 
-// `weights`: the addresses of the twelve of LayerWeights, in its order.
-int fbcpu_decoder_layer(
-    const void* hidden, int64_t hidden_stride, const void* weights, const float* cos, const float* sin, int64_t length,
-    const void* positions, int wide_positions, void* k_cache, int64_t k_page, int64_t k_slot, int64_t k_head,
-    void* v_cache, int64_t v_page, int64_t v_slot, int64_t v_head, int64_t pages, int64_t page, const void* held,
-    int wide_held, const void* table, int wide_table, int64_t table_row, int64_t table_width, const void* slots,
-    int wide_slots, void* out, int64_t sequences, int64_t each, int64_t window, int64_t heads, int64_t kv_heads,
-    int64_t width, float eps, float scale, int64_t model, int64_t inner, int threads, int narrow) {
-  return typed(narrow, [=](const auto& step, auto one) {
-    auto w = [=](int place) { return as(static_cast<const void* const*>(weights)[place], one); };
+FB_FUNCTION(fbcpu_decoder_layer,
+            const void* hidden; int64_t hidden_stride;
+            const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up,
+                *gate_up_bias, *down, *down_bias; SEQUENCES
+            void* out; int64_t model, inner; int threads, narrow;) {
+  return typed(given.narrow, [&](const auto& step, auto one) {
     return step.decoder_layer(
-        as(hidden, one), hidden_stride,
-        {w(0), w(1), w(2), w(3), w(4), w(5), w(6), w(7), w(8), w(9), w(10), w(11)},
-        {cos, sin, length, {positions, wide_positions}, {slots, wide_slots}, as(k_cache, one), k_page, k_slot, k_head,
-         as(v_cache, one), v_page, v_slot, v_head, pages, page, {held, wide_held}, {table, wide_table}, table_row,
-         table_width, sequences, each, window, heads, kv_heads, width, eps, scale},
-        as(out, one), model, inner, threads);
+        as(given.hidden, one), given.hidden_stride,
+        {as(given.input_norm, one), as(given.qkv, one), as(given.qkv_bias, one), as(given.q_norm, one),
+         as(given.k_norm, one), as(given.o, one), as(given.o_bias, one), as(given.post_norm, one),
+         as(given.gate_up, one), as(given.gate_up_bias, one), as(given.down, one), as(given.down_bias, one)},
+        sequences_of(given, one), as(given.out, one), given.model, given.inner, given.threads);
   });
 }
 
-int fbcpu_branch_attention(
-    const void* q, int64_t q_row, int64_t q_head, const void* k, int64_t k_row, int64_t k_head, const void* v,
-    int64_t v_row, int64_t v_head, const void* prefix_k, int64_t prefix_k_row, int64_t prefix_k_head,
-    int64_t prefix_k_page, const void* prefix_v, int64_t prefix_v_row, int64_t prefix_v_head, int64_t prefix_v_page,
-    const int64_t* branch, const int64_t* group, const int64_t* start, const int64_t* length, const int64_t* table,
-    int64_t branches, int64_t groups, int64_t columns, int64_t pages, int64_t page, void* out, float* lse,
-    unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float scale, float softcap,
-    int64_t window, int threads, int narrow) {
-  Layout layout = {branch, group, start, length, branches, groups, table, columns, pages, page};
-  if (!layout.fits(rows)) return OTHER_LAYOUT;
-  return typed(narrow, [=, &layout](const auto& step, auto one) {
-    return step.branch_attention({as(q, one), q_row, q_head, 0}, {as(k, one), k_row, k_head, 0},
-                                 {as(v, one), v_row, v_head, 0},
-                                 {as(prefix_k, one), prefix_k_row, prefix_k_head, prefix_k_page},
-                                 {as(prefix_v, one), prefix_v_row, prefix_v_head, prefix_v_page}, layout,
-                                 {scale, softcap, window}, as(out, one), lse, done, rows, heads, kv_heads, width,
-                                 threads);
+// What both directions of attention take; their strides are of rows, heads and pages.
+#define ATTENTION                                                                                                 \
+  const void* q; int64_t q_row, q_head; const void* k; int64_t k_row, k_head; const void* v; int64_t v_row, v_head; \
+  const void* prefix_k; int64_t prefix_k_row, prefix_k_head, prefix_k_page;                                       \
+  const void* prefix_v; int64_t prefix_v_row, prefix_v_head, prefix_v_page;                                       \
+  const int64_t *branch, *group, *start, *length, *table; int64_t branches, groups, columns, pages, page;         \
+  int64_t rows, heads, kv_heads, width; double scale, softcap; int64_t window; int threads, narrow;
+
+FB_FUNCTION(fbcpu_branch_attention, ATTENTION void* out; float* lse; unsigned char* done;) {
+  const Layout layout = layout_of(given);
+  if (!layout.fits(given.rows)) return OTHER_LAYOUT;
+  return typed(given.narrow, [&](const auto& step, auto one) {
+    return step.branch_attention(
+        {as(given.q, one), given.q_row, given.q_head, 0}, {as(given.k, one), given.k_row, given.k_head, 0},
+        {as(given.v, one), given.v_row, given.v_head, 0},
+        {as(given.prefix_k, one), given.prefix_k_row, given.prefix_k_head, given.prefix_k_page},
+        {as(given.prefix_v, one), given.prefix_v_row, given.prefix_v_head, given.prefix_v_page}, layout,
+        {narrow(given.scale), narrow(given.softcap), given.window}, as(given.out, one), given.lse, given.done,
+        given.rows, given.heads, given.kv_heads, given.width, given.threads);
   });
 }
 
-int fbcpu_branch_attention_backward(
-    const void* grad, int64_t grad_row, int64_t grad_head, const void* out, int64_t out_row, int64_t out_head,
-    const void* q, int64_t q_row, int64_t q_head, const void* k, int64_t k_row, int64_t k_head, const void* v,
-    int64_t v_row, int64_t v_head, const void* prefix_k, int64_t prefix_k_row, int64_t prefix_k_head,
-    int64_t prefix_k_page, const void* prefix_v, int64_t prefix_v_row, int64_t prefix_v_head, int64_t prefix_v_page,
-    const int64_t* branch, const int64_t* group, const int64_t* start, const int64_t* length, const int64_t* table,
-    int64_t branches, int64_t groups, int64_t columns, int64_t pages, int64_t page, const float* lse, float* dq,
-    float* dk, float* dv, float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t rows, int64_t heads,
-    int64_t kv_heads, int64_t width, float scale, float softcap, int64_t window, int threads, int narrow) {
-  Layout layout = {branch, group, start, length, branches, groups, table, columns, pages, page};
-  if (!layout.fits(rows)) return OTHER_LAYOUT;
-  return typed(narrow, [=, &layout](const auto& step, auto one) {
+FB_FUNCTION(fbcpu_branch_attention_backward,
+            const void* grad; int64_t grad_row, grad_head; const void* out; int64_t out_row, out_head; ATTENTION
+            const float* lse; float *dq, *dk, *dv, *dprefix_k, *dprefix_v; unsigned char* done;) {
+  const Layout layout = layout_of(given);
+  if (!layout.fits(given.rows)) return OTHER_LAYOUT;
+  return typed(given.narrow, [&](const auto& step, auto one) {
     return step.branch_attention_backward(
-        {as(grad, one), grad_row, grad_head, 0}, {as(out, one), out_row, out_head, 0}, {as(q, one), q_row, q_head, 0},
-        {as(k, one), k_row, k_head, 0}, {as(v, one), v_row, v_head, 0},
-        {as(prefix_k, one), prefix_k_row, prefix_k_head, prefix_k_page},
-        {as(prefix_v, one), prefix_v_row, prefix_v_head, prefix_v_page}, layout, {scale, softcap, window}, lse, dq, dk,
-        dv, dprefix_k, dprefix_v, done, rows, heads, kv_heads, width, threads);
+        {as(given.grad, one), given.grad_row, given.grad_head, 0}, {as(given.out, one), given.out_row, given.out_head, 0},
+        {as(given.q, one), given.q_row, given.q_head, 0}, {as(given.k, one), given.k_row, given.k_head, 0},
+        {as(given.v, one), given.v_row, given.v_head, 0},
+        {as(given.prefix_k, one), given.prefix_k_row, given.prefix_k_head, given.prefix_k_page},
+        {as(given.prefix_v, one), given.prefix_v_row, given.prefix_v_head, given.prefix_v_page}, layout,
+        {narrow(given.scale), narrow(given.softcap), given.window}, given.lse, given.dq, given.dk, given.dv,
+        given.dprefix_k, given.dprefix_v, given.done, given.rows, given.heads, given.kv_heads, given.width,
+        given.threads);
   });
 }
 
-int fbcpu_topk_entropy(
-    const void* logits, int64_t stride, int64_t rows, int64_t width, int64_t k, float* entropy, float* values,
-    int64_t* indices, int narrow) {
-  return typed(narrow, [=](const auto& step, auto one) {
-    return step.topk_entropy(as(logits, one), stride, rows, width, k, entropy, values, indices);
+FB_FUNCTION(fbcpu_topk_entropy,
+            const void* logits; int64_t stride, rows, width, k; float *entropy, *values; int64_t* indices;
+            int narrow;) {
+  return typed(given.narrow, [&](const auto& step, auto one) {
+    return step.topk_entropy(as(given.logits, one), given.stride, given.rows, given.width, given.k, given.entropy,
+                             given.values, given.indices);
   });
 }
 
-int fbcpu_rms_norm(
-    const void* x, const void* residual, const void* weight, float eps, void* out, void* sum, int64_t rows,
-    int64_t width, int narrow) {
-  return typed(narrow, [=](const auto& step, auto one) {
-    return step.rms_norm(as(x, one), as(residual, one), as(weight, one), eps, as(out, one), as(sum, one), rows, width);
+FB_FUNCTION(fbcpu_rms_norm,
+            const void *x, *residual, *weight; double eps; void *out, *sum; int64_t rows, width; int narrow;) {
+  return typed(given.narrow, [&](const auto& step, auto one) {
+    return step.rms_norm(as(given.x, one), as(given.residual, one), as(given.weight, one), narrow(given.eps),
+                         as(given.out, one), as(given.sum, one), given.rows, given.width);
   });
 }
 
-int fbcpu_swiglu(const float* gate_up, float* out, int64_t rows, int64_t width) {
-  return kernels.swiglu(gate_up, out, rows, width);
+FB_FUNCTION(fbcpu_swiglu, const float* gate_up; float* out; int64_t rows, width;) {
+  return kernels.swiglu(given.gate_up, given.out, given.rows, given.width);
 }
 
-int fbcpu_merge_attention_states(
-    const float* out_a, const float* lse_a, const float* out_b, const float* lse_b, float* out, float* lse,
-    int64_t rows, int64_t heads, int64_t width) {
-  return kernels.merge_attention_states(out_a, lse_a, out_b, lse_b, out, lse, rows, heads, width);
+FB_FUNCTION(fbcpu_merge_attention_states,
+            const float *out_a, *lse_a, *out_b, *lse_b; float *out, *lse; int64_t rows, heads, width;) {
+  return kernels.merge_attention_states(given.out_a, given.lse_a, given.out_b, given.lse_b, given.out, given.lse,
+                                        given.rows, given.heads, given.width);
 }
 
-int fbcpu_candidate_head(
-    const float* hidden, int64_t hidden_stride, const float* norm_weight, const float* head_weight, const float* bias,
-    float eps, const void* group, int wide, float* score, float* prob, int64_t* best, int64_t rows, int64_t groups,
-    int64_t width) {
-  return kernels.candidate_head(hidden, hidden_stride, norm_weight, head_weight, bias, eps, group, wide, score, prob,
-                                best, rows, groups, width);
+FB_FUNCTION(fbcpu_candidate_head,
+            const float* hidden; int64_t hidden_stride; const float *norm_weight, *head_weight, *bias; double eps;
+            const void* group; int wide; float *score, *prob; int64_t* best; int64_t rows, groups, width;) {
+  return kernels.candidate_head(given.hidden, given.hidden_stride, given.norm_weight, given.head_weight, given.bias,
+                                narrow(given.eps), given.group, given.wide, given.score, given.prob, given.best,
+                                given.rows, given.groups, given.width);
 }
 
-int fbcpu_linear_logprob(
-    const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias, const void* target,
-    int wide, int64_t ignore_index, float scale, float softcap, float temperature, float* logprob, float* lse,
-    float* entropy, float* largest, int64_t rows, int64_t width, int64_t vocabulary, int threads, int narrow) {
-  auto run = [=](auto kernel, auto one) {
-    return kernel(as(x, one), x_stride, as(weight, one), weight_stride, as(bias, one), target, wide, ignore_index,
-                  {scale, softcap, temperature}, logprob, lse, entropy, largest, rows, width, vocabulary, threads);
+FB_FUNCTION(fbcpu_linear_logprob,
+            const void* x; int64_t x_stride; const void* weight; int64_t weight_stride; const void *bias, *target;
+            int wide; int64_t ignore_index; double scale, softcap, temperature;
+            float *logprob, *lse, *entropy, *largest; int64_t rows, width, vocabulary; int threads, narrow;) {
+  const Change change = {narrow(given.scale), narrow(given.softcap), narrow(given.temperature)};
+  const auto run = [&](auto kernel, auto one) {
+    return kernel(as(given.x, one), given.x_stride, as(given.weight, one), given.weight_stride, as(given.bias, one),
+                  given.target, given.wide, given.ignore_index, change, given.logprob, given.lse, given.entropy,
+                  given.largest, given.rows, given.width, given.vocabulary, given.threads);
   };
-  return narrow ? run(kernels.linear_logprob_in_panels, BFloat16{}) : run(kernels.linear_logprob, 0.0f);
+  return given.narrow ? run(kernels.linear_logprob_in_panels, BFloat16{}) : run(kernels.linear_logprob, 0.0f);
 }
 
-int fbcpu_qk_norm_rope(
-    const float* qkv, int64_t qkv_stride, const float* q_weight, const float* k_weight, const float* cos,
-    const float* sin, int64_t length, const void* positions, int wide_positions, float* q, float* k, float* v,
-    float* k_cache, int64_t k_slot, int64_t k_head, float* v_cache, int64_t v_slot, int64_t v_head, const void* slots,
-    int wide_slots, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float eps) {
-  return kernels.qk_norm_rope(qkv, qkv_stride, q_weight, k_weight, cos, sin, length, positions, wide_positions, q, k, v,
-                              k_cache, k_slot, k_head, v_cache, v_slot, v_head, slots, wide_slots, rows, heads,
-                              kv_heads, width, eps);
+FB_FUNCTION(fbcpu_qk_norm_rope,
+            const float* qkv; int64_t qkv_stride; const float *q_weight, *k_weight, *cos, *sin; int64_t length;
+            const void* positions; int wide_positions; float *q, *k, *v, *k_cache; int64_t k_slot, k_head;
+            float* v_cache; int64_t v_slot, v_head; const void* slots; int wide_slots;
+            int64_t rows, heads, kv_heads, width; double eps;) {
+  return kernels.qk_norm_rope(given.qkv, given.qkv_stride, given.q_weight, given.k_weight, given.cos, given.sin,
+                              given.length, given.positions, given.wide_positions, given.q, given.k, given.v,
+                              given.k_cache, given.k_slot, given.k_head, given.v_cache, given.v_slot, given.v_head,
+                              given.slots, given.wide_slots, given.rows, given.heads, given.kv_heads, given.width,
+                              narrow(given.eps));
 }
-
-}  // extern "C"

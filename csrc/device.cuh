@@ -2,7 +2,7 @@
 // -DFB_HOST_EMULATION, for the host, where blocks run as fibers (emulation.h) and warp instructions as loops.
 #pragma once
 
-#include <cstdint>
+#include "interface.h"
 
 #ifdef FB_HOST_EMULATION
 #include "emulation.h"

@@ -1,7 +1,7 @@
 // What the loader reads before it uses the library.
 #include "device.cuh"
 
-extern "C" int fb_abi_version() { return 5; }
+extern "C" int fb_abi_version() { return 6; }
 
 extern "C" int fb_is_emulation() {
 #ifdef FB_HOST_EMULATION

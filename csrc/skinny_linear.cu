@@ -358,36 +358,37 @@ int pick_kernel(const SkinnyLinear<T>& of, const Chip& chip, Stream stream) {
   return launch_kernel<T, 4, 4, true>(of, chip, stream);
 }
 
-template <typename T>
-int run(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
-        const void* norm_weight, float eps, const void* residual, int64_t residual_stride, void* out,
-        int64_t out_stride, int rows, int in_features, int out_features, int swiglu, int frozen, Stream stream) {
+template <typename T, typename Fields>
+int run(const Fields& given) {
   const auto typed = [](const void* address) { return static_cast<const T*>(address); };
-  const int tile_outputs = swiglu ? kTileRows / 2 : kTileRows, tiles = divide_up(out_features, tile_outputs);
+  const int tile_outputs = given.swiglu ? kTileRows / 2 : kTileRows;
+  const int tiles = divide_up(given.out_features, tile_outputs);
   Chip chip;
   if (const int error = current_chip(&chip)) return error;
-  const int share = splits(chip, tiles, in_features) ? divide_up(in_features, 2 * kPiece) * kPiece : in_features;
-  const int window = window_of(rows, in_features, share);
+  const bool halved = splits(chip, tiles, given.in_features);
+  const int share = halved ? divide_up(given.in_features, 2 * kPiece) * kPiece : given.in_features;
+  const int window = window_of(given.rows, given.in_features, share);
   if (window == kNotTaken) return kNotTaken;
-  return pick_kernel<T>({typed(x), x_stride, typed(weight), weight_stride, typed(bias), typed(norm_weight),
-                         typed(residual), residual_stride, static_cast<T*>(out), out_stride, eps, rows, in_features,
-                         out_features, tiles, tile_outputs, share, window, swiglu != 0, frozen != 0},
-                        chip, stream);
+  return pick_kernel<T>({typed(given.x), given.x_stride, typed(given.weight), given.weight_stride, typed(given.bias),
+                         typed(given.norm_weight), typed(given.residual), given.residual_stride,
+                         static_cast<T*>(given.out), given.out_stride, static_cast<float>(given.eps), given.rows,
+                         given.in_features, given.out_features, tiles, tile_outputs, share, window, given.swiglu != 0,
+                         given.frozen != 0},
+                        chip, static_cast<Stream>(given.stream));
 }
 
 }  // namespace fb::skinny
 
 // out_features are those of `out`: with swiglu the weight and the bias hold twice as many, gate's and then up's.
-extern "C" int fb_skinny_linear(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride,
-                                const void* bias, const void* norm_weight, float eps, const void* residual,
-                                int64_t residual_stride, void* out, int64_t out_stride, int rows, int in_features,
-                                int out_features, int swiglu, int frozen, int dtype, void* stream) {
+FB_FUNCTION(fb_skinny_linear,
+            const void* x; int64_t x_stride; const void* weight; int64_t weight_stride;
+            const void *bias, *norm_weight; double eps; const void* residual; int64_t residual_stride;
+            void* out; int64_t out_stride; int rows, in_features, out_features, swiglu, frozen, dtype; void* stream;) {
   using namespace fb;
-  const bool taken = rows <= skinny::kMostRows && in_features <= skinny::kMostColumns &&
-                     out_features <= skinny::kMostColumns && !(swiglu && residual);
-  if (!taken || (dtype != kFloat16 && dtype != kBFloat16)) return kNotTaken;
-  if (rows <= 0 || out_features <= 0) return 0;
-  const auto typed = dtype == kFloat16 ? skinny::run<half> : skinny::run<bfloat16>;
-  return typed(x, x_stride, weight, weight_stride, bias, norm_weight, eps, residual, residual_stride, out, out_stride,
-               rows, in_features, out_features, swiglu, frozen, static_cast<Stream>(stream));
+  if (given.rows > skinny::kMostRows || given.in_features > skinny::kMostColumns ||
+      given.out_features > skinny::kMostColumns || (given.swiglu && given.residual) ||
+      (given.dtype != kFloat16 && given.dtype != kBFloat16))
+    return kNotTaken;
+  if (given.rows <= 0 || given.out_features <= 0) return 0;
+  return given.dtype == kFloat16 ? skinny::run<half>(given) : skinny::run<bfloat16>(given);
 }

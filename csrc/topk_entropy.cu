@@ -230,13 +230,15 @@ int topk_entropy(const void* logits, int64_t stride, int rows, int64_t width, in
 }  // namespace fb
 
 // logits[rows, width]; workspace of rows * (min(width, kMostGroups) + 1) words.
-extern "C" int fb_topk_entropy(const void* logits, int64_t stride, int rows, int64_t width, int k, int dtype,
-                               int64_t* workspace, float* entropy, float* values, int64_t* indices, void* stream) {
-  if (rows > fb::kMostTopkRows || k > fb::kMostK || width > INT32_MAX) return fb::kNotTaken;
+FB_FUNCTION(fb_topk_entropy,
+            const void* logits; int64_t stride; int rows; int64_t width; int k, dtype;
+            int64_t* workspace; float *entropy, *values; int64_t* indices; void* stream;) {
+  if (given.rows > fb::kMostTopkRows || given.k > fb::kMostK || given.width > INT32_MAX) return fb::kNotTaken;
   const auto run = [&](auto* op) {
-    return op(logits, stride, rows, width, k, workspace, entropy, values, indices, static_cast<fb::Stream>(stream));
+    return op(given.logits, given.stride, given.rows, given.width, given.k, given.workspace, given.entropy,
+              given.values, given.indices, static_cast<fb::Stream>(given.stream));
   };
-  switch (dtype) {
+  switch (given.dtype) {
     case fb::kFloat32: return run(fb::topk_entropy<float>);
     case fb::kFloat16: return run(fb::topk_entropy<fb::half>);
     case fb::kBFloat16: return run(fb::topk_entropy<fb::bfloat16>);

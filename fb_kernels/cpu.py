@@ -20,26 +20,26 @@ import torch
 
 from fb_kernels import shared_library
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 ROWS = 16  # maximum of a linear layer: above it oneDNN is faster
 SHARE = 1 << 17  # minimum products per thread
 STEP = (torch.float32, torch.bfloat16)  # dtypes of the ops of a decode step
 LIBRARY = Path(__file__).with_name("libfb_cpu.so")
 
-_SIGNATURES = {  # in the letters of `shared_library.kinds`
-    "skinny_linear": "pq pq pp f pq pq qqq iii",
-    "branch_attention_qkv": "pq pp ppq pi pqqq pqqq qq pi piqq pi p qqq qqq ff ii",
-    "decoder_layer": "pq p ppq pi pqqq pqqq qq pi piqq pi p qqq qqq ff qq ii",
-    "branch_attention": "pqq pqq pqq pqqq pqqq ppppp qqqqq ppp qqqq ff q ii",
-    "branch_attention_backward": "pqq pqq pqq pqq pqq pqqq pqqq ppppp qqqqq ppppppp qqqq ff q ii",
-    "topk_entropy": "pqqqq ppp i",
-    "rms_norm": "ppp f pp qq i",
-    "swiglu": "pp qq",
-    "merge_attention_states": "pp pp pp qqq",
-    "candidate_head": "pq ppp f pi ppp qqq",
-    "linear_logprob": "pq pq pp iq fff pppp qqq ii",
-    "qk_norm_rope": "pq pp ppq pi ppp pqq pqq pi qqqq f",
-}
+FUNCTIONS = (
+    "skinny_linear",
+    "branch_attention_qkv",
+    "decoder_layer",
+    "branch_attention",
+    "branch_attention_backward",
+    "topk_entropy",
+    "rms_norm",
+    "swiglu",
+    "merge_attention_states",
+    "candidate_head",
+    "linear_logprob",
+    "qk_norm_rope",
+)
 
 
 def threads(products: int) -> int:
@@ -56,8 +56,8 @@ def library() -> ctypes.CDLL | str:
 
 
 def opened(path: Path) -> ctypes.CDLL | str:
-    """A library with its functions typed, or why it cannot be used."""
-    return shared_library.opened(path, "fbcpu_", ABI_VERSION, _SIGNATURES)
+    """A library whose functions are called by name, or why it cannot be used."""
+    return shared_library.opened(path, "fbcpu_", ABI_VERSION, FUNCTIONS)
 
 
 def why_not() -> str:

@@ -18,23 +18,21 @@ from torch import Tensor
 
 from fb_kernels import shared_library
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 LIBRARY = Path(__file__).with_name("libfb_kernels.so")
 NOT_TAKEN = -1
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
-_SIGNATURES = {  # in the letters of `shared_library.kinds`; for kernels the last p is the stream
-    "commit": "pqq pp pp pp i pi pi pqi p",
-    "topk_entropy": "pqi qii p ppp p",
-    "candidate_head": "pq p pi pi pi qqq if ppp p",
-    "skinny_linear": "pq pq pp f pq pq iii iii p",
-    "branch_attention": "pqq pp qq pp qqq ii pppp pqi iii pp p q iiii f i p",
-    "branch_attention_workspace": "iiii iq",
-    "branch_attention_qkv": "pq pp ppq p pp qq qq p pqq p pq p iiiii i ff i p",
-    "branch_attention_qkv_workspace": "iiiiq",
-    "driver_version": "",
-    "runtime_version": "",
-}
+FUNCTIONS = (
+    "commit",
+    "topk_entropy",
+    "candidate_head",
+    "skinny_linear",
+    "branch_attention",
+    "branch_attention_workspace",
+    "branch_attention_qkv",
+    "branch_attention_qkv_workspace",
+)
 
 
 @cache
@@ -46,13 +44,10 @@ def library() -> ctypes.CDLL | str:
 
 
 def opened(path: Path) -> ctypes.CDLL | str:
-    """A library with its functions typed, or why it cannot be used."""
-    loaded = shared_library.opened(path, "fb_", ABI_VERSION, _SIGNATURES)
-    if isinstance(loaded, str):
-        return loaded
-    loaded.fb_error_string.restype = ctypes.c_char_p
-    for name in ("branch_attention", "branch_attention_qkv"):
-        getattr(loaded, f"fb_{name}_workspace").restype = ctypes.c_int64
+    """A library whose functions are called by name, or why it cannot be used."""
+    loaded = shared_library.opened(path, "fb_", ABI_VERSION, FUNCTIONS)
+    if not isinstance(loaded, str):
+        loaded.fb_error_string.restype = ctypes.c_char_p
     return loaded
 
 
@@ -83,13 +78,13 @@ def _why_not(loaded: ctypes.CDLL | str, device: str) -> str:
     return ""
 
 
-def launch(op: str, like: Tensor, *arguments: Any) -> bool:
+def launch(op: str, like: Tensor, **arguments: Any) -> bool:
     """Call `fb_<op>` on the current stream of a tensor's device; False where it does not take these sizes.
 
     Args:
         op: the C function's name without its prefix; errors name it.
         like: a tensor on the device.
-        arguments: tensors and None for pointers, numbers for the rest.
+        arguments: what it takes beside the stream: tensors and None for pointers, numbers for the rest.
 
     Raises:
         RuntimeError: an error code from the launch.
@@ -97,8 +92,8 @@ def launch(op: str, like: Tensor, *arguments: Any) -> bool:
     loaded = library()
     assert not isinstance(loaded, str)
     stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
-    values = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
-    code = getattr(loaded, f"fb_{op}")(*values, stream)
+    values = {name: x.data_ptr() if isinstance(x, Tensor) else x or 0 for name, x in arguments.items()}
+    code = getattr(loaded, f"fb_{op}")(**values, stream=stream)
     if code == NOT_TAKEN:
         return False
     if code:

@@ -1,32 +1,60 @@
-"""Opens a plain C library of `csrc/` and types its functions; a fault is returned as text, not raised."""
+"""Opens a plain C library of `csrc/`, whose functions say what they take; a fault is returned as text, not raised."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import re
+import struct
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
-KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_int64, "f": ctypes.c_float}
-"""Letters of a signature: p pointer, i int, q int64, f float."""
-
-
-def kinds(signature: str) -> list[type]:
-    """The C types of a signature's letters; spaces only group them."""
-    return [KINDS[letter] for letter in signature.replace(" ", "")]
+LETTERS = {"int": "i", "int64_t": "q", "double": "d"}  # of `struct`; a pointer is P
 
 
-def opened(path: Path, prefix: str, version: int, signatures: Mapping[str, str]) -> ctypes.CDLL | str:
-    """The library with `<prefix><name>` typed for every name, or a short reason why it cannot be used."""
+def fields(text: str) -> dict[str, str]:
+    """{name: letter} of the fields of a C struct, in order."""
+    letters = {}
+    for declaration in filter(None, map(str.strip, text.split(";"))):
+        kind, names = declaration.removeprefix("const ").split(maxsplit=1)
+        for name in names.split(","):
+            letters[re.findall(r"\w+", name)[-1]] = "P" if "*" in kind + name else LETTERS[kind]
+    return letters
+
+
+def opened(path: Path, prefix: str, version: int, names: Iterable[str]) -> ctypes.CDLL | str:
+    """The library, or a short reason why it cannot be used.
+
+    Each `<prefix><name>` takes the fields of its struct by name: numbers, and addresses of which 0 is none.
+    """
     try:
         library = ctypes.CDLL(str(path))
     except OSError as problem:
         return f"cannot be loaded: {problem}"
-    names = [f"{prefix}{name}" for name in signatures]
-    if not all(hasattr(library, name) for name in (f"{prefix}abi_version", *names)):
+    functions = [f"{prefix}{name}" for name in names]
+    if not all(hasattr(library, name) for name in (f"{prefix}abi_version", *functions)):
         return "built from other sources: install it anew"
     built = getattr(library, f"{prefix}abi_version")()
     if built != version:
         return f"built from other sources, for interface {built} instead of {version}: install it anew"
-    for name, signature in zip(names, signatures.values(), strict=True):
-        getattr(library, name).argtypes = kinds(signature)
+    for name in functions:
+        takes, size = getattr(library, f"{name}_takes"), ctypes.c_int64()
+        takes.restype = ctypes.c_char_p
+        letters = fields(takes(ctypes.byref(size)).decode())
+        packed = struct.Struct("".join(letters.values()) + "0q")
+        if packed.size != size.value:
+            return f"{name} takes {size.value} bytes instead of {packed.size}: install it anew"
+        setattr(library, name, _by_name(getattr(library, name), packed, tuple(letters)))
     return library
+
+
+def _by_name(function: Any, packed: struct.Struct, names: tuple[str, ...]) -> Callable[..., int]:
+    """A function that is called in every op: no more is checked than that no name is missing."""
+    function.restype = ctypes.c_int64
+    pack, in_order = packed.pack, itemgetter(*names)
+
+    def call(**arguments: float) -> int:
+        return function(pack(*in_order(arguments)))
+
+    return call

@@ -11,6 +11,7 @@ from fb_kernels import cpu, layout
 from fb_kernels.branch_attention import reference
 
 ALL = (1 << 63) - 1  # a window without a limit
+GRADS = ("dq", "dk", "dv", "dprefix_k", "dprefix_v")
 
 
 def branch_attention(
@@ -19,7 +20,8 @@ def branch_attention(
     """(out[T, Hq, E], lse[Hq, T]); rows that see values that are not finite are computed by the reference."""
     results = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     done = torch.empty(len(q), dtype=torch.bool)
-    if not _run("branch_attention", (q, k, v, prefix_k, prefix_v), options, (*results, done)):
+    given, written = {"q": q, "k": k, "v": v}, {"out": results[0], "lse": results[1], "done": done}
+    if not _run("branch_attention", given, prefix_k, prefix_v, options, written):
         return NotImplemented
     if done.all():
         return results
@@ -43,9 +45,10 @@ def branch_attention_backward(
     grad, state = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, out))  # a sum's is expanded
     wanted = (q, k, v, *((prefix_k, prefix_v) if prefix_grads else (None, None)))
     grads = [q.new_zeros(0 if x is None else x.shape, dtype=torch.float32) for x in wanted]
-    given = (grad, state, q, k, v, prefix_k, prefix_v)
+    given = {"grad": grad, "out": state, "q": q, "k": k, "v": v}
     done = torch.empty(2, len(q), dtype=torch.bool)  # of dq, of dk and dv
-    if not _run("branch_attention_backward", given, tuple(layout_and_numbers), (lse.contiguous(), *grads, done)):
+    written = {"lse": lse.contiguous(), **dict(zip(GRADS, grads, strict=True)), "done": done}
+    if not _run("branch_attention_backward", given, prefix_k, prefix_v, tuple(layout_and_numbers), written):
         return NotImplemented
     dq, dk, dv, dprefix_k, dprefix_v = (x.to(q.dtype) for x in grads)
     if not done.all():
@@ -58,34 +61,39 @@ def branch_attention_backward(
     return dq, dk, dv, dprefix_k, dprefix_v
 
 
-def _run(name: str, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], results: tuple[Tensor, ...]) -> bool:
-    """Write the results, the last of which marks the rows that are valid; returns whether the kernel takes the call."""
-    library = cpu.library()
+def _run(
+    name: str,
+    given: dict[str, Tensor | None],
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    options: tuple[Any, ...],
+    written: dict[str, Tensor],
+) -> bool:
+    """Write the results, of which `done` marks the rows that are valid; returns whether the kernel takes the call."""
+    library, q = cpu.library(), given["q"]
     branch, group, start, length, table, _, _, window, scale, softcap = options  # the op's arguments from cu_branch on
-    if isinstance(library, str) or tensors[0] is None or tensors[0].dtype not in cpu.STEP:
+    if isinstance(library, str) or q is None or q.dtype not in cpu.STEP:
         return False
-    addresses: list[int | None] = []
-    for index, x in enumerate(tensors):
-        if x is None:
-            addresses += (None, 0, 0)
-            continue
-        *page, row, head, step = x.stride()
-        if step != 1 and x.shape[-1] > 1:
-            return False
-        addresses += (x.data_ptr(), row, head)
-        if index >= len(tensors) - 2:
-            addresses += page or [0]
-    q, prefix = tensors[-5], tensors[-2]
-    assert q is not None
-    assert prefix is not None
+    fields = {name: x.data_ptr() for name, x in written.items()}
+    for argument, x in (*given.items(), ("prefix_k", prefix_k), ("prefix_v", prefix_v)):
+        row = head = address = 0
+        if x is not None:
+            *_, row, head, step = x.stride()
+            if step != 1 and x.shape[-1] > 1:
+                return False
+            address = x.data_ptr()
+        fields[argument], fields[f"{argument}_row"], fields[f"{argument}_head"] = address, row, head
     indices = (branch, group, start, length, table)
     wide = layout.remembered(indices, ("int64",), lambda: [x if x is None else x.long().contiguous() for x in indices])
+    branch_at, group_at, start_at, length_at, table_at = (0 if x is None else x.data_ptr() for x in wide)
+    paged = table is not None
     rows, heads, width = q.shape
     code = getattr(library, f"fbcpu_{name}")(
-        *addresses, *(x if x is None else x.data_ptr() for x in wide), len(branch) - 1, len(group) - 1,
-        -1 if table is None else table.shape[1], *prefix.shape[: 1 if table is None else 2],
-        *([0] if table is None else []), *(x.data_ptr() for x in results), rows, heads,
-        prefix.shape[-2], width, scale, softcap or 0.0, ALL if window is None else window, torch.get_num_threads(),
-        q.dtype == torch.bfloat16,
+        **fields, prefix_k_page=prefix_k.stride(0) if paged else 0, prefix_v_page=prefix_v.stride(0) if paged else 0,
+        branch=branch_at, group=group_at, start=start_at, length=length_at, table=table_at, branches=len(branch) - 1,
+        groups=len(group) - 1, columns=table.shape[1] if paged else -1, pages=prefix_k.shape[0],
+        page=prefix_k.shape[1] if paged else 0, rows=rows, heads=heads, kv_heads=prefix_k.shape[-2], width=width,
+        scale=scale, softcap=softcap or 0.0, window=ALL if window is None else window,
+        threads=torch.get_num_threads(), narrow=q.dtype == torch.bfloat16,
     )  # fmt: skip
     return not code

@@ -46,7 +46,9 @@ def branch_attention(
         return NotImplemented
     library, most_keys = cuda.library(), capacity if max_prefix_len is None else min(capacity, max_prefix_len)
     assert not isinstance(library, str)
-    needed = library.fb_branch_attention_workspace(rows, heads, kv_heads, width, groups, most_keys)
+    needed = library.fb_branch_attention_workspace(
+        rows=rows, heads=heads, kv_heads=kv_heads, head_dim=width, groups=groups, most_keys=most_keys
+    )
     if needed < 0 < q.numel():
         return NotImplemented
     out, lse = q.new_empty(q.shape), q.new_empty((heads, rows), dtype=torch.float32)
@@ -55,9 +57,12 @@ def branch_attention(
     own, page = (0, 0) if k is None else k.stride()[:2], 0 if block_table is None else prefix_k.stride(0)
     workspace = q.new_empty(needed, dtype=torch.float32)
     taken = cuda.launch(
-        "branch_attention", q, q, *q.stride()[:2], k, v, *own, prefix_k, prefix_v, page, *prefix_k.stride()[-3:-1],
-        pages, size, *indices, block_table, table.stride(0), table.shape[1], branches, groups,
-        cu_branch.dtype == torch.int64, out, lse, workspace, most_keys, rows, heads, kv_heads, width, scale,
-        cuda.DTYPES[q.dtype],
+        "branch_attention", q, q=q, q_row=q.stride(0), q_head=q.stride(1), k=k, v=v, own_row=own[0], own_head=own[1],
+        prefix_k=prefix_k, prefix_v=prefix_v, page_stride=page, slot_stride=prefix_k.stride(-3),
+        prefix_head=prefix_k.stride(-2), pages=pages, page_size=size, cu_branch=cu_branch, cu_group=cu_group,
+        prefix_start=prefix_start, prefix_len=prefix_len, block_table=block_table, table_row=table.stride(0),
+        table_width=table.shape[1], branches=branches, groups=groups, wide=cu_branch.dtype == torch.int64, out=out,
+        lse=lse, workspace=workspace, most_keys=most_keys, rows=rows, heads=heads, kv_heads=kv_heads, head_dim=width,
+        scale=scale, dtype=cuda.DTYPES[q.dtype],
     )  # fmt: skip
     return (out, lse) if taken else NotImplemented

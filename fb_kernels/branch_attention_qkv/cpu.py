@@ -55,9 +55,11 @@ def branch_attention_qkv(
         return NotImplemented
     out = qkv.new_empty((rows, num_heads, width))
     code = library.fbcpu_branch_attention_qkv(
-        qkv.data_ptr(), qkv_stride, q_at, k_at, cos.data_ptr(), sin.data_ptr(), cos.shape[0],
-        positions.data_ptr(), positions.dtype is torch.int64, *where, out.data_ptr(), sequences, rows // sequences,
-        window or 0, num_heads, num_kv_heads, width, eps, scale, torch.get_num_threads(), dtype is torch.bfloat16,
+        qkv=qkv.data_ptr(), qkv_stride=qkv_stride, q_weight=q_at, k_weight=k_at, cos=cos.data_ptr(),
+        sin=sin.data_ptr(), length=cos.shape[0], positions=positions.data_ptr(),
+        wide_positions=positions.dtype is torch.int64, **where, out=out.data_ptr(), sequences=sequences,
+        each=rows // sequences, window=window or 0, heads=num_heads, kv_heads=num_kv_heads, width=width, eps=eps,
+        scale=scale, threads=torch.get_num_threads(), narrow=dtype is torch.bfloat16,
     )  # fmt: skip
     if code:
         check_sequences(cos, positions, k_cache, held, slots, block_table, window)
@@ -67,27 +69,30 @@ def branch_attention_qkv(
 
 def cache_arguments(
     k_cache: Tensor, v_cache: Tensor, held: Tensor, slots: Tensor | None, block_table: Tensor | None
-) -> tuple[int, ...] | None:
+) -> dict[str, int] | None:
     """Addresses, strides and slots as the library takes them; None for a memory layout that it does not take."""
     if block_table is None:
         (k_slot, k_head, k_step), (v_slot, v_head, v_step) = k_cache.stride(), v_cache.stride()
         k_page, v_page, pages, page = 0, 0, 1, k_cache.shape[0]
-        table = 0, 0, 0, 0
+        table_at = wide_table = table_row = table_width = 0
     else:
         (k_page, k_slot, k_head, k_step), (v_page, v_slot, v_head, v_step) = k_cache.stride(), v_cache.stride()
         pages, page = k_cache.shape[:2]
-        row, column = block_table.stride()
-        if column != 1 and block_table.shape[1] > 1:
+        (table_row, column), table_width = block_table.stride(), block_table.shape[1]
+        if column != 1 and table_width > 1:
             return None
-        table = block_table.data_ptr(), block_table.dtype is torch.int64, row, block_table.shape[1]
+        table_at, wide_table = block_table.data_ptr(), block_table.dtype is torch.int64
     if not (k_step == v_step == 1 and held.is_contiguous()):
         return None
-    kept = 0, 0
+    slots_at = wide_slots = 0
     if slots is not None:
         if not slots.is_contiguous():
             return None
-        kept = slots.data_ptr(), slots.dtype is torch.int64
-    return (
-        k_cache.data_ptr(), k_page, k_slot, k_head, v_cache.data_ptr(), v_page, v_slot, v_head, pages, page,
-        held.data_ptr(), held.dtype is torch.int64, *table, *kept,
-    )  # fmt: skip
+        slots_at, wide_slots = slots.data_ptr(), slots.dtype is torch.int64
+    return {
+        "k_cache": k_cache.data_ptr(), "k_page": k_page, "k_slot": k_slot, "k_head": k_head,
+        "v_cache": v_cache.data_ptr(), "v_page": v_page, "v_slot": v_slot, "v_head": v_head, "pages": pages,
+        "page": page, "held": held.data_ptr(), "wide_held": held.dtype is torch.int64, "table": table_at,
+        "wide_table": wide_table, "table_row": table_row, "table_width": table_width, "slots": slots_at,
+        "wide_slots": wide_slots,
+    }  # fmt: skip

@@ -44,15 +44,19 @@ def branch_attention_qkv(
         given += [pages < 2 or page_stride == v_cache.stride(0)]
     given += [page < 2 or k_cache.stride(-3) == v_cache.stride(-3)]
     assert not isinstance(library, str)
-    needed = library.fb_branch_attention_qkv_workspace(sequences, rows // sequences, num_heads, width, capacity)
+    needed = library.fb_branch_attention_qkv_workspace(
+        sequences=sequences, rows=rows // sequences, heads=num_heads, head_dim=width, capacity=capacity
+    )
     if not all(given) or needed < 0:
         return NotImplemented
     out = torch.empty(rows, num_heads, width, dtype=qkv.dtype, device=qkv.device)
     partials = torch.empty(needed, dtype=torch.float32, device=qkv.device)
     taken = cuda.launch(
-        "branch_attention_qkv", qkv, qkv, qkv.stride(0), q_weight, k_weight, cos, sin, len(cos), positions,
-        k_cache, v_cache, page_stride, k_cache.stride(-3), pages, page, held, block_table, *table, slots,
-        out, out.stride(0), partials, sequences, rows // sequences, num_heads, num_kv_heads, width,
-        min(window or 0, 2**31 - 1), eps, scale, cuda.DTYPES[qkv.dtype],
+        "branch_attention_qkv", qkv, qkv=qkv, qkv_stride=qkv.stride(0), q_weight=q_weight, k_weight=k_weight, cos=cos,
+        sin=sin, table_rows=len(cos), positions=positions, k_cache=k_cache, v_cache=v_cache, page_stride=page_stride,
+        cache_stride=k_cache.stride(-3), pages=pages, page_size=page, held=held, block_table=block_table,
+        block_table_row=table[0], table_width=table[1], slots=slots, out=out, out_stride=out.stride(0),
+        partials=partials, sequences=sequences, rows=rows // sequences, heads=num_heads, kv_heads=num_kv_heads,
+        head_dim=width, window=min(window or 0, 2**31 - 1), eps=eps, scale=scale, dtype=cuda.DTYPES[qkv.dtype],
     )  # fmt: skip
     return out if taken else NotImplemented

@@ -39,9 +39,9 @@ def candidate_head(
     score, prob = hidden.new_empty(rows), hidden.new_empty(rows)
     best = hidden.new_empty(groups, dtype=torch.int64)
     code = library.fbcpu_candidate_head(
-        hidden.data_ptr(), stride, norm_at, head_weight.data_ptr(), bias_at, eps,
-        cu_group.data_ptr(), cu_group.dtype is torch.int64, score.data_ptr(), prob.data_ptr(), best.data_ptr(),
-        rows, groups, width,
+        hidden=hidden.data_ptr(), hidden_stride=stride, norm_weight=norm_at, head_weight=head_weight.data_ptr(),
+        bias=bias_at, eps=eps, group=cu_group.data_ptr(), wide=cu_group.dtype is torch.int64, score=score.data_ptr(),
+        prob=prob.data_ptr(), best=best.data_ptr(), rows=rows, groups=groups, width=width,
     )  # fmt: skip
     if code:
         segments.check_offsets("candidate_head", cu_group, rows)

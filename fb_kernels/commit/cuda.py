@@ -31,8 +31,10 @@ def commit_(
     rows, slots = tokens.shape
     steps = [x.stride(0) if x is not None and x.ndim else 0 for x in (threshold, max_length, outcome)]
     cuda.launch(
-        "commit", tokens, tokens, tokens.stride(0), slots, length, halt, budget, token, entropy,
-        threshold, steps[0], eos_ids, len(eos_ids), max_length, steps[1], outcome, steps[2], rows,
+        "commit", tokens, tokens=tokens, tokens_stride=tokens.stride(0), slots=slots, length=length, halt=halt,
+        budget=budget, token=token, entropy=entropy, threshold=threshold, threshold_stride=steps[0], eos_ids=eos_ids,
+        eos_count=len(eos_ids), max_length=max_length, max_length_stride=steps[1], outcome=outcome,
+        outcome_stride=steps[2], rows=rows,
     )  # fmt: skip
     increment_version((tokens, length, halt))  # as torch's own writes do: a layout may follow from a length
     return None

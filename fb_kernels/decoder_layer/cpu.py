@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,6 @@ from fb_kernels.branch_attention_qkv.cpu import cache_arguments
 from fb_kernels.branch_attention_qkv.reference import check_sequences
 
 ROWS = 64  # maximum; the order of sums does not depend on the number of rows, so a row's bits depend on no other
-POINTERS = ctypes.c_void_p * 12
 
 
 def decoder_layer(
@@ -50,10 +47,12 @@ def decoder_layer(
         return NotImplemented
     if dtype not in cpu.STEP or not cos.dtype is sin.dtype is torch.float32:
         return NotImplemented
-    weights = (
-        input_norm, qkv, qkv_bias, q_norm, k_norm, o, o_bias, post_norm, gate_up, gate_up_bias, down, down_bias,
-    )  # fmt: skip
-    for weight in weights:
+    weights = {
+        "input_norm": input_norm, "qkv": qkv, "qkv_bias": qkv_bias, "q_norm": q_norm, "k_norm": k_norm, "o": o,
+        "o_bias": o_bias, "post_norm": post_norm, "gate_up": gate_up, "gate_up_bias": gate_up_bias, "down": down,
+        "down_bias": down_bias,
+    }  # fmt: skip
+    for weight in weights.values():
         if weight is not None and not weight.is_contiguous():
             return NotImplemented
     where = cache_arguments(k_cache, v_cache, held, slots, block_table)
@@ -64,10 +63,12 @@ def decoder_layer(
         return NotImplemented
     out = hidden.new_empty(rows, model)
     code = library.fbcpu_decoder_layer(
-        hidden.data_ptr(), hidden_stride, POINTERS(*[None if x is None else x.data_ptr() for x in weights]),
-        cos.data_ptr(), sin.data_ptr(), cos.shape[0], positions.data_ptr(), positions.dtype is torch.int64, *where,
-        out.data_ptr(), sequences, rows // sequences, window or 0, attention // width, kv_heads, width, eps, scale,
-        model, inner, cpu.threads(rows * 2 * inner * model), dtype is torch.bfloat16,
+        **{name: 0 if x is None else x.data_ptr() for name, x in weights.items()}, **where, hidden=hidden.data_ptr(),
+        hidden_stride=hidden_stride, cos=cos.data_ptr(), sin=sin.data_ptr(), length=cos.shape[0],
+        positions=positions.data_ptr(), wide_positions=positions.dtype is torch.int64, out=out.data_ptr(),
+        sequences=sequences, each=rows // sequences, window=window or 0, heads=attention // width, kv_heads=kv_heads,
+        width=width, eps=eps, scale=scale, model=model, inner=inner, threads=cpu.threads(rows * 2 * inner * model),
+        narrow=dtype is torch.bfloat16,
     )  # fmt: skip
     if code:
         check_sequences(cos, positions, k_cache, held, slots, block_table, window, "decoder_layer")

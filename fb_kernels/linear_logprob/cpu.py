@@ -52,9 +52,11 @@ def linear_logprob(
     logprob = torch.empty_like(target, dtype=torch.float32)  # faster than from a shape
     lse, entropy, largest = torch.empty_like(logprob), torch.empty_like(logprob), torch.empty_like(logprob)
     code = library.fbcpu_linear_logprob(
-        x.data_ptr(), x_stride, weight_at, weight_stride, bias_at, target.data_ptr(), target.dtype is torch.int64,
-        ignore_index, logit_scale, softcap or 0.0, temperature, logprob.data_ptr(), lse.data_ptr(), entropy.data_ptr(),
-        largest.data_ptr(), rows, width, valid, cpu.threads(rows * width * valid), narrow,
+        x=x.data_ptr(), x_stride=x_stride, weight=weight_at, weight_stride=weight_stride, bias=bias_at,
+        target=target.data_ptr(), wide=target.dtype is torch.int64, ignore_index=ignore_index, scale=logit_scale,
+        softcap=softcap or 0.0, temperature=temperature, logprob=logprob.data_ptr(), lse=lse.data_ptr(),
+        entropy=entropy.data_ptr(), largest=largest.data_ptr(), rows=rows, width=width, vocabulary=valid,
+        threads=cpu.threads(rows * width * valid), narrow=narrow,
     )  # fmt: skip
     if code:
         reference.check_targets("linear_logprob", target, ignore_index, valid)

@@ -20,8 +20,9 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
     if out_a.numel() > SIZE:
         return NotImplemented
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+    rows, heads, width = out_a.shape
     library.fbcpu_merge_attention_states(
-        out_a.data_ptr(), lse_a.data_ptr(), out_b.data_ptr(), lse_b.data_ptr(), out.data_ptr(), lse.data_ptr(),
-        *out_a.shape,
+        out_a=out_a.data_ptr(), lse_a=lse_a.data_ptr(), out_b=out_b.data_ptr(), lse_b=lse_b.data_ptr(),
+        out=out.data_ptr(), lse=lse.data_ptr(), rows=rows, heads=heads, width=width,
     )  # fmt: skip
     return out, lse

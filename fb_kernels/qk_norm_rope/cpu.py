@@ -9,6 +9,7 @@ from fb_kernels import cpu
 from fb_kernels.qk_norm_rope import reference
 
 SIZE = 1 << 17  # maximum elements of qkv: above it torch's threads are faster
+NOT_WRITTEN = dict.fromkeys(("k_cache", "k_slot", "k_head", "v_cache", "v_slot", "v_head", "slots", "wide_slots"), 0)
 
 
 def qk_norm_rope(
@@ -23,7 +24,7 @@ def qk_norm_rope(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v), normed where a weight is given, q and k rotated."""
-    return _launched(qkv, q_weight, k_weight, cos, sin, positions, (0,) * 8, num_heads, num_kv_heads, eps)
+    return _launched(qkv, q_weight, k_weight, cos, sin, positions, NOT_WRITTEN, num_heads, num_kv_heads, eps)
 
 
 def qk_norm_rope_out(
@@ -46,10 +47,10 @@ def qk_norm_rope_out(
         return NotImplemented
     if reference.check_slots(slots, k_cache.shape[0]) is None:
         return NotImplemented
-    written = (
-        k_cache.data_ptr(), k_slot, k_head, v_cache.data_ptr(), v_slot, v_head,
-        slots.data_ptr(), slots.dtype is torch.int64,
-    )  # fmt: skip
+    written = {
+        "k_cache": k_cache.data_ptr(), "k_slot": k_slot, "k_head": k_head, "v_cache": v_cache.data_ptr(),
+        "v_slot": v_slot, "v_head": v_head, "slots": slots.data_ptr(), "wide_slots": slots.dtype is torch.int64,
+    }  # fmt: skip
     return _launched(qkv, q_weight, k_weight, cos, sin, positions, written, num_heads, num_kv_heads, eps)
 
 
@@ -60,7 +61,7 @@ def _launched(
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
-    written: tuple[int, ...],
+    written: dict[str, int],
     heads: int,
     kv_heads: int,
     eps: float,
@@ -87,9 +88,9 @@ def _launched(
     q, k = qkv.new_empty(rows, heads, width), qkv.new_empty(rows, kv_heads, width)
     v = torch.empty_like(k)
     code = library.fbcpu_qk_norm_rope(
-        qkv.data_ptr(), stride, q_at, k_at, cos.data_ptr(), sin.data_ptr(), length,
-        positions.data_ptr(), positions.dtype is torch.int64, q.data_ptr(), k.data_ptr(), v.data_ptr(),
-        *written, rows, heads, kv_heads, width, eps,
+        qkv=qkv.data_ptr(), qkv_stride=stride, q_weight=q_at, k_weight=k_at, cos=cos.data_ptr(), sin=sin.data_ptr(),
+        length=length, positions=positions.data_ptr(), wide_positions=positions.dtype is torch.int64, q=q.data_ptr(),
+        k=k.data_ptr(), v=v.data_ptr(), **written, rows=rows, heads=heads, kv_heads=kv_heads, width=width, eps=eps,
     )  # fmt: skip
     if code:
         reference.check_positions(positions, length)

@@ -27,14 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     else:
         return NotImplemented
     library.fbcpu_rms_norm(
-        x.data_ptr(),
-        residual_at,
-        weight.data_ptr(),
-        eps,
-        normed.data_ptr(),
-        sum_at,
-        size // width,
-        width,
-        dtype is torch.bfloat16,
-    )
+        x=x.data_ptr(), residual=residual_at, weight=weight.data_ptr(), eps=eps, out=normed.data_ptr(), sum=sum_at,
+        rows=size // width, width=width, narrow=dtype is torch.bfloat16,
+    )  # fmt: skip
     return normed, summed

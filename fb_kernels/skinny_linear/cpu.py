@@ -45,7 +45,9 @@ def skinny_linear(
     columns = outputs // 2 if swiglu else outputs
     out = x.new_empty(rows, columns)
     code = library.fbcpu_skinny_linear(
-        x.data_ptr(), x_stride, weight.data_ptr(), weight_stride, bias_at, norm_at, eps, residual_at, residual_stride,
-        out.data_ptr(), columns, rows, width, outputs, swiglu, threads, dtype is torch.bfloat16,
+        x=x.data_ptr(), x_stride=x_stride, weight=weight.data_ptr(), weight_stride=weight_stride, bias=bias_at,
+        norm_weight=norm_at, eps=eps, residual=residual_at, residual_stride=residual_stride, out=out.data_ptr(),
+        out_stride=columns, rows=rows, width=width, outputs=outputs, swiglu=swiglu, threads=threads,
+        narrow=dtype is torch.bfloat16,
     )  # fmt: skip
     return NotImplemented if code else out

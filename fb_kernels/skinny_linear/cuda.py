@@ -28,8 +28,9 @@ def skinny_linear(
         return NotImplemented
     out = torch.empty(rows, weight.shape[0] // (2 if swiglu else 1), dtype=x.dtype, device=x.device)
     taken = cuda.launch(
-        "skinny_linear", x, x, x.stride(0), weight, weight.stride(0), bias, norm_weight, eps,
-        residual, 0 if residual is None else residual.stride(0), out, out.stride(0),
-        rows, width, out.shape[1], swiglu, frozen, cuda.DTYPES[x.dtype],
+        "skinny_linear", x, x=x, x_stride=x.stride(0), weight=weight, weight_stride=weight.stride(0), bias=bias,
+        norm_weight=norm_weight, eps=eps, residual=residual,
+        residual_stride=0 if residual is None else residual.stride(0), out=out, out_stride=out.stride(0), rows=rows,
+        in_features=width, out_features=out.shape[1], swiglu=swiglu, frozen=frozen, dtype=cuda.DTYPES[x.dtype],
     )  # fmt: skip
     return out if taken else NotImplemented

@@ -19,5 +19,5 @@ def swiglu(gate_up: Tensor) -> Tensor:
         return NotImplemented
     *rows, width = gate_up.shape
     out = gate_up.new_empty(*rows, width // 2)
-    library.fbcpu_swiglu(gate_up.data_ptr(), out.data_ptr(), size // width, width // 2)
+    library.fbcpu_swiglu(gate_up=gate_up.data_ptr(), out=out.data_ptr(), rows=size // width, width=width // 2)
     return out

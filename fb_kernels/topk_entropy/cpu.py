@@ -24,14 +24,7 @@ def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     indices = torch.empty_like(values, dtype=torch.int64)  # faster than from a shape
     entropy = values.new_empty(*leading) if leading else values.new_empty(())
     library.fbcpu_topk_entropy(
-        x.data_ptr(),
-        x.stride(0),
-        rows,
-        width,
-        k,
-        entropy.data_ptr(),
-        values.data_ptr(),
-        indices.data_ptr(),
-        x.dtype is torch.bfloat16,
-    )
+        logits=x.data_ptr(), stride=x.stride(0), rows=rows, width=width, k=k, entropy=entropy.data_ptr(),
+        values=values.data_ptr(), indices=indices.data_ptr(), narrow=x.dtype is torch.bfloat16,
+    )  # fmt: skip
     return entropy, values, indices

@@ -601,7 +601,9 @@ def test_a_compiled_launch_has_no_more_memory_than_it_may() -> None:
 def test_one_compiled_group_has_no_block_without_rows(rows: int, repeat: int, groups: int) -> None:
     """Of several groups there may be one tile more for each. A tile of 32 packed rows has two words beside parts."""
     kv_heads, width = 8, 128
-    floats = emulation.library().fb_branch_attention_workspace(rows, repeat * kv_heads, kv_heads, width, groups, 1024)
+    floats = emulation.library().fb_branch_attention_workspace(
+        rows=rows, heads=repeat * kv_heads, kv_heads=kv_heads, head_dim=width, groups=groups, most_keys=1024
+    )
     tiles, left = divmod(floats - rows * repeat * kv_heads * (8 + 1) * (width + 2), 2 * kv_heads)
     assert not left
     assert tiles == -(-rows * repeat // 32) + groups - 1
@@ -651,7 +653,7 @@ def test_a_captured_compiled_launch_leaves_its_counters_as_it_found_them(monkeyp
     class Capturing:  # a host's stream that is not null stands for one that captures
         def __getattr__(self, name: str) -> Any:
             found = getattr(emulation.library(), name)
-            return (lambda *given: found(*given[:-1], 1)) if name == "fb_branch_attention" else found
+            return (lambda **given: found(**given | {"stream": 1})) if name == "fb_branch_attention" else found
 
     with running("cuda"):
         want = case.run()

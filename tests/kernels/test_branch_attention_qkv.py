@@ -182,7 +182,7 @@ def test_a_captured_launch_leaves_its_counters_as_it_found_them(monkeypatch: pyt
     class Capturing:  # a host's stream that is not null stands for one that captures
         def __getattr__(self, name: str) -> Any:
             found = getattr(emulation.library(), name)
-            return (lambda *given: found(*given[:-1], 1)) if name == "fb_branch_attention_qkv" else found
+            return (lambda **given: found(**given | {"stream": 1})) if name == "fb_branch_attention_qkv" else found
 
     with running("cuda"):
         want = case.fresh().run()[0]

@@ -119,8 +119,9 @@ def call(logits: Tensor, k: int, stream: int) -> tuple[Tensor, ...]:
     indices, workspace = (poison_(torch.empty(size, dtype=torch.int64)) for size in (rows * k, rows * (width + 1)))
     found = cuda.library()
     assert not isinstance(found, str)
-    places = [tensor.data_ptr() for tensor in (workspace, entropy, values, indices)]
-    assert found.fb_topk_entropy(logits.data_ptr(), logits.stride(0), rows, width, k, 0, *places, stream) == 0
+    tensors = {"logits": logits, "workspace": workspace, "entropy": entropy, "values": values, "indices": indices}
+    numbers = {"stride": logits.stride(0), "rows": rows, "width": width, "k": k, "dtype": 0, "stream": stream}
+    assert found.fb_topk_entropy(**{name: x.data_ptr() for name, x in tensors.items()}, **numbers) == 0
     return entropy, values, indices.view(rows, k), workspace
 
 

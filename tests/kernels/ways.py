@@ -42,7 +42,8 @@ static bool allowed(const char* name) {
 @cache
 def narrowed(widest: str) -> ctypes.CDLL:
     """The library of the sources as they are with some of VECTORS, compiled once for all and all processes."""
-    digest = hashlib.sha256(b"".join((SOURCES / name).read_bytes() for name in ("cpu.cpp", "cpu_kernels.h")))
+    files = [SOURCES / name for name in ("cpu.cpp", "cpu_kernels.h", "interface.h")]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files))
     digest.update(NARROWED.encode())
     target = Path(tempfile.gettempdir()) / f"libfb_cpu_{os.getuid()}_{digest.hexdigest()[:16]}.so"
     with target.with_suffix(".lock").open("w") as lock:

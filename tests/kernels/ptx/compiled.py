@@ -139,13 +139,13 @@ def executed(seed: int = 0, resident: int = 3, processors: int = 2) -> Iterator[
             return 719
         return 0
 
-    def launch(op: str, like: torch.Tensor, *arguments: Any) -> bool:
+    def launch(op: str, like: torch.Tensor, **arguments: Any) -> bool:
         reached[0] = Memory()
-        for argument in arguments:
+        for argument in arguments.values():
             if isinstance(argument, torch.Tensor):
                 reach(reached[0], argument)
         try:
-            return original(op, like, *arguments)
+            return original(op, like, **arguments)
         except RuntimeError as error:
             raise (problems.pop() if problems else error) from None
 
