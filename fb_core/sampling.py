@@ -79,12 +79,17 @@ class Sampling:
 
     def draws(self, prompts: Sequence[Sequence[int]]) -> list[Draw]:
         """Of many prompts; equal ones are different samples."""
-        seen: Counter[tuple[int, ...]] = Counter()
-        draws = []
-        for prompt in map(tuple, prompts):
-            draws.append(self.draw(prompt, seen[prompt]))
-            seen[prompt] += 1
-        return draws
+        return [self.draw(prompt, sample) for prompt, sample in zip(prompts, occurrences(prompts), strict=True)]
+
+
+def occurrences(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """For each prompt, how many equal ones come before it."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    earlier = []
+    for prompt in map(tuple, prompts):
+        earlier.append(seen[prompt])
+        seen[prompt] += 1
+    return earlier
 
 
 def check_sampling(given: object) -> None:

@@ -26,7 +26,7 @@ from fb_core.llm import GONE, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.pool import Event
-from fb_core.sampling import GREEDY, Sampling, check_sampling
+from fb_core.sampling import GREEDY, Sampling, check_sampling, occurrences
 from fb_core.selectors import Selector
 
 
@@ -252,13 +252,14 @@ class Engine:
             self.decoder.loop.warm()
 
     def generate_many(
-        self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096, **options: Any
+        self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096, *, sampling: Sampling | None = None
     ) -> list[Generation]:
-        """The prompts' generations, in order; raises as `submit` and `Handle.result`, and then cancels the others."""
+        """As `CollaborativeDecoder.generate_many`; an error of one prompt cancels the others."""
         handles: list[Handle] = []
+        samples = occurrences([torch.as_tensor(ids).tolist() for ids in prompts]) if sampling else [0] * len(prompts)
         try:
-            for ids in prompts:
-                handles.append(self.submit(ids, max_new_tokens, **options))
+            for ids, sample in zip(prompts, samples, strict=True):
+                handles.append(self.submit(ids, max_new_tokens, sampling=sampling, sample=sample))
             return [handle.result() for handle in handles]
         finally:
             for handle in handles:

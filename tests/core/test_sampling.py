@@ -146,6 +146,11 @@ def test_an_engine_samples_beside_greedy_sequences(native):
             _, second = plain.generate_many([ids, ids], 15, sampling=WARM)
             assert torch.equal(tokens, second.token_ids)
             assert torch.equal(beside.result(60).token_ids, plain.generate(ids, 15).token_ids)
+        both = engine.generate_many([asked[0]] * 2, 15, sampling=WARM)
+        again = plain.generate_many([asked[0]] * 2, 15, sampling=WARM)
+        assert [each.token_ids.tolist() for each in both] == [each.token_ids.tolist() for each in again]
+        for ids, handle in zip(asked, some, strict=True):
+            tokens = handle.result(60).token_ids
             for place, token in enumerate(handle):
                 if token.ranked is not None:
                     logits = slm(torch.cat([ids, tokens[:place]])[None]).logits[0, -1]
