@@ -1,8 +1,8 @@
 """How an op is registered with torch.library, and how a call of it bypasses the dispatcher.
 
-A call that needs only the result, on plain tensors in eager mode, goes straight to the implementation, after one
-boolean check. All other calls (gradients, compilation, modes, subclasses, autocast, transforms, profiling) go through
-the checks with messages and torch's dispatcher, and give the same result.
+A call that needs only the result, on plain tensors in eager mode, goes straight to the implementation, and past the
+checks if a call of the same `signature` has passed them. All other calls (gradients, compilation, modes, subclasses,
+autocast, transforms, profiling) are checked and go through torch's dispatcher, and give the same result.
 
 Under the transforms of torch.func the operators run inside a `torch.autograd.Function`: grad, vjp, jacrev and vmap work
 (vmap as a loop); forward mode and ops that write to an argument are refused.
@@ -10,7 +10,9 @@ Under the transforms of torch.func the operators run inside a `torch.autograd.Fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
+from importlib import import_module
+from types import NoneType
 from typing import Any
 
 import torch
@@ -26,11 +28,23 @@ _modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.maybe_current_level
 _autocast = torch._C._is_any_autocast_enabled
 _tracing = torch._C._get_tracing_state
+_FLOATS, _INTS = frozenset((float, NoneType)), frozenset((int, NoneType))
+_PLAIN = (Tensor, Parameter)
+MOST = 4096  # signatures that an op remembers
 _profiling = torch._C._autograd._profiler_enabled
 
 
-def eager(needed: tuple[object, ...], optional: tuple[object, ...] = ()) -> bool:
-    """Whether all are plain tensors (optional ones may be None) and the call needs only its result."""
+def signature(
+    tensors: tuple[Any, ...], floats: tuple[object, ...] = (), ints: tuple[object, ...] = (), *others: Hashable
+) -> tuple | None:
+    """All that checks of a call may depend on, if it needs only its result; None for any other call.
+
+    Args:
+        tensors: plain tensors without gradients, or None; of these types, shapes and devices count.
+        floats: Python floats, or None.
+        ints: Python ints, or None.
+        others: what else counts.
+    """
     if (
         torch.compiler.is_compiling()
         or _modes()
@@ -39,36 +53,37 @@ def eager(needed: tuple[object, ...], optional: tuple[object, ...] = ()) -> bool
         or _autocast()
         or _profiling()
         or _tracing() is not None
+        or not _FLOATS.issuperset(map(type, floats))
+        or not _INTS.issuperset(map(type, ints))
     ):
-        return False
+        return None
     graph = torch.is_grad_enabled()
-    for x in needed:
-        if not _is_plain(x, graph):
-            return False
-    for x in optional:  # noqa: SIM110  (a loop is faster, and every call comes here)
-        if x is not None and not _is_plain(x, graph):
-            return False
-    return True
-
-
-def _is_plain(x: Any, graph: bool) -> bool:
-    """Whether it is a dense Tensor or Parameter, no subclass, that needs no gradient."""
-    kind = type(x)
-    if (kind is not Tensor and kind is not Parameter) or (graph and x.requires_grad):
-        return False
-    return not x.is_nested and not x.is_neg() and checks.has_memory(x)
+    key: list[object] = [floats, ints, others]
+    try:
+        for x in tensors:
+            if x is None:
+                key.append(x)
+                continue
+            if type(x) not in _PLAIN or (graph and x.requires_grad):
+                return None
+            if x.is_nested or x.is_neg() or (not x.data_ptr() and x.numel()):
+                return None
+            key += (x.dtype, x.device, x.shape)
+    except RuntimeError:  # it has no memory: sparse, or the wrapper of a transform
+        return None
+    return tuple(key)
 
 
 class Op:
-    """`fb::<name>`, called through torch's dispatcher; `direct` bypasses it."""
+    """`fb::<name>`, called through torch's dispatcher, or past it by what `checked` has for a signature."""
 
     def __init__(
         self,
         name: str,
         signature: str,
         *,
-        reference: Callable,
         fake: Callable,
+        folder: str = "",
         triton: bool = False,
         compiled: bool = False,
         cpu: bool = False,
@@ -78,8 +93,8 @@ class Op:
         Args:
             name: the operator's name.
             signature: its arguments and results in the schema language.
-            reference: the plain PyTorch implementation, from the op's folder.
             fake: gives the shapes and dtypes of the results.
+            folder: of its files; by default `name`. The function `name` of `reference.py` is the plain PyTorch one.
             triton: whether the folder's `triton.py` has a function `name`.
             compiled: whether its `cuda.py` has one.
             cpu: whether its `cpu.py` has one.
@@ -87,7 +102,9 @@ class Op:
         self.name = name
         self.kinds = [kind for kind, has in (("cuda", compiled), ("triton", triton), ("cpu", cpu)) if has]
         LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
-        self.stem = stem = reference.__module__.split(".")[1]
+        self.stem = stem = folder or name
+        self.checked: dict[tuple, Callable] = {}
+        reference = getattr(import_module(f"fb_kernels.{stem}.reference"), name)
         self._run = {
             device: backend.implementation(name, stem, reference, self.kinds, device) for device in ("cpu", "cuda")
         }
@@ -110,13 +127,13 @@ class Op:
             )
         return self._function.apply(*arguments) if self._function else self._op(*arguments)
 
-    def direct(self, first: Tensor, *rest: Any) -> Any:
-        """Call without the dispatcher; only if `eager` was true."""
-        if first.is_cpu:
-            return self._run["cpu"](first, *rest)
-        if first.is_cuda:
-            return self._run["cuda"](first, *rest)
-        return self._op(first, *rest)
+    def passed(self, key: tuple | None, first: Tensor) -> Callable:
+        """What runs a call that was checked, and from now on all of its signature; itself if it has none."""
+        if key is None:
+            return self
+        if len(self.checked) >= MOST:
+            self.checked.clear()
+        return self.checked.setdefault(key, self._run.get(first.device.type, self._op))
 
     def differentiate(
         self, *, to: Container[str], setup_context: Callable, backward: Callable, by: Op | None = None

@@ -21,26 +21,6 @@ DENSE = "convert it with .to_dense(), or .to_padded_tensor() if it is nested"
 SEARCH = 10_000  # maximum steps of the search for two elements at one address
 
 
-def alike(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether tensors share one supported floating dtype and one device; None is skipped."""
-    dtype, device = first.dtype, first.device
-    if dtype not in FLOATS:
-        return False
-    for x in others:  # noqa: SIM110  (a loop is faster, and every call comes here)
-        if x is not None and (x.dtype is not dtype or x.device != device):
-            return False
-    return True
-
-
-def beside(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether index tensors are int32 or int64 and on the first tensor's device; None is skipped."""
-    device = first.device
-    for x in others:  # noqa: SIM110
-        if x is not None and (x.dtype not in INDICES or x.device != device):
-            return False
-    return True
-
-
 def disjoint(written: tuple[Tensor, ...], *others: Tensor | None) -> bool:
     """Whether the written tensors share no byte with each other or the others; False if unsure (not contiguous)."""
     spans: list[tuple[int, int]] = []
@@ -57,11 +37,6 @@ def disjoint(written: tuple[Tensor, ...], *others: Tensor | None) -> bool:
         if position < len(written):
             spans.append((first, last))
     return True
-
-
-def above_zero(value: object) -> bool:
-    """Whether the value is a plain float, finite and above 0."""
-    return type(value) is float and 0.0 < value <= sys.float_info.max
 
 
 def error(

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels._op import Op, eager
-from fb_kernels.branch_attention import reference
+from fb_kernels._op import Op, signature
 from fb_kernels.layout import BranchLayout, memory_of
 from fb_kernels.precision import accumulation_dtype
 
@@ -95,38 +94,24 @@ def branch_attention(
         TypeError: an argument of the wrong type or dtype; float8 prefixes are not supported.
         ValueError: a wrong shape, device or value, or pages that require grad (pass flat slices, or detach them).
     """
-    if (
-        eager((q, prefix_k, prefix_v), (k, v))
-        and type(layout) is BranchLayout
-        and checks.alike(q, k, v, prefix_k, prefix_v)
-        and layout.cu_branch.device == q.device
-        and q.ndim == 3
-        and (width := q.shape[2])
-        and prefix_k.ndim == (3 if layout.block_table is None else 4)
-        and prefix_k.shape == prefix_v.shape
-        and prefix_k.shape[-1] == width
-        and (kv_heads := prefix_k.shape[-2])
-        and q.shape[1] % kv_heads == 0
-        and (k is v is None or (k is not None and v is not None and k.shape == v.shape == (len(q), kv_heads, width)))
-        and (window is None or (type(window) is int and 0 < window <= checks.LARGEST))
-        and (scale is None or checks.above_zero(scale))
-        and (softcap is None or checks.above_zero(softcap))
-    ):
-        hints = layout.max_branch_len, layout.max_prefix_len
-        factor = width**-0.5 if scale is None else scale
-        state = _branch_attention.direct(q, k, v, prefix_k, prefix_v, *layout.indices, *hints, window, factor, softcap)
-        return state if return_lse else state[0]
-    q, k, v, prefix_k, prefix_v = precision.lowered(q, k, v, prefix_k, prefix_v)
-    _check(q, k, v, prefix_k, prefix_v, layout)
-    if window is not None:
-        checks.integer(OP, "window", window, "pass None for no bound", 1)
-    if scale is None:
-        scale = q.shape[2] ** -0.5
-    checks.positive(OP, "scale", scale, "pass None for E**-0.5")
-    if softcap is not None:
-        checks.positive(OP, "softcap", softcap, "pass None for no soft-cap")
+    key = None
+    if type(layout) is BranchLayout:
+        seen = layout.cu_branch.device, layout.block_table is None
+        key = signature((q, k, v, prefix_k, prefix_v), (scale, softcap), (window,), seen)
+    run = _branch_attention.checked.get(key) if key else None
+    if run is None:
+        q, k, v, prefix_k, prefix_v = precision.lowered(q, k, v, prefix_k, prefix_v)
+        _check(q, k, v, prefix_k, prefix_v, layout)
+        if window is not None:
+            checks.integer(OP, "window", window, "pass None for no bound", 1)
+        if scale is not None:
+            checks.positive(OP, "scale", scale, "pass None for E**-0.5")
+        if softcap is not None:
+            checks.positive(OP, "softcap", softcap, "pass None for no soft-cap")
+        run = _branch_attention.passed(key, q)
     hints = layout.max_branch_len, layout.max_prefix_len
-    out, lse = _branch_attention(q, k, v, prefix_k, prefix_v, *layout.indices, *hints, window, scale, softcap)
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    out, lse = run(q, k, v, prefix_k, prefix_v, *layout.indices, *hints, window, factor, softcap)
     return (out, lse) if return_lse else out
 
 
@@ -190,7 +175,6 @@ def _backward_fake(_: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 _branch_attention = Op(
     "branch_attention",
     f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)",
-    reference=reference.branch_attention,
     fake=_fake,
     triton=True,
     compiled=True,
@@ -200,7 +184,7 @@ _branch_attention_backward = Op(
     "branch_attention_backward",
     f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}, bool prefix_grads) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=reference.branch_attention_backward,
+    folder="branch_attention",
     fake=_backward_fake,
     triton=True,
     cpu=True,

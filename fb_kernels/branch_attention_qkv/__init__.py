@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks
-from fb_kernels._op import Op, eager
-from fb_kernels.branch_attention_qkv import reference
+from fb_kernels._op import Op, signature
 
 
 def branch_attention_qkv(
@@ -68,67 +67,50 @@ def branch_attention_qkv(
         TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value, or an argument that requires grad.
     """
-    if (
-        eager((qkv, cos, sin, positions, k_cache, v_cache, held), (q_weight, k_weight, slots, block_table))
-        and checks.alike(qkv, q_weight, k_weight)
-        and type(num_heads) is type(num_kv_heads) is int
-        and num_heads > 0 < num_kv_heads
-        and num_heads % num_kv_heads == 0
-        and qkv.ndim == 2
-        and are_sequences(qkv, cos, sin, positions, k_cache, v_cache, held, slots, block_table, eps, window, scale)
-        and k_cache.shape[-2] == num_kv_heads
-        and qkv.shape[1] == (num_heads + 2 * num_kv_heads) * (head_dim := cos.shape[1])
-        and (q_weight is None or q_weight.shape == (head_dim,))
-        and (k_weight is None or k_weight.shape == (head_dim,))
-        and (slots is None or checks.disjoint((k_cache, v_cache), q_weight, k_weight))
-    ):
-        return _branch_attention_qkv.direct(
-            qkv, q_weight, k_weight, cos, sin, positions, k_cache, v_cache, held, slots,
-            block_table, num_heads, num_kv_heads, eps, window, head_dim**-0.5 if scale is None else scale,
-        )  # fmt: skip
     op = "branch_attention_qkv"
-    checks.floating(op, "qkv", qkv)
-    checks.integer(op, "num_kv_heads", num_kv_heads, "pass the model's number of heads", least=1)
-    checks.integer(op, "num_heads", num_heads, "pass the model's number of heads", least=1)
-    if num_heads % num_kv_heads:
-        raise checks.error(op, "num_heads", f"a multiple of {num_kv_heads}", num_heads, "pass the model's heads")
-    checks.shape(op, "qkv", qkv, (None, None), "[N, (Hq + 2 Hkv) E]", "flatten the leading dimensions")
-    given = (cos, sin, positions, k_cache, v_cache, held, slots, block_table)
-    scale = check_sequences(op, "qkv", qkv, *given, eps, window, scale)
-    head_dim = cos.shape[1]
-    width = (num_heads + 2 * num_kv_heads) * head_dim
-    checks.shape(op, "qkv", qkv, (None, width), "[N, (Hq + 2 Hkv) E]", "concatenate the heads of q, k and v in a row")
-    if k_cache.shape[-2] != num_kv_heads:
-        raise checks.error(op, "k_cache", f"{num_kv_heads} heads, as num_kv_heads says", k_cache, "reshape the cache")
-    weights = (("q_weight", q_weight), ("k_weight", k_weight))
-    for name, weight in weights:
-        if weight is not None:
-            checks.floating(op, name, weight, like=qkv)
-            checks.shape(op, name, weight, (head_dim,), "[E]", "pass the norm's weight, or None for no norm")
-    if slots is not None:
-        checks.apart(op, (("k_cache", k_cache), ("v_cache", v_cache)), weights)
-    return _branch_attention_qkv(
-        qkv,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
-        positions,
-        k_cache,
-        v_cache,
-        held,
-        slots,
-        block_table,
-        num_heads,
-        num_kv_heads,
-        eps,
-        window,
-        scale,
-    )
+    rest = (cos, sin, positions, k_cache, v_cache, held, slots, block_table)
+    key = signature((qkv, q_weight, k_weight, *rest), (eps, scale), (num_heads, num_kv_heads, window))
+    run = _branch_attention_qkv.checked.get(key) if key else None
+    if run is None:
+        checks.floating(op, "qkv", qkv)
+        checks.integer(op, "num_kv_heads", num_kv_heads, "pass the model's number of heads", least=1)
+        checks.integer(op, "num_heads", num_heads, "pass the model's number of heads", least=1)
+        if num_heads % num_kv_heads:
+            raise checks.error(op, "num_heads", f"a multiple of {num_kv_heads}", num_heads, "pass the model's heads")
+        checks.shape(op, "qkv", qkv, (None, None), "[N, (Hq + 2 Hkv) E]", "flatten the leading dimensions")
+        check_sequences(op, qkv, *rest, eps, window, scale)
+        head_dim = cos.shape[1]
+        width, remedy = (num_heads + 2 * num_kv_heads) * head_dim, "concatenate the heads of q, k and v in a row"
+        checks.shape(op, "qkv", qkv, (None, width), "[N, (Hq + 2 Hkv) E]", remedy)
+        if k_cache.shape[-2] != num_kv_heads:
+            expected = f"{num_kv_heads} heads, as num_kv_heads says"
+            raise checks.error(op, "k_cache", expected, k_cache, "reshape the cache")
+        for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+            if weight is not None:
+                checks.floating(op, name, weight, like=qkv)
+                checks.shape(op, name, weight, (head_dim,), "[E]", "pass the norm's weight, or None for no norm")
+        run = _branch_attention_qkv.passed(key, qkv)
+    if slots is not None and not (key and are_apart(qkv, *rest, q_weight, k_weight)):
+        check_written(op, *rest, {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight})
+    scale = cos.shape[1] ** -0.5 if scale is None else scale
+    return run(qkv, q_weight, k_weight, *rest, num_heads, num_kv_heads, eps, window, scale)
 
 
-def are_sequences(
+def are_apart(
     rows: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *others: Tensor | None,
+) -> bool:
+    """Whether contiguous caches share no byte with each other or the rest; False if unsure."""
+    return checks.disjoint((k_cache, v_cache), rows, cos, sin, positions, *others)
+
+
+def check_written(
+    op: str,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
@@ -137,48 +119,18 @@ def are_sequences(
     held: Tensor,
     slots: Tensor | None,
     block_table: Tensor | None,
-    eps: object,
-    window: object,
-    scale: object,
-) -> bool:
-    """Whether plain tensors are valid tables and caches of sequences, with equally many of the N rows for each."""
-    return (
-        checks.alike(rows, k_cache, v_cache)
-        and checks.alike(cos, sin)
-        and checks.beside(rows, positions, held, slots, block_table)
-        and cos.device == rows.device
-        and cos.ndim == 2
-        and cos.shape == sin.shape
-        and cos.shape[1] % 2 == 0 < cos.shape[1]
-        and positions.shape == rows.shape[:1]
-        and k_cache.shape == v_cache.shape
-        and k_cache.shape[-1] == cos.shape[1]
-        and held.ndim == 1
-        and (
-            k_cache.ndim == 3 and len(held) == 1
-            if block_table is None
-            else k_cache.ndim == 4
-            and k_cache.shape[1] > 0 < len(held)
-            and len(rows) % len(held) == 0
-            and block_table.ndim == 2
-            and len(block_table) == len(held)
-        )
-        and (
-            slots is None
-            or (
-                slots.shape == rows.shape[:1]
-                and checks.disjoint((k_cache, v_cache), rows, cos, sin, positions, held, slots, block_table)
-            )
-        )
-        and checks.above_zero(eps)
-        and (window is None or (type(window) is int and 0 < window <= checks.LARGEST))
-        and (scale is None or checks.above_zero(scale))
-    )
+    others: dict[str, Tensor | None],
+) -> None:
+    """Raise if a cache has not memory of its own for every element."""
+    caches = (("k_cache", k_cache), ("v_cache", v_cache))
+    for name, cache in caches:
+        checks.writable(op, name, cache)
+    tables = {"cos": cos, "sin": sin, "positions": positions, "held": held, "slots": slots, "block_table": block_table}
+    checks.apart(op, caches, (others | tables).items())
 
 
 def check_sequences(
     op: str,
-    argument: str,
     rows: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -191,8 +143,8 @@ def check_sequences(
     eps: float,
     window: int | None,
     scale: float | None,
-) -> float:
-    """The scale of the scores; raises if the tables and caches do not fit the op's rows, which `argument` names."""
+) -> None:
+    """Raise if the tables and caches do not fit the op's rows; whether memory is shared is for `check_written`."""
     checks.floating(op, "cos", cos)
     checks.same_device(op, "cos", cos, rows)
     checks.floating(op, "sin", sin, like=cos)
@@ -227,18 +179,11 @@ def check_sequences(
     if slots is not None:
         checks.index(op, "slots", slots, like=rows)
         checks.shape(op, "slots", slots, (count,), "[N]", "give one slot to each row")
-        caches = (("k_cache", k_cache), ("v_cache", v_cache))
-        for name, cache in caches:
-            checks.writable(op, name, cache)
-        others = ((argument, rows), ("cos", cos), ("sin", sin), ("positions", positions))
-        checks.apart(op, caches, (*others, ("held", held), ("slots", slots), ("block_table", block_table)))
     checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
     if window is not None:
         checks.integer(op, "window", window, "leave it out for full attention", least=1)
-    if scale is None:
-        return head_dim**-0.5
-    checks.number(op, "scale", scale, "leave it out for E ** -0.5")
-    return scale
+    if scale is not None:
+        checks.number(op, "scale", scale, "leave it out for E ** -0.5")
 
 
 def _fake(qkv: Tensor, _q: Tensor | None, _k: Tensor | None, cos: Tensor, *rest: object) -> Tensor:
@@ -252,7 +197,6 @@ _branch_attention_qkv = Op(
     "(Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) k_cache, "
     "Tensor(b!) v_cache, Tensor held, Tensor? slots, Tensor? block_table, SymInt num_heads, SymInt num_kv_heads, "
     "float eps, SymInt? window, float scale) -> Tensor",
-    reference=reference.branch_attention_qkv,
     fake=_fake,
     triton=True,
     compiled=True,

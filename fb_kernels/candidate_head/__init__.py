@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels._op import Op, eager
-from fb_kernels.candidate_head import reference
+from fb_kernels._op import Op, signature
 from fb_kernels.precision import accumulation_dtype
 
 
@@ -48,34 +47,28 @@ def candidate_head(
         TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value.
     """
-    if eager((hidden, head_weight, cu_group), (norm_weight, head_bias)) and (
-        checks.alike(hidden, norm_weight, head_weight, head_bias)
-        and checks.beside(hidden, cu_group)
-        and hidden.ndim == 2
-        and head_weight.shape == hidden.shape[1:]
-        and (norm_weight is None or norm_weight.shape == hidden.shape[1:])
-        and (head_bias is None or head_bias.numel() == 1)
-        and cu_group.ndim == 1
-        and cu_group.shape[0]
-        and (eps == 0.0 or checks.above_zero(eps))
-    ):
-        return _candidate_head.direct(hidden, norm_weight, head_weight, head_bias, cu_group, eps)
-    op = "candidate_head"
-    hidden, norm_weight, head_weight, head_bias = precision.promoted(hidden, norm_weight, head_weight, head_bias)
-    checks.floating(op, "hidden", hidden)
-    checks.shape(op, "hidden", hidden, (None, None), "[N, D]", "flatten it to one row a candidate")
-    if norm_weight is not None:
-        checks.floating(op, "norm_weight", norm_weight, like=hidden)
-        checks.shape(op, "norm_weight", norm_weight, (hidden.shape[1],), "[D]", "pass None if hidden is normed already")
-    _check_head(op, "head_weight", head_weight, hidden)
-    checks.shape(op, "head_weight", head_weight, (hidden.shape[1],), "[D]", "flatten the head's [1, D] weight")
-    if head_bias is not None:
-        _check_head(op, "head_bias", head_bias, hidden)
-        if head_bias.numel() != 1:
-            raise checks.error(op, "head_bias", "one element", head_bias, "pass None for no bias")
-    checks.offsets(op, "cu_group", cu_group, like=hidden)
-    checks.not_negative(op, "eps", eps, "pass the norm's eps")
-    return _candidate_head(hidden, norm_weight, head_weight, head_bias, cu_group, eps)
+    key = signature((hidden, norm_weight, head_weight, cu_group, head_bias), (eps,))
+    run = _candidate_head.checked.get(key) if key else None
+    if run is None:
+        op = "candidate_head"
+        hidden, norm_weight, head_weight, head_bias = precision.promoted(hidden, norm_weight, head_weight, head_bias)
+        checks.floating(op, "hidden", hidden)
+        checks.shape(op, "hidden", hidden, (None, None), "[N, D]", "flatten it to one row a candidate")
+        if norm_weight is not None:
+            checks.floating(op, "norm_weight", norm_weight, like=hidden)
+            checks.shape(
+                op, "norm_weight", norm_weight, (hidden.shape[1],), "[D]", "pass None if hidden is normed already"
+            )
+        _check_head(op, "head_weight", head_weight, hidden)
+        checks.shape(op, "head_weight", head_weight, (hidden.shape[1],), "[D]", "flatten the head's [1, D] weight")
+        if head_bias is not None:
+            _check_head(op, "head_bias", head_bias, hidden)
+            if head_bias.numel() != 1:
+                raise checks.error(op, "head_bias", "one element", head_bias, "pass None for no bias")
+        checks.offsets(op, "cu_group", cu_group, like=hidden)
+        checks.not_negative(op, "eps", eps, "pass the norm's eps")
+        run = _candidate_head.passed(key, hidden)
+    return run(hidden, norm_weight, head_weight, head_bias, cu_group, eps)
 
 
 def _check_head(op: str, argument: str, value: Tensor, hidden: Tensor) -> None:
@@ -123,7 +116,6 @@ _candidate_head = Op(
     "candidate_head",
     "(Tensor hidden, Tensor? norm_weight, Tensor head_weight, Tensor? head_bias, Tensor cu_group, float eps) "
     "-> (Tensor, Tensor, Tensor)",
-    reference=reference.candidate_head,
     fake=_fake,
     triton=True,
     compiled=True,
@@ -133,7 +125,7 @@ _candidate_head_backward = Op(
     "candidate_head_backward",
     "(Tensor grad_score, Tensor hidden, Tensor? norm_weight, Tensor head_weight, Tensor? head_bias, float eps, "
     "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
-    reference=reference.candidate_head_backward,
+    folder="candidate_head",
     fake=_backward_fake,
     triton=True,
 )

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fb_kernels import checks
 from fb_kernels._op import Op
-from fb_kernels.commit import reference
 from fb_kernels.commit.reference import Halt as Halt
 
 
@@ -113,7 +112,7 @@ _commit = Op(
     "commit_",
     "(Tensor(a!) tokens, Tensor(b!) length, Tensor(c!) halt, Tensor budget, Tensor token, Tensor entropy, "
     "Tensor threshold, Tensor eos_ids, Tensor max_length, Tensor(d!)? outcome) -> ()",
-    reference=reference.commit_,
+    folder="commit",
     fake=lambda *_: None,
     compiled=True,
 )

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fb_kernels import checks, precision
 from fb_kernels._op import Op
-from fb_kernels.compatibility_targets import reference
 from fb_kernels.precision import accumulation_dtype
 
 
@@ -98,7 +97,6 @@ _compatibility_targets = Op(
     "compatibility_targets",
     "(Tensor logprob, Tensor cu_group, Tensor? local, SymInt[] horizons, float temperature, float eps, float alpha) "
     "-> (Tensor, Tensor)",
-    reference=reference.compatibility_targets,
     fake=_fake,
 )
 _compatibility_targets.has_no_gradient()

@@ -7,9 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fb_kernels import checks
-from fb_kernels._op import Op, eager
-from fb_kernels.branch_attention_qkv import are_sequences, check_sequences
-from fb_kernels.decoder_layer import reference
+from fb_kernels._op import Op, signature
+from fb_kernels.branch_attention_qkv import are_apart, check_sequences, check_written
 
 
 class LayerWeights(NamedTuple):
@@ -85,44 +84,38 @@ def decoder_layer(
         TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value, or an argument that requires grad.
     """
-    if (
-        type(weights) is LayerWeights
-        and eager((hidden, cos, sin, positions, k_cache, v_cache, held), (slots, block_table, *weights))
-        and checks.alike(hidden, *weights)
-        and hidden.ndim == 2
-        and are_sequences(hidden, cos, sin, positions, k_cache, v_cache, held, slots, block_table, eps, window, scale)
-        and _sizes_fit(hidden.shape[1], weights, k_cache.shape[-2], cos.shape[1])
-        and (slots is None or checks.disjoint((k_cache, v_cache), *weights))
-    ):
-        return _decoder_layer.direct(
-            hidden, *weights, cos, sin, positions, k_cache, v_cache, held, slots, block_table, eps, window,
-            cos.shape[1] ** -0.5 if scale is None else scale,
-        )  # fmt: skip
     op = "decoder_layer"
-    checks.floating(op, "hidden", hidden)
-    checks.shape(op, "hidden", hidden, (None, None), "[N, D]", "flatten the leading dimensions")
     rest = (cos, sin, positions, k_cache, v_cache, held, slots, block_table)
-    scale = check_sequences(op, "hidden", hidden, *rest, eps, window, scale)
-    if not isinstance(weights, LayerWeights):
-        kind = type(weights).__name__
-        raise checks.error(op, "weights", "LayerWeights", kind, "build them from the layer's tensors", TypeError)
-    (kv_heads, width), model = k_cache.shape[-2:], hidden.shape[1]
-    if not kv_heads:
-        raise checks.error(op, "k_cache", "one head or more", k_cache, "reshape the cache")
-    for (name, weight), needed in zip(weights._asdict().items(), NEEDED, strict=True):
-        if weight is not None or needed:
-            checks.floating(op, f"weights.{name}", weight, like=hidden)
-    if weights.o.ndim != 2 or weights.o.shape[0] != model or weights.o.shape[1] % (kv_heads * width):
-        expected = f"shape [D, Hq E] = [{model}, a multiple of {kv_heads * width}]"
-        raise checks.error(op, "weights.o", expected, weights.o, "pass the projection after the attention")
-    checks.shape(op, "weights.down", weights.down, (model, None), "[D, F]", "pass the MLP's last projection")
-    for (name, weight), sizes in zip(weights._asdict().items(), _sizes(model, weights, kv_heads, width), strict=True):
-        if weight is not None:
-            checks.shape(op, f"weights.{name}", weight, sizes, name, "pass the weights of one layer of the model")
-    given = {f"weights.{name}": weight for name, weight in weights._asdict().items()}
-    if slots is not None:
-        checks.apart(op, (("k_cache", k_cache), ("v_cache", v_cache)), (("hidden", hidden), *given.items()))
-    return _decoder_layer(hidden, *weights, *rest, eps, window, scale)
+    whole = type(weights) is LayerWeights
+    key = signature((hidden, *rest, *weights), (eps, scale), (window,)) if whole else None
+    run = _decoder_layer.checked.get(key) if key else None
+    if run is None:
+        checks.floating(op, "hidden", hidden)
+        checks.shape(op, "hidden", hidden, (None, None), "[N, D]", "flatten the leading dimensions")
+        check_sequences(op, hidden, *rest, eps, window, scale)
+        if not isinstance(weights, LayerWeights):
+            kind = type(weights).__name__
+            raise checks.error(op, "weights", "LayerWeights", kind, "build them from the layer's tensors", TypeError)
+        (kv_heads, width), model = k_cache.shape[-2:], hidden.shape[1]
+        if not kv_heads:
+            raise checks.error(op, "k_cache", "one head or more", k_cache, "reshape the cache")
+        for (name, weight), needed in zip(weights._asdict().items(), NEEDED, strict=True):
+            if weight is not None or needed:
+                checks.floating(op, f"weights.{name}", weight, like=hidden)
+        if weights.o.ndim != 2 or weights.o.shape[0] != model or weights.o.shape[1] % (kv_heads * width):
+            expected = f"shape [D, Hq E] = [{model}, a multiple of {kv_heads * width}]"
+            raise checks.error(op, "weights.o", expected, weights.o, "pass the projection after the attention")
+        checks.shape(op, "weights.down", weights.down, (model, None), "[D, F]", "pass the MLP's last projection")
+        for (name, weight), sizes in zip(
+            weights._asdict().items(), _sizes(model, weights, kv_heads, width), strict=True
+        ):
+            if weight is not None:
+                checks.shape(op, f"weights.{name}", weight, sizes, name, "pass the weights of one layer of the model")
+        run = _decoder_layer.passed(key, hidden)
+    if slots is not None and not (key and are_apart(hidden, *rest, *weights)):
+        named = {f"weights.{name}": weight for name, weight in weights._asdict().items()}
+        check_written(op, *rest, {"hidden": hidden} | named)
+    return run(hidden, *weights, *rest, eps, window, cos.shape[1] ** -0.5 if scale is None else scale)
 
 
 def _sizes(model: int, weights: LayerWeights, kv_heads: int, width: int) -> tuple[tuple[int, ...], ...]:
@@ -135,19 +128,6 @@ def _sizes(model: int, weights: LayerWeights, kv_heads: int, width: int) -> tupl
     )  # fmt: skip
 
 
-def _sizes_fit(model: int, weights: LayerWeights, kv_heads: int, width: int) -> bool:
-    """Whether the weights' shapes are those of one layer."""
-    if weights.o is None or weights.down is None:
-        return False
-    o, down = weights.o.shape, weights.down.shape
-    if not (len(o) == len(down) == 2 and kv_heads and o[1] % (kv_heads * width) == 0):
-        return False
-    for weight, sizes, needed in zip(weights, _sizes(model, weights, kv_heads, width), NEEDED, strict=True):
-        if needed if weight is None else weight.shape != sizes:
-            return False
-    return True
-
-
 def _fake(hidden: Tensor, *_: object) -> Tensor:
     return hidden.new_empty(hidden.shape)
 
@@ -158,7 +138,6 @@ _decoder_layer = Op(
     "Tensor? o_bias, Tensor post_norm, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
     "Tensor cos, Tensor sin, Tensor positions, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor held, Tensor? slots, "
     "Tensor? block_table, float eps, SymInt? window, float scale) -> Tensor",
-    reference=reference.decoder_layer,
     fake=_fake,
     cpu=True,
 )

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fb_kernels import checks, precision
 from fb_kernels._op import Op
-from fb_kernels.group_cross_entropy import reference
 from fb_kernels.precision import accumulation_dtype
 
 
@@ -58,13 +57,12 @@ def group_cross_entropy(
 _group_cross_entropy = Op(
     "group_cross_entropy",
     "(Tensor score, Tensor target, Tensor cu_group) -> Tensor",
-    reference=reference.group_cross_entropy,
     fake=lambda score, _, cu: score.new_empty(cu.shape[0] - 1, dtype=accumulation_dtype(score.dtype)),
 )
 _group_cross_entropy_backward = Op(
     "group_cross_entropy_backward",
     "(Tensor grad, Tensor score, Tensor target, Tensor cu_group) -> Tensor",
-    reference=reference.group_cross_entropy_backward,
+    folder="group_cross_entropy",
     fake=lambda grad, score, *_: score.new_empty(score.shape),
 )
 

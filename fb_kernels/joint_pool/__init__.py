@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fb_kernels import checks
 from fb_kernels._op import Op
-from fb_kernels.joint_pool import reference
 
 
 def joint_pool(slm_ids: Tensor, llm_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,6 +52,5 @@ def _fake(slm_ids: Tensor, llm_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 _joint_pool = Op(
     "joint_pool",
     "(Tensor slm_ids, Tensor llm_ids) -> (Tensor, Tensor, Tensor)",
-    reference=reference.joint_pool,
     fake=_fake,
 )

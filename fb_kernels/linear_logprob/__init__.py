@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels._op import Op, eager
-from fb_kernels.linear_logprob import reference
+from fb_kernels._op import Op, signature
 from fb_kernels.linear_logprob.options import SCHEMA, Options
 from fb_kernels.precision import accumulation_dtype
 
@@ -142,30 +140,17 @@ def linear_logprob(
         ValueError: a wrong shape, device or value.
     """
     options = Options(logit_scale, softcap, temperature, ignore_index, valid_vocab)
-    if eager((hidden, weight, target), (bias,)) and (
-        checks.alike(hidden, weight, bias)
-        and checks.beside(hidden, target)
-        and hidden.ndim
-        and weight.ndim == 2
-        and weight.shape[1] == hidden.shape[-1]
-        and target.shape == hidden.shape[:-1]
-        and (bias is None or bias.shape == weight.shape[:1])
-        and type(logit_scale) is float
-        and math.isfinite(logit_scale)
-        and (softcap is None or checks.above_zero(softcap))
-        and checks.above_zero(temperature)
-        and type(ignore_index) is int
-        and -checks.LARGEST <= ignore_index <= checks.LARGEST
-        and (valid_vocab is None or (type(valid_vocab) is int and 0 <= valid_vocab <= weight.shape[0]))
-    ):
-        logprob, lse, entropy, largest = _linear_logprob.direct(hidden, weight, target, bias, *options)
-    else:
+    floats = (logit_scale, softcap, temperature)
+    key = signature((hidden, weight, target, bias), floats, (ignore_index, valid_vocab))
+    run = _linear_logprob.checked.get(key) if key else None
+    if run is None:
         op = "linear_logprob"
         hidden, weight, bias = precision.lowered(hidden, weight, bias)
         _check(op, "weight", hidden, weight, target, bias, options)
         if valid_vocab is not None:
             checks.integer(op, "valid_vocab", valid_vocab, "pass None for all rows of weight", 0, weight.shape[0])
-        logprob, lse, entropy, largest = _linear_logprob(hidden, weight, target, bias, *options)
+        run = _linear_logprob.passed(key, hidden)
+    logprob, lse, entropy, largest = run(hidden, weight, target, bias, *options)
     if not (return_lse or return_entropy or return_max):
         return logprob
     asked = ((lse, return_lse), (entropy, return_entropy), (largest, return_max))
@@ -296,7 +281,6 @@ def _gradient_fake(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[T
 _linear_logprob = Op(
     "linear_logprob",
     f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-    reference=reference.linear_logprob,
     fake=lambda hidden, weight, target, *_: _statistics_fake(4, hidden, target),
     triton=True,
     cpu=True,
@@ -305,7 +289,7 @@ _linear_logprob_backward = Op(
     "linear_logprob_backward",
     "(Tensor grad_logprob, Tensor grad_lse, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor lse, "
     f"{SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    reference=reference.linear_logprob_backward,
+    folder="linear_logprob",
     fake=lambda _g, _l, hidden, weight, *rest: _gradient_fake(hidden, weight, rest[-1]),
     triton=True,
 )
@@ -313,7 +297,7 @@ _partials = Op(
     "linear_logprob_partials",
     "(Tensor hidden, Tensor weight_shard, Tensor target, SymInt vocab_start, Tensor? bias, "
     f"{SCHEMA}) -> (Tensor, Tensor, Tensor)",
-    reference=reference.linear_logprob_partials,
+    folder="linear_logprob",
     fake=lambda hidden, weight, target, *_: _statistics_fake(3, hidden, target),
     triton=True,
 )
@@ -321,14 +305,14 @@ _partials_backward = Op(
     "linear_logprob_partials_backward",
     "(Tensor grad_sumexp, Tensor grad_target_logit, Tensor hidden, Tensor weight_shard, Tensor target, Tensor? bias, "
     f"Tensor max, SymInt vocab_start, {SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    reference=reference.linear_logprob_partials_backward,
+    folder="linear_logprob",
     fake=lambda _s, _t, hidden, weight, *rest: _gradient_fake(hidden, weight, rest[-1]),
     triton=True,
 )
 _combine = Op(
     "combine_logprob_partials",
     "(Tensor max, Tensor sumexp, Tensor target_logit) -> (Tensor, Tensor)",
-    reference=reference.combine_logprob_partials,
+    folder="linear_logprob",
     fake=lambda top, *_: (top.new_empty(top.shape[1:]), top.new_empty(top.shape[1:])),
     triton=True,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels._op import Op, eager
+from fb_kernels._op import Op, signature
 from fb_kernels.merge_attention_states import reference
 from fb_kernels.precision import accumulation_dtype
 
@@ -34,37 +34,32 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
         TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape or device.
     """
-    if eager((out_a, lse_a, out_b, lse_b)) and (
-        checks.alike(out_a, out_b)
-        and checks.alike(lse_a, lse_b)
-        and lse_a.dtype is accumulation_dtype(out_a.dtype)
-        and lse_a.device == out_a.device
-        and out_a.ndim == 3
-        and out_a.shape == out_b.shape
-        and lse_a.shape == lse_b.shape == (out_a.shape[1], out_a.shape[0])
-    ):
-        return _merge.direct(out_a, lse_a, out_b, lse_b)
-    op = "merge_attention_states"
-    out_a, out_b = precision.promoted(out_a, out_b)
-    checks.floating(op, "out_a", out_a)
-    checks.shape(op, "out_a", out_a, (None, None, None), "[T, Hq, E]", "reshape it")
-    checks.floating(op, "out_b", out_b, like=out_a)
-    checks.shape(op, "out_b", out_b, tuple(out_a.shape), "[T, Hq, E]", "give both states the same rows")
-    rows, heads, _ = out_a.shape
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        checks.floating(op, name, lse)
-        checks.same_device(op, name, lse, out_a)
-        dtype = accumulation_dtype(out_a.dtype)
-        if lse.dtype != dtype:
-            raise checks.error(op, name, f"dtype {dtype} for this out", lse, f"convert it with .to({dtype})", TypeError)
-        checks.shape(op, name, lse, (heads, rows), "[Hq, T]", "transpose it if it is [T, Hq]")
-    return _merge(out_a, lse_a, out_b, lse_b)
+    key = signature((out_a, lse_a, out_b, lse_b))
+    run = _merge.checked.get(key) if key else None
+    if run is None:
+        op = "merge_attention_states"
+        out_a, out_b = precision.promoted(out_a, out_b)
+        checks.floating(op, "out_a", out_a)
+        checks.shape(op, "out_a", out_a, (None, None, None), "[T, Hq, E]", "reshape it")
+        checks.floating(op, "out_b", out_b, like=out_a)
+        checks.shape(op, "out_b", out_b, tuple(out_a.shape), "[T, Hq, E]", "give both states the same rows")
+        rows, heads, _ = out_a.shape
+        for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+            checks.floating(op, name, lse)
+            checks.same_device(op, name, lse, out_a)
+            dtype = accumulation_dtype(out_a.dtype)
+            if lse.dtype != dtype:
+                raise checks.error(
+                    op, name, f"dtype {dtype} for this out", lse, f"convert it with .to({dtype})", TypeError
+                )
+            checks.shape(op, name, lse, (heads, rows), "[Hq, T]", "transpose it if it is [T, Hq]")
+        run = _merge.passed(key, out_a)
+    return run(out_a, lse_a, out_b, lse_b)
 
 
 _merge = Op(
     "merge_attention_states",
     "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
-    reference=reference.merge_attention_states,
     fake=lambda out_a, lse_a, *_: (out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)),
     triton=True,
     cpu=True,

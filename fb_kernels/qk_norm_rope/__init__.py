@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels._op import Op, eager
-from fb_kernels.qk_norm_rope import reference
+from fb_kernels._op import Op, signature
 
 
 def qk_norm_rope(
@@ -55,26 +54,11 @@ def qk_norm_rope(
         TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value, cos or sin that require grad, or kv_out with any argument that does.
     """
-    if (
-        kv_out is None
-        and eager((qkv, cos, sin, positions), (q_weight, k_weight))
-        and checks.alike(qkv, q_weight, k_weight)
-        and checks.alike(cos, sin)
-        and checks.beside(cos, positions)
-        and cos.device == qkv.device
-        and type(num_heads) is type(num_kv_heads) is int
-        and num_heads > 0 < num_kv_heads
-        and cos.ndim == qkv.ndim == 2
-        and cos.shape == sin.shape
-        and cos.shape[0]
-        and (head_dim := cos.shape[1]) % 2 == 0
-        and qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
-        and (q_weight is None or q_weight.shape == (head_dim,))
-        and (k_weight is None or k_weight.shape == (head_dim,))
-        and positions.shape == qkv.shape[:1]
-        and checks.above_zero(eps)
-    ):
-        return _qk_norm_rope.direct(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
+    key = None
+    if kv_out is None:
+        key = signature((qkv, q_weight, k_weight, cos, sin, positions), (eps,), (num_heads, num_kv_heads))
+        if key and (run := _qk_norm_rope.checked.get(key)):
+            return run(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
     op = "qk_norm_rope"
     if kv_out is None:
         qkv, q_weight, k_weight = precision.promoted(qkv, q_weight, k_weight)
@@ -109,7 +93,8 @@ def qk_norm_rope(
     checks.shape(op, "positions", positions, (rows,), "[T]", "give one position to each row of qkv")
     checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
     if kv_out is None:
-        return _qk_norm_rope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
+        run = _qk_norm_rope.passed(key, qkv)
+        return run(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
     if not isinstance(kv_out, tuple | list) or len(kv_out) != 3:
         raise checks.error(op, "kv_out", "(k_cache, v_cache, slot)", type(kv_out).__name__, "give all three", TypeError)
     k_cache, v_cache, slot = kv_out
@@ -142,7 +127,6 @@ _OPTIONS = "SymInt num_heads, SymInt num_kv_heads, float eps"
 _qk_norm_rope = Op(
     "qk_norm_rope",
     f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    reference=reference.qk_norm_rope,
     fake=lambda qkv, _q, _k, cos, _s, _p, *options: _heads_fake(qkv, cos.shape[1], *options[:2]),
     triton=True,
     cpu=True,
@@ -150,7 +134,7 @@ _qk_norm_rope = Op(
 _qk_norm_rope_out = Op(
     "qk_norm_rope_out",
     f"({_INPUTS}, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    reference=reference.qk_norm_rope_out,
+    folder="qk_norm_rope",
     fake=lambda qkv, _q, _k, cos, _s, _p, _kc, _vc, _sl, *options: _heads_fake(qkv, cos.shape[1], *options[:2]),
     triton=True,
     cpu=True,
@@ -158,7 +142,7 @@ _qk_norm_rope_out = Op(
 _qk_norm_rope_backward = Op(
     "qk_norm_rope_backward",
     f"(Tensor grad_q, Tensor grad_k, Tensor grad_v, {_INPUTS}, {_OPTIONS}, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    reference=reference.qk_norm_rope_backward,
+    folder="qk_norm_rope",
     fake=lambda _gq, _gk, _gv, qkv, q_weight, k_weight, *rest: tuple(
         qkv.new_empty(0 if value is None or not need else value.shape)
         for value, need in zip((qkv, q_weight, k_weight), rest[-1], strict=True)

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels._op import Op, eager
-from fb_kernels.rms_norm import reference
+from fb_kernels._op import Op, signature
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -32,40 +31,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value.
     """
-    if eager((x, weight), (residual,)) and (
-        checks.alike(x, weight, residual)
-        and x.ndim
-        and weight.shape == x.shape[-1:]
-        and checks.above_zero(eps)
-        and (residual is None or residual.shape == x.shape)
-    ):
-        normed, summed = _rms_norm.direct(x, weight, eps, residual)
-    else:
-        x, weight, residual = _checked(x, weight, eps, residual)
-        normed, summed = _rms_norm(x, weight, eps, residual)
+    key = signature((x, weight, residual), (eps,))
+    run = _rms_norm.checked.get(key) if key else None
+    if run is None:
+        op = "rms_norm"
+        x, weight, residual = precision.promoted(x, weight, residual)
+        checks.floating(op, "x", x)
+        if x.ndim == 0:
+            raise checks.error(op, "x", "shape [..., D]", x, "add a dimension")
+        checks.floating(op, "weight", weight, like=x)
+        checks.shape(op, "weight", weight, (x.shape[-1],), "[D]", "give one value to each column of x")
+        checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
+        if residual is not None:
+            checks.floating(op, "residual", residual, like=x)
+            checks.shape(op, "residual", residual, tuple(x.shape), "[..., D]", "expand it to x's shape")
+        run = _rms_norm.passed(key, x)
+    normed, summed = run(x, weight, eps, residual)
     return normed, x if residual is None else summed
-
-
-def _checked(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors after checks and autocast."""
-    op = "rms_norm"
-    x, weight, residual = precision.promoted(x, weight, residual)
-    checks.floating(op, "x", x)
-    if x.ndim == 0:
-        raise checks.error(op, "x", "shape [..., D]", x, "add a dimension")
-    checks.floating(op, "weight", weight, like=x)
-    checks.shape(op, "weight", weight, (x.shape[-1],), "[D]", "give one value to each column of x")
-    checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
-    if residual is not None:
-        checks.floating(op, "residual", residual, like=x)
-        checks.shape(op, "residual", residual, tuple(x.shape), "[..., D]", "expand it to x's shape")
-    return x, weight, residual
 
 
 _rms_norm = Op(
     "rms_norm",
     "(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor)",
-    reference=reference.rms_norm,
     fake=lambda x, weight, eps, residual: (x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)),
     triton=True,
     cpu=True,
@@ -73,7 +60,7 @@ _rms_norm = Op(
 _rms_norm_backward = Op(
     "rms_norm_backward",
     "(Tensor grad_normed, Tensor grad_sum, Tensor summed, Tensor weight, float eps, bool[] needs) -> (Tensor, Tensor)",
-    reference=reference.rms_norm_backward,
+    folder="rms_norm",
     fake=lambda _n, _s, summed, weight, _eps, needs: (
         summed.new_empty(summed.shape if needs[0] else (0,)),
         weight.new_empty(weight.shape if needs[1] else (0,)),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels._op import Op, eager
-from fb_kernels.skinny_linear import reference
+from fb_kernels._op import Op, signature
 
 
 def skinny_linear(
@@ -46,40 +45,34 @@ def skinny_linear(
         TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or combination, or an argument that requires grad.
     """
-    if eager((x, weight), (bias, norm_weight, residual)) and (
-        checks.alike(x, weight, bias, norm_weight, residual)
-        and x.ndim == weight.ndim == 2
-        and x.shape[1] == weight.shape[1]
-        and (bias is None or bias.shape == weight.shape[:1])
-        and (norm_weight is None or norm_weight.shape == x.shape[1:])
-        and (residual is None or (not swiglu and residual.shape == (x.shape[0], weight.shape[0])))
-        and (swiglu is False or (swiglu is True and weight.shape[0] % 2 == 0))
-        and checks.above_zero(eps)
-    ):
-        return _skinny_linear.direct(x, weight, bias, norm_weight, eps, residual, swiglu, bool(frozen))
-    op = "skinny_linear"
-    x, weight, bias, norm_weight, residual = precision.lowered(x, weight, bias, norm_weight, residual)
-    checks.floating(op, "x", x)
-    checks.floating(op, "weight", weight, like=x)
-    checks.shape(op, "x", x, (None, None), "[N, K]", "flatten the leading dimensions")
-    rows, width = x.shape
-    checks.shape(op, "weight", weight, (None, width), "[M, K]", "give it a column for each of x's")
-    outputs = weight.shape[0]
-    shapes = (
-        ("bias", bias, (outputs,), "[M]", "give it a value for each row of weight"),
-        ("norm_weight", norm_weight, (width,), "[K]", "pass the norm's weight, or None for no norm"),
-        ("residual", residual, (rows, outputs), "[N, M]", "give it the result's shape"),
-    )
-    for name, value, expected, letters, remedy in shapes:
-        if value is not None:
-            checks.floating(op, name, value, like=x)
-            checks.shape(op, name, value, expected, letters, remedy)
-    checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
-    if swiglu and residual is not None:
-        raise checks.error(op, "residual", "None together with swiglu", residual, "add it in the next projection")
-    if swiglu and outputs % 2:
-        raise checks.error(op, "weight", "an even number of rows with swiglu", weight, "stack gate and up")
-    return _skinny_linear(x, weight, bias, norm_weight, eps, residual, bool(swiglu), bool(frozen))
+    gated, frozen = bool(swiglu), bool(frozen)
+    key = signature((x, weight, bias, norm_weight, residual), (eps,), (), gated)
+    run = _skinny_linear.checked.get(key) if key else None
+    if run is None:
+        op = "skinny_linear"
+        x, weight, bias, norm_weight, residual = precision.lowered(x, weight, bias, norm_weight, residual)
+        checks.floating(op, "x", x)
+        checks.floating(op, "weight", weight, like=x)
+        checks.shape(op, "x", x, (None, None), "[N, K]", "flatten the leading dimensions")
+        rows, width = x.shape
+        checks.shape(op, "weight", weight, (None, width), "[M, K]", "give it a column for each of x's")
+        outputs = weight.shape[0]
+        shapes = (
+            ("bias", bias, (outputs,), "[M]", "give it a value for each row of weight"),
+            ("norm_weight", norm_weight, (width,), "[K]", "pass the norm's weight, or None for no norm"),
+            ("residual", residual, (rows, outputs), "[N, M]", "give it the result's shape"),
+        )
+        for name, value, expected, letters, remedy in shapes:
+            if value is not None:
+                checks.floating(op, name, value, like=x)
+                checks.shape(op, name, value, expected, letters, remedy)
+        checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
+        if gated and residual is not None:
+            raise checks.error(op, "residual", "None together with swiglu", residual, "add it in the next projection")
+        if gated and outputs % 2:
+            raise checks.error(op, "weight", "an even number of rows with swiglu", weight, "stack gate and up")
+        run = _skinny_linear.passed(key, x)
+    return run(x, weight, bias, norm_weight, eps, residual, gated, frozen)
 
 
 def _fake(
@@ -99,7 +92,6 @@ _skinny_linear = Op(
     "skinny_linear",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
     "bool frozen) -> Tensor",
-    reference=reference.skinny_linear,
     fake=_fake,
     triton=True,
     compiled=True,

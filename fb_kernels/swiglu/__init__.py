@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fb_kernels import checks
-from fb_kernels._op import Op, eager
-from fb_kernels.swiglu import reference
+from fb_kernels._op import Op, signature
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -24,21 +23,21 @@ def swiglu(gate_up: Tensor) -> Tensor:
         TypeError: gate_up is not a floating tensor.
         ValueError: its last dimension is odd or missing.
     """
-    if eager((gate_up,)) and checks.alike(gate_up) and gate_up.ndim and gate_up.shape[-1] % 2 == 0:
-        return _swiglu.direct(gate_up)
-    op = "swiglu"
-    checks.floating(op, "gate_up", gate_up)
-    if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
-        raise checks.error(
-            op, "gate_up", "shape [..., 2F]", gate_up, "concatenate gate and up along the last dimension"
-        )
-    return _swiglu(gate_up)
+    key = signature((gate_up,))
+    run = _swiglu.checked.get(key) if key else None
+    if run is None:
+        op = "swiglu"
+        checks.floating(op, "gate_up", gate_up)
+        if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
+            remedy = "concatenate gate and up along the last dimension"
+            raise checks.error(op, "gate_up", "shape [..., 2F]", gate_up, remedy)
+        run = _swiglu.passed(key, gate_up)
+    return run(gate_up)
 
 
 _swiglu = Op(
     "swiglu",
     "(Tensor gate_up) -> Tensor",
-    reference=reference.swiglu,
     fake=lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
     triton=True,
     cpu=True,
@@ -46,7 +45,7 @@ _swiglu = Op(
 _swiglu_backward = Op(
     "swiglu_backward",
     "(Tensor grad, Tensor gate_up) -> Tensor",
-    reference=reference.swiglu_backward,
+    folder="swiglu",
     fake=lambda _, gate_up: gate_up.new_empty(gate_up.shape),
     triton=True,
 )

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks
-from fb_kernels._op import Op, eager
+from fb_kernels._op import Op, signature
 from fb_kernels.precision import accumulation_dtype
-from fb_kernels.topk_entropy import reference
 
 
 def topk_entropy(logits: Tensor, k: int = 64) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,14 +27,16 @@ def topk_entropy(logits: Tensor, k: int = 64) -> tuple[Tensor, Tensor, Tensor]:
         TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape or k, or logits that require grad.
     """
-    if eager((logits,)) and checks.alike(logits) and logits.ndim and type(k) is int and 0 < k <= logits.shape[-1]:
-        return _topk_entropy.direct(logits, k)
-    op = "topk_entropy"
-    checks.floating(op, "logits", logits)
-    if logits.ndim == 0:
-        raise checks.error(op, "logits", "shape [..., V]", logits, "add a dimension")
-    checks.integer(op, "k", k, "clamp it to the vocabulary", least=1, most=logits.shape[-1])
-    return _topk_entropy(logits, k)
+    key = signature((logits,), (), (k,))
+    run = _topk_entropy.checked.get(key) if key else None
+    if run is None:
+        op = "topk_entropy"
+        checks.floating(op, "logits", logits)
+        if logits.ndim == 0:
+            raise checks.error(op, "logits", "shape [..., V]", logits, "add a dimension")
+        checks.integer(op, "k", k, "clamp it to the vocabulary", least=1, most=logits.shape[-1])
+        run = _topk_entropy.passed(key, logits)
+    return run(logits, k)
 
 
 def _fake(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +51,6 @@ def _fake(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 _topk_entropy = Op(
     "topk_entropy",
     "(Tensor logits, SymInt k) -> (Tensor, Tensor, Tensor)",
-    reference=reference.topk_entropy,
     fake=_fake,
     triton=True,
     compiled=True,

@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fb_kernels
-from fb_kernels import rms_norm
-from fb_kernels._op import Op, eager
+from fb_kernels import _op, checks, rms_norm, topk_entropy
+from fb_kernels._op import Op, signature
 
 SHORT = {  # ops that have the short way
     *("branch_attention", "branch_attention_qkv", "candidate_head", "linear_logprob", "merge_attention_states"),
@@ -71,7 +71,7 @@ def test_a_plain_call_goes_past_the_dispatcher_and_is_the_same(name: str) -> Non
             case(name).run()
     module = sys.modules[case(name).function.__module__]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "eager", lambda *_: False)
+        patch.setattr(module, "signature", lambda *_: None)
         long = case(name).run()
     torch.testing.assert_close(short, long, rtol=0, atol=0, equal_nan=True)
 
@@ -99,7 +99,6 @@ assert CONJUGATED.is_neg()
         (X.to_sparse(), nullcontext),
         (torch.nested.nested_tensor([X, X[:2]]), nullcontext),
         (CONJUGATED, nullcontext),
-        (None, nullcontext),
         ([1.0], nullcontext),
         (X, Mode),
         (X, lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
@@ -107,33 +106,52 @@ assert CONJUGATED.is_neg()
         (X, torch.profiler.profile),
     ],
     ids=[
-        *("gradient", "parameter", "subclass", "sparse", "nested", "negated", "none", "list"),
+        *("gradient", "parameter", "subclass", "sparse", "nested", "negated", "list"),
         *("mode", "autocast", "dual", "profile"),
     ],
 )
 def test_what_goes_through_it(x: Any, inside: Callable[[], AbstractContextManager]) -> None:
     with inside():
-        assert not eager((x,))
-        assert eager((X,), (x,)) == (x is None)
+        assert signature((X, x)) is None
 
 
 def test_transforms_tracing_and_compilation_go_through_it() -> None:
     seen = []
 
     def watch(x: Tensor) -> Tensor:
-        seen.append(eager((x,)))
+        seen.append(signature((x,)))
         return x.sum()
 
     torch.func.grad(watch)(X)
     torch.func.vmap(watch)(X)
     torch.jit.trace(watch, X, check_trace=False)
     assert not any(seen)
-    assert torch.compile(lambda x: x + eager((x,)), backend="eager", fullgraph=True)(torch.zeros(2)).tolist() == [0, 0]
+    compiled = torch.compile(lambda x: x + (signature((x,)) is not None), backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(2)).tolist() == [0, 0]
+
+
+def test_what_has_passed_the_checks_passes_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are checked: another shape or type, a bool in the place of a number, what no set can hold."""
+    weight, checked = torch.ones(8), []
+    monkeypatch.setattr(_op, "MOST", 3)
+    monkeypatch.setattr(checks, "floating", lambda *given, **_: checked.append(given[1]))
+    for rows in (2, 2, 3, 3):
+        rms_norm(torch.ones(rows, 8), weight, 1e-6)
+    assert checked == ["x", "weight"] * 2
+    for rows in range(20):
+        rms_norm(torch.ones(rows, 8), weight, 1e-6)
+    (known,) = (x for x in OPERATORS if x.name == "rms_norm")
+    assert len(known.checked) <= 3
+    topk_entropy(X, 1)
+    for k in (True, [1], 1.0):
+        with pytest.raises(TypeError, match="topk_entropy: k: expected an int"):
+            topk_entropy(X, k)
+    torch.testing.assert_close(rms_norm(X, weight, 1)[0], rms_norm(X, weight, 1.0)[0], rtol=0, atol=0)
 
 
 def test_what_needs_no_gradient_goes_past_it() -> None:
     weight = torch.nn.Parameter(torch.ones(8))
-    assert eager((X, X[:, ::2], X.T, X.bfloat16(), torch.empty(0, 8)), (None, weight.detach()))
+    assert signature((X, X[:, ::2], X.T, X.bfloat16(), torch.empty(0, 8), None, weight.detach()))
     with dispatcher_closed(), torch.no_grad():
         rms_norm(X, weight, 1e-6)
     assert rms_norm(X, weight, 1e-6)[0].requires_grad
