@@ -17,9 +17,10 @@ from torch import Tensor
 from torch._functorch import config
 
 from benchmarks import harness, peers, shapes
-from benchmarks.harness import LATENCY, OURS, Implementation, Output, Timing
+from benchmarks.harness import LATENCY, OURS, Implementation, Output
 from benchmarks.shapes import Branches
 from fb_kernels import branch_attention
+from fb_kernels.timing import Timing
 
 # (candidates, groups, branch length, prefix length, timing)
 CASES = [(shapes.CANDIDATES, *sizes, Timing.COLD) for sizes in shapes.BRANCHES]

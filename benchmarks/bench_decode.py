@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel, Qwen3Config, StaticCache
 
 from benchmarks import harness, llama_cpp, peers, shapes
-from benchmarks.harness import OURS, Goal, Implementation, Timing
+from benchmarks.harness import OURS, Goal, Implementation
 from benchmarks.shapes import CANDIDATES
 from fb_core import (
     FutureBridgeSelector,
@@ -31,6 +31,7 @@ from fb_core.decoding import LowLatencyDecoder
 from fb_core.engine.loop import Loop
 from fb_core.engine.model import Part
 from fb_core.engine.pages import pages_of
+from fb_kernels.timing import Timing
 
 NEVER = RequestPolicy(math.inf)
 READ = "the weights, read by a sum"

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Qwen3Config
 
 from benchmarks import peers, shapes, summary
 from benchmarks.bench_decode import NEVER, PROMPT, Ours, decoder, settled, tokens
-from benchmarks.harness import OURS, Implementation, Timing
+from benchmarks.harness import OURS, Implementation
 from fb_core import (
     CollaborativeDecoder,
     FutureBridgeSelector,
@@ -28,6 +28,7 @@ from fb_core import (
 from fb_core.decoding import LowLatencyDecoder
 from fb_core.pool import Pool, PoolKind
 from fb_core.selectors import ScoringSelector, State
+from fb_kernels.timing import Timing
 
 CHECKED = 64 if shapes.ON_GPU else 1200  # maximum tokens of a problem that are compared
 

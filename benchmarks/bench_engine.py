@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import peers
-from benchmarks.harness import OURS, Goal, Implementation, Timing
+from benchmarks.harness import OURS, Goal, Implementation
 from fb_core import CollaborativeDecoder, FutureBridgeSelector, Generation, LLMPreference, RequestPolicy
 from fb_core.demo.pairs import load_pair
 from fb_core.pool import Event
+from fb_kernels.timing import Timing
 
 PROBLEMS, ROWS = 128, 64
 NEW = 64

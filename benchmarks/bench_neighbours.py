@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
@@ -12,35 +11,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import harness, shapes
-from benchmarks.harness import DEVICE, LATENCY, OURS, Cost, Implementation, Output, Timing
+from benchmarks.harness import DEVICE, LATENCY, OURS, Cost, Implementation, Output
 from benchmarks.shapes import CANDIDATES, DTYPE, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, ROWS, VOCABULARY, WIDTH
-from fb_kernels import (
-    DecodeState,
-    backend,
-    branch_attention_qkv,
-    candidate_head,
-    commit_,
-    merge_attention_states,
-    qk_norm_rope,
-    rms_norm,
-    skinny_linear,
-    swiglu,
-    topk_entropy,
-)
+from fb_kernels import DecodeState, backend, branch_attention_qkv, calls, commit_, skinny_linear
+from fb_kernels.calls import Call
+from fb_kernels.qk_norm_rope.calls import qk_norm_rope as rotated
+from fb_kernels.timing import Timing
 
-EPS, TOP = 1e-6, 64
+EPS, POSITIONS = 1e-6, 4096
+SIZES: dict[str, Callable[[int], tuple[int, ...]]] = {  # of calls on so many rows
+    "rms_norm": lambda rows: (rows, HIDDEN),
+    "qk_norm_rope": lambda rows: (rows, HEADS, KV_HEADS, HEAD_DIM),
+    "swiglu": lambda rows: (rows, WIDTH),
+    "merge_attention_states": lambda rows: (rows, HEADS, HEAD_DIM),
+    "candidate_head": lambda rows: (-(-rows // CANDIDATES), CANDIDATES, HIDDEN),
+    "topk_entropy": lambda rows: (rows, VOCABULARY, 64),
+}
 
 
-@dataclass(frozen=True)
-class Case:
-    """An op, the same computation in plain torch, and inputs of one size."""
-
-    shape: str
-    ours: Callable[..., Output]
-    plain: Callable[..., Output]
-    floats: tuple[Tensor, ...]
-    others: tuple[Tensor, ...] = field(default=())
-    unread: int = 0  # bytes of the inputs
+def neighbour(op: str, rows: int) -> Call:
+    """A call of an op on so many rows."""
+    with torch.device(DEVICE):
+        if op == "qk_norm_rope":
+            call = rotated(*SIZES[op](rows), length=POSITIONS).with_(positions=torch.arange(rows) % POSITIONS)
+        else:
+            call = calls.by_name()[op][1].shaped(*SIZES[op](rows))
+    return call.cast(DTYPE)
 
 
 def randn(*shape: int, dtype: torch.dtype = DTYPE, seed: int = 0) -> Tensor:
@@ -48,129 +44,32 @@ def randn(*shape: int, dtype: torch.dtype = DTYPE, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
 
 
-def widened(x: Tensor) -> Tensor:
-    """x in the dtype of the sums: float32, or float64 for the truth."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def rms_norm_case(rows: int) -> Case:
-    def plain(x: Tensor, residual: Tensor, weight: Tensor) -> Output:
-        summed = x + residual
-        return F.rms_norm(summed, (x.shape[-1],), weight, EPS), summed
-
-    tensors = (randn(rows, HIDDEN), randn(rows, HIDDEN), 1 + randn(HIDDEN) / 8)
-    return Case(f"N={rows} D={HIDDEN}", lambda x, r, w: rms_norm(x, w, EPS, r), plain, tensors)
-
-
-def qk_norm_rope_case(rows: int) -> Case:
-    angle = torch.outer(torch.arange(4096.0), 1e6 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)).repeat(1, 2)
-    cos, sin = angle.cos().to(DEVICE, DTYPE), angle.sin().to(DEVICE, DTYPE)
-    positions = torch.arange(rows, device=DEVICE) % 4096
-
-    def plain(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Output:
-        q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], 1)
-        cos, sin = cos[positions][:, None], sin[positions][:, None]
-        out = []
-        for x, weight in ((q, q_weight), (k, k_weight)):
-            normed = F.rms_norm(x, (HEAD_DIM,), weight, EPS)
-            first, second = normed.chunk(2, -1)
-            out.append(normed * cos + torch.cat([-second, first], -1) * sin)
-        return out[0], out[1], v.contiguous()
-
-    def ours(*tensors: Tensor) -> Output:
-        return qk_norm_rope(*tensors, num_heads=HEADS, num_kv_heads=KV_HEADS, eps=EPS)
-
-    floats = (randn(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM), 1 + randn(HEAD_DIM) / 8, 1 + randn(HEAD_DIM) / 8)
-    unread = 2 * cos[rows:].nbytes
-    shape = f"T={rows} Hq={HEADS} Hkv={KV_HEADS} E={HEAD_DIM}"
-    return Case(shape, ours, plain, (*floats, cos, sin), (positions,), unread)
-
-
-def swiglu_case(rows: int) -> Case:
-    def plain(gate_up: Tensor) -> Output:
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
-
-    return Case(f"N={rows} F={WIDTH}", swiglu, plain, (randn(rows, 2 * WIDTH),))
-
-
-def merge_attention_states_case(rows: int) -> Case:
-    def plain(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Output:
-        lse = torch.logaddexp(lse_a, lse_b)
-        parts = [out * (own - lse).exp().T[..., None] for out, own in ((out_a, lse_a), (out_b, lse_b))]
-        return (parts[0] + parts[1]).to(out_a.dtype), lse
-
-    lse = torch.float32
-    tensors = (
-        *(randn(rows, HEADS, HEAD_DIM), 2 + randn(HEADS, rows, dtype=lse)),
-        *(randn(rows, HEADS, HEAD_DIM), randn(HEADS, rows, dtype=lse)),
-    )
-    return Case(f"T={rows} Hq={HEADS} E={HEAD_DIM}", merge_attention_states, plain, tensors)
-
-
-def candidate_head_case(rows: int) -> Case:
-    groups = -(-rows // CANDIDATES)
-    offsets = torch.arange(groups + 1, dtype=torch.int32, device=DEVICE) * CANDIDATES
-
-    def plain(hidden: Tensor, norm: Tensor, head: Tensor, _: Tensor) -> Output:
-        score = F.linear(widened(F.rms_norm(hidden, (hidden.shape[-1],), norm, EPS)), widened(head)[None])
-        score = score.view(groups, CANDIDATES)
-        return score.flatten(), score.softmax(-1).flatten(), score.argmax(-1)
-
-    def ours(hidden: Tensor, norm: Tensor, head: Tensor, offsets: Tensor) -> Output:
-        return candidate_head(hidden, norm, head, offsets, eps=EPS)
-
-    floats = (randn(groups * CANDIDATES, HIDDEN), 1 + randn(HIDDEN) / 8, randn(HIDDEN) / HIDDEN**0.5)
-    return Case(f"G={groups} K={CANDIDATES} D={HIDDEN}", ours, plain, floats, (offsets,))
-
-
-def topk_entropy_case(rows: int) -> Case:
-    def plain(logits: Tensor) -> Output:
-        values = widened(logits.topk(TOP).values)
-        logprob = values.log_softmax(-1)
-        return -(logprob.exp() * logprob).sum(-1), values  # no indices: torch.topk picks any of equal values
-
-    return Case(
-        f"N={rows} V={VOCABULARY} k={TOP}", lambda x: topk_entropy(x, TOP), plain, (3 * randn(rows, VOCABULARY),)
-    )
-
-
-CASES = {
-    "rms_norm": rms_norm_case,
-    "qk_norm_rope": qk_norm_rope_case,
-    "swiglu": swiglu_case,
-    "merge_attention_states": merge_attention_states_case,
-    "candidate_head": candidate_head_case,
-    "topk_entropy": topk_entropy_case,
-}
-
-
 @pytest.mark.parametrize("timing", LATENCY if shapes.ON_GPU else (Timing.COLD,))
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("op", CASES)
+@pytest.mark.parametrize("op", SIZES)
 @torch.no_grad()
 def test_neighbours(compare: Callable, op: str, rows: int, timing: Timing) -> None:
-    case = CASES[op](1 if op == "topk_entropy" and rows == min(ROWS) else rows)
-    inputs = (*case.floats, *case.others)
-    expected = tuple_of(case.plain(*(x.double() for x in case.floats), *case.others))
+    call = neighbour(op, 1 if op == "topk_entropy" and rows == min(ROWS) else rows)
+    way = call.plain["torch eager"]
+    expected = tuple_of(way(**call.cast(torch.float64).arguments))
     expected = tuple(x for x in expected if x.is_floating_point())  # no indices: near ties go either way
-    plain = tuple_of(case.plain(*inputs))[: len(expected)]
-    compiled = torch.compile(case.plain, dynamic=False, fullgraph=True)
+    plain = tuple_of(way(**call.arguments))[: len(expected)]
+    compiled = torch.compile(way, dynamic=False, fullgraph=True)
     runs = {
-        OURS: lambda: case.ours(*inputs),
-        "torch eager": lambda: case.plain(*inputs),
-        "torch.compile": lambda: compiled(*inputs),
+        OURS: partial(call.function, **call.arguments),
+        "torch eager": partial(way, **call.arguments),
+        "torch.compile": partial(compiled, **call.arguments),
     }
-    traffic = float(sum(x.nbytes for x in (*inputs, *plain)) - case.unread)
+    unread = 2 * call.arguments["cos"][rows:].nbytes if op == "qk_norm_rope" else 0
     compare(
         op,
-        case.shape,
+        call.shape,
         {name: Implementation(run, expected, compiled="compile" in name) for name, run in runs.items()},
         rounds=100 if shapes.ON_GPU else 20,
         tolerance=harness.allowed_error(plain, expected),
         timing=timing,
-        cost=Cost(0.0, traffic),
-        dtype=case.floats[0].dtype,
+        cost=Cost(0.0, float(sum(x.nbytes for x in (*call.tensors.values(), *plain)) - unread)),
+        dtype=DTYPE,
     )
 
 

@@ -17,8 +17,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from benchmarks import harness, shapes
-from benchmarks.harness import Cost, Goal, Implementation, Result, Timing
+from benchmarks.harness import Cost, Goal, Implementation, Result
 from fb_kernels import backend
+from fb_kernels.timing import Timing
 
 RESULTS = pytest.StashKey[dict[str, list[Result | dict[str, str]]]]()
 PEERS = ("all", "eager", "compiled")

@@ -104,9 +104,8 @@ part() {
     build)
       arch=$("$PYTHON" -c "import torch; print('sm_%d%d' % torch.cuda.get_device_capability())")
       beside "$CORES" build 100 env FB_BUILD_CUDA=force FB_BUILD_CPU=auto "$PYTHON" -c "import setup; setup.build_in_place()"
-      for file in benchmarks/aot/*.py; do
-        op=$(basename "$file" .py)
-        [[ ! -e fb_kernels/${op%_backward} ]] || beside "$CORES" "compile_$op" 100 "$PYTHON" -m benchmarks.aot "$op" --arch "$arch" --quick
+      for op in $("$PYTHON" -m benchmarks.aot --list); do
+        beside "$CORES" "compile_$op" 100 "$PYTHON" -m benchmarks.aot "$op" --arch "$arch" --quick
       done
       wait
       collect

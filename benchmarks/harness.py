@@ -13,12 +13,10 @@ import math
 import os
 import platform
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
-from functools import cache, partial
+from functools import cache
 from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,24 +27,16 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-from fb_kernels import devices, self_check
+from fb_kernels import devices
+from fb_kernels import timing as fb_timing
+from fb_kernels.timing import Timing, timer
 
 OURS, FLOOR = "fb", "floor"
 COMPILED = "_compiled"  # suffix of a file that has only compiled peers
 KERNELS = "_kernels"  # suffix of a file of longest kernels, which come from a separate run: profiling disturbs timing
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GRAPH_CALLS = 20  # per replay, when a graph is timed with a warm cache
 ROOT = Path(__file__).resolve().parent.parent
 PROC = Path("/proc/self")
-
-
-class Timing(Enum):
-    """How a call is timed on a GPU; on a CPU all are the same."""
-
-    COLD = "cold L2"  # the call is queued behind a write of more than the cache holds
-    EAGER = "eager, warm L2"  # on an idle GPU, including the host's launches
-    GRAPH_COLD = "graph, cold L2"  # one call per replay, queued behind a write of more than the cache holds
-    GRAPH_WARM = "graph, warm L2"  # a replay of many calls, divided by their number
 
 
 LATENCY = (Timing.EAGER, Timing.GRAPH_COLD, Timing.GRAPH_WARM)  # for calls of microseconds
@@ -183,7 +173,8 @@ def compare(
             del got
             if device == "cuda" and fine:
                 measured.setdefault(name, _peak_on_device(implementation.run))
-                calls[name] = timer(implementation.run, timing)
+            if fine:
+                calls[name] = timer(implementation.run, device, timing)
         except Exception as reason:
             if name == OURS or skipped is None:
                 raise
@@ -191,7 +182,6 @@ def compare(
             continue
         errors[name], dtypes[name] = error, str(result_dtype).removeprefix("torch.")
         right += [name] * fine
-        calls.setdefault(name, partial(_on_host, implementation.run))
     times: dict[str, list[float]] = {name: [] for name in errors}
 
     def timed(name: str) -> None:
@@ -259,49 +249,6 @@ def _device_of(implementation: Implementation) -> str:
     return _tensors(implementation.expected)[0].device.type
 
 
-def _on_host(run: Callable[[], Output]) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def timer(run: Callable[[], Output], timing: Timing) -> Callable[[], float]:
-    """A function that times one call in seconds, on a GPU between CUDA events; graphs are captured here."""
-    if DEVICE == "cpu":
-        return partial(_on_host, run)
-    calls = GRAPH_CALLS if timing is Timing.GRAPH_WARM else 1
-    work: Callable[[], object] = run
-    if timing in (Timing.GRAPH_COLD, Timing.GRAPH_WARM):
-        graph = torch.cuda.CUDAGraph()
-        # The outer context restores the stream if capturing fails.
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-            for _ in range(calls):
-                run()
-        graph.replay()
-        work = graph.replay
-    cold = timing in (Timing.COLD, Timing.GRAPH_COLD)
-
-    def seconds() -> float:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        if cold:
-            _flusher().zero_()
-        start.record()
-        work()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop) * 1e-3 / calls
-
-    return seconds
-
-
-@cache
-def _flusher() -> Tensor:
-    """A buffer many times as large as the L2 cache: writing it empties the cache and outlasts a few launches."""
-    return torch.empty(1 << 30, dtype=torch.int8, device=DEVICE)
-
-
 def _peak_on_device(run: Callable[[], Output]) -> int:
     """Peak bytes that a call allocates, including its result."""
     torch.cuda.synchronize()
@@ -316,7 +263,7 @@ def _peak_on_device(run: Callable[[], Output]) -> int:
 @cache
 def ceilings() -> Ceilings:
     """Both ceilings, measured once per process."""
-    copied, multiplied = self_check.ceilings(DEVICE)
+    copied, multiplied = fb_timing.ceilings(DEVICE, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
     return Ceilings(copied * 1e-12, multiplied * 1e-12)
 
 

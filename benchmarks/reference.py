@@ -6,7 +6,6 @@ import importlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -16,181 +15,64 @@ from pydantic.fields import FieldInfo
 from benchmarks.roofline import GREY
 from fb_core.config import PairSettings, RunSettings, ServeSettings
 from fb_core.page import markdown_table
-from fb_kernels import BranchLayout, bench, branch_attention
+from fb_kernels import BranchLayout, bench, branch_attention, calls
 from fb_kernels._op import Op
-from fb_kernels.self_check_calls import SHAPED
+from fb_kernels.calls import Call
+
+ALL = "fp32, bf16, fp16"
 
 # --- ops --------------------------------------------------------------------------------------------------------------
 
 SMALL = {"n": 4, "d": 64, "v": 300, "f": 96, "g": 2, "k": 6, "l": 3, "p": 20, "hq": 4, "hkv": 2, "e": 64}
 SMALL |= {"h": 16, "s": 2, "m": 80}
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a reader wants to know about an op beyond its signature.
-
-    Attributes:
-        op: its public name.
-        takes: its tensors with their shapes; those in brackets may be None.
-        gives: its results.
-        floats: names of the float tensors of its call in `fb_kernels.self_check_calls`, in that order.
-        cpu: dtypes of its kernel for CPU tensors.
-        cuda: dtypes of its CUDA kernel.
-    """
-
-    op: str
-    takes: str
-    gives: str
-    floats: tuple[str, ...] = ()
-    cpu: str = ""
-    cuda: str = ""
-
-
-BOTH, HALF, ALL = "fp32, bf16", "bf16, fp16", "fp32, bf16, fp16"
-CACHE = "k_cache[slots, Hkv, E] or pages[pages, page, Hkv, E], v_cache, held[G], (slots[N]), (block_table[G, n])"
-OPS = (
-    Row(
-        "linear_logprob",
-        "hidden[..., D], weight[V, D], target[...], (bias[V])",
-        "logprob[...], on request lse, entropy and the row's largest log-prob, all fp32",
-        ("hidden", "weight"),
-        cpu=BOTH,
-    ),
-    Row(
-        "linear_logprob_partials",
-        "hidden[..., D], weight_shard[Vs, D], target[...], (bias[Vs])",
-        "max[...], sumexp[...], target_logit[...], fp32",
-        ("hidden", "weight_shard"),
-    ),
-    Row(
-        "combine_logprob_partials",
-        "max[S, N], sumexp[S, N], target_logit[S, N], fp32 or fp64",
-        "logprob[N], lse[N]",
-        ("max", "sumexp", "target_logit"),
-    ),
-    Row(
-        "branch_attention",
-        "q[T, Hq, E], (k[T, Hkv, E]), (v), prefix_k[Tp, Hkv, E] or pages [pages, page, Hkv, E], prefix_v, layout",
-        "out[T, Hq, E], on request lse[Hq, T] fp32",
-        ("q", "k", "v", "prefix_k", "prefix_v"),
-        cpu=BOTH,
-        cuda=HALF,
-    ),
-    Row(
-        "branch_attention_qkv",
-        f"qkv[N, (Hq + 2 Hkv) E], (q_weight[E]), (k_weight[E]), cos[S, E], sin[S, E], positions[N], {CACHE}",
-        "out[N, Hq, E]; writes k and v to their slots",
-        cpu=BOTH,
-        cuda=HALF,
-    ),
-    Row(
-        "decoder_layer",
-        f"hidden[N, D], LayerWeights, cos[S, E], sin[S, E], positions[N], {CACHE}",
-        "hidden[N, D]; writes k and v to their slots",
-        cpu=BOTH,
-    ),
-    Row(
-        "merge_attention_states",
-        "out_a[T, Hq, E], lse_a[Hq, T] fp32, out_b, lse_b",
-        "out[T, Hq, E], lse[Hq, T]",
-        ("out_a", "out_b", "lse_a", "lse_b"),
-        cpu="fp32",
-    ),
-    Row(
-        "topk_entropy",
-        "logits[..., V]",
-        "entropy[...], values[..., k], fp32; indices[..., k] int64",
-        cpu=BOTH,
-        cuda=ALL,
-    ),
-    Row(
-        "joint_pool",
-        "slm_ids[..., Ks], llm_ids[..., Kt], int32 or int64",
-        "ids[..., Ks + Kt], count[...], source[..., Ks + Kt]",
-    ),
-    Row(
-        "candidate_head",
-        "hidden[N, D], (norm_weight[D]), head_weight[D], cu_group[G + 1], (head_bias[1])",
-        "score[N], prob[N], fp32; best[G] int64",
-        ("hidden", "norm_weight", "head_weight"),
-        cpu="fp32",
-        cuda=ALL,
-    ),
-    Row(
-        "compatibility_targets",
-        "logprob[N, H], cu_group[G + 1], (local[N])",
-        "B[N, horizons], q[N, horizons], fp32",
-    ),
-    Row(
-        "group_cross_entropy",
-        "score[N], target[N], cu_group[G + 1]",
-        "loss, or [G] with reduction none, fp32",
-        ("score", "target"),
-    ),
-    Row(
-        "rms_norm",
-        "x[..., D], weight[D], (residual[..., D])",
-        "normed[..., D], sum[..., D]",
-        ("x", "weight", "residual"),
-        cpu=BOTH,
-    ),
-    Row(
-        "qk_norm_rope",
-        "qkv[T, (Hq + 2 Hkv) E], (q_weight[E]), (k_weight[E]), cos[S, E], sin[S, E], positions[T], (kv_out)",
-        "q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E]; with kv_out writes k and v to their slots",
-        ("qkv", "q_weight", "k_weight", "cos", "sin"),
-        cpu="fp32",
-    ),
-    Row("swiglu", "gate_up[..., 2 F]", "[..., F]", ("gate_up",), cpu="fp32"),
-    Row(
-        "skinny_linear",
-        "x[N, K], weight[M, K], (bias[M]), (norm_weight[K]), (residual[N, M])",
-        "[N, M], with swiglu [N, M / 2]",
-        cpu=BOTH,
-        cuda=HALF,
-    ),
-    Row(
-        "commit_",
-        "DecodeState, token[B], entropy[B], threshold[] or [B], eos_ids[n], max_length[] or [B], (outcome[B, 3])",
-        "writes the state",
-        cuda="fp32 entropy",
-    ),
+ORDER = (  # in the table of docs/ops.md; others follow
+    *("linear_logprob", "linear_logprob_partials", "combine_logprob_partials"),
+    *("branch_attention", "branch_attention_qkv", "decoder_layer", "merge_attention_states"),
+    *("topk_entropy", "joint_pool", "candidate_head", "compatibility_targets", "group_cross_entropy"),
+    *("rms_norm", "qk_norm_rope", "swiglu", "skinny_linear", "commit_"),
 )
-OPTIONAL = {"linear_logprob": ("bias",), "linear_logprob_partials": ("bias",), "candidate_head": ("head_bias",)}
+
+
+def ops() -> list[str]:
+    """All public functions, in order."""
+    names = calls.by_name()
+    return [*(name for name in ORDER if name in names), *(name for name in names if name not in ORDER)]
+
+
+def small(op: str) -> Call:
+    """A small call."""
+    _, function = calls.by_name()[op]
+    return function.shaped(**{name: SMALL[name] for name in bench.dimensions()[op]})
 
 
 def kernels(op: str) -> list[str]:
     """The kinds of kernels that an op has."""
-    call = SHAPED[op](**{name: SMALL[name] for name in bench.dimensions()[op]})
-    members = vars(importlib.import_module(f"fb_kernels.{call.op}")).values()
+    members = vars(importlib.import_module(f"fb_kernels.{calls.by_name()[op][0]}")).values()
     (kinds,) = (member.kinds for member in members if isinstance(member, Op) and member.name == op)
     return kinds
 
 
-def gradients(row: Row) -> list[str]:
+def gradients(op: str) -> list[str]:
     """The arguments to which a small call's results give a gradient, by autograd."""
-    call = SHAPED[row.op](**{name: SMALL[name] for name in bench.dimensions()[row.op]})
-    floats, indices = call.given(torch.float32, "cpu")
+    call = small(op)
     names = []
-    for name, x in zip(row.floats, floats, strict=False):
+    for name, x in call.floats.items():
         try:
-            outputs = call.ours(*(tensor.detach().requires_grad_(tensor is x) for tensor in floats), *indices)
+            results = call.fresh().run(**{name: x.detach().requires_grad_()})
         except ValueError:  # expected an argument that requires no grad
             continue
-        if any(output.requires_grad for output in (outputs if isinstance(outputs, tuple) else (outputs,))):
+        if any(result.requires_grad for result in results[: len(results) - len(call.written)]):
             names.append(name)
-    return [*names, *OPTIONAL.get(row.op, ())]
+    return [*names, *calls.by_name()[op][1].optional]
 
 
 def ops_table() -> list[str]:
     """Every public op, in Markdown."""
     rows = []
-    for row in OPS:
-        kinds = kernels(row.op)
-        cuda = row.cuda if "cuda" in kinds else ""
-        reached = ", ".join(gradients(row)) or "none"
-        rows.append([f"`{row.op}`", row.takes, row.gives, reached, cuda, ALL if "triton" in kinds else "", row.cpu])
+    for op in ops():
+        kinds, (_, about) = kernels(op), calls.by_name()[op]
+        triton, cuda = ALL if "triton" in kinds else "", about.cuda if "cuda" in kinds else ""
+        rows.append([f"`{op}`", about.takes, about.gives, ", ".join(gradients(op)) or "none", cuda, triton, about.cpu])
     return markdown_table(["op", "takes", "gives", "gradients to", "CUDA kernel", "Triton kernel", "CPU kernel"], rows)
 
 

@@ -27,14 +27,15 @@ import torch
 from torch import Tensor
 
 from benchmarks import bench_linear_logprob, bench_neighbours, harness, shapes
-from benchmarks.harness import Output, Timing
+from benchmarks.harness import Output
 from fb_kernels import BranchLayout, backend, branch_attention, devices, linear_logprob, tuning
+from fb_kernels import calls as fb_calls
 from fb_kernels.branch_attention import triton as attention_kernels
 from fb_kernels.linear_logprob import triton as kernels
 from fb_kernels.testing import poisoned_memory
+from fb_kernels.timing import elapsed
 from fb_kernels.tuning import Launch
 
-REPEATS = 15
 GAIN = 0.98  # of the best time so far: a smaller gain is noise
 LIMITS = {
     "num_warps": (1, 16),
@@ -86,8 +87,7 @@ class Call:
 
     def seconds(self) -> float:
         """The median time of some calls with a cold cache."""
-        timed = harness.timer(self.run, Timing.COLD)
-        return torch.tensor([timed() for _ in range(REPEATS)], dtype=torch.float64).median().item()
+        return elapsed(self.run, harness.DEVICE)
 
 
 Function = Callable[..., Output]
@@ -95,11 +95,12 @@ Function = Callable[..., Output]
 
 def neighbour(op: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
     for rows in shapes.ROWS:
-        case = bench_neighbours.CASES[op](rows)
-        others, ours, trained = case.others, case.ours, len(case.floats) if op in TRAINED else 0
-        if op == "qk_norm_rope":
-            trained -= 2  # cos and sin are constants
-        yield lambda *floats, ours=ours, others=others: ours(*floats, *others), case.floats, trained
+        call = bench_neighbours.neighbour(op, rows)
+
+        def function(*floats: Tensor, call: fb_calls.Call = call) -> Output:
+            return call.function(**call.changed(**dict(zip(call.floats, floats, strict=True))))
+
+        yield function, tuple(call.floats.values()), len(call.gradients) if op in TRAINED else 0
 
 
 def head(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
@@ -191,7 +192,7 @@ def shifted(x: Tensor) -> Tensor:
 
 TRAINED = ("rms_norm", "qk_norm_rope", "swiglu", "merge_attention_states", "candidate_head")
 OPS: dict[str, Callable[[str], Iterator[tuple[Function, tuple[Tensor, ...], int]]]] = {
-    **dict.fromkeys(bench_neighbours.CASES, neighbour),
+    **dict.fromkeys(bench_neighbours.SIZES, neighbour),
     "linear_logprob": head,
     "branch_attention": attention,
 }

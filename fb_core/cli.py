@@ -20,7 +20,7 @@ from fb_core.extras import require
 if TYPE_CHECKING:
     from fb_core.stages.commands import Command
     from fb_core.stages.run import Engine
-    from fb_kernels.bench import Found
+    from fb_kernels.bench import Results
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -238,7 +238,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
 
 
-def _show_bench(timed: Found) -> None:
+def _show_bench(timed: Results) -> None:
     """Print the results of an op as a table, with the device and versions above it."""
     import torch
     from rich import box

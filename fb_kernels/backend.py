@@ -58,21 +58,26 @@ def chosen(stem: str, device: str) -> tuple[str, str]:
     wanted = _overrides.get(stem, _overrides[""])
     if wanted == "reference":
         return "reference", f"{VARIABLE} asks for it"
-    own = [kind for kind in KERNELS if stem in _with[kind]]
+    own = kinds(stem)
     if not own:
         return "reference", "it has no kernel"
-    kinds = _kinds(wanted, own, device)
-    if not kinds:
+    tried = _kinds(wanted, own, device)
+    if not tried:
         others = "CUDA" if device == "cpu" else "CPU"
         why = f"kernels are for {others} tensors" if wanted in ("auto", *own) else f"it has no {wanted} kernel"
         return "reference", why
     absent: list[str] = []
-    for kind in kinds:
+    for kind in tried:
         why = _why_not(kind, stem, device)
         if not why:
             return kind, _reason(kind, wanted, stem, absent)
-        absent.append(f"{kind}: {why}" if len(kinds) > 1 else why)
+        absent.append(f"{kind}: {why}" if len(tried) > 1 else why)
     return "reference", "; ".join(absent)
+
+
+def kinds(stem: str) -> list[str]:
+    """The kinds of kernels that an op has."""
+    return [kind for kind in KERNELS if stem in _with[kind]]
 
 
 def kernels(stem: str, device: str) -> dict[str, str]:

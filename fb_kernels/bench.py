@@ -5,24 +5,19 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
-from fb_kernels import backend, self_check
-from fb_kernels.self_check_calls import EPS, SHAPED, Call, Outputs
+from fb_kernels import backend, calls, self_check, timing
+from fb_kernels.calls import Call, Calls, listed
 from fb_kernels.testing import assert_close_to_reference
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LEAST, MOST = 0.2, 3.0  # seconds of timing for each; more if the times are noisy
-Way = Callable[..., Outputs]
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Found:
+class Results:
     """The results for an op at one shape.
 
     Attributes:
@@ -91,14 +86,10 @@ class Found:
 
 def dimensions() -> dict[str, dict[str, int]]:
     """{op: {dimension: default}} of all ops that can be timed."""
-    sizes = {}
-    for op, make in SHAPED.items():
-        parameters = inspect.signature(make).parameters.values()
-        sizes[op] = {x.name: x.default for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD}
-    return sizes
+    return {op: function.dimensions() for op, (_, function) in calls.by_name().items()}
 
 
-def bench(op: str, sizes: Mapping[str, int], dtype: str | None = None, device: str | None = None) -> Found:
+def bench(op: str, sizes: Mapping[str, int], dtype: str | None = None, device: str | None = None) -> Results:
     """Check and time the implementations of an op and ways to do the same in plain torch.
 
     Args:
@@ -126,9 +117,10 @@ def bench(op: str, sizes: Mapping[str, int], dtype: str | None = None, device: s
         _refuse(", ".join(DTYPES), repr(dtype), "give one of them as --dtype")
     kind = DTYPES[dtype] if dtype else kind
     chosen = {**defaults[op], **sizes}
-    call = SHAPED[op](**chosen)
-    copy, product = self_check.ceilings(device, kind)
-    return Found(
+    folder, function = calls.by_name()[op]
+    call = function.shaped(**chosen).cast(kind)
+    copy, product = timing.ceilings(device, kind)
+    return Results(
         op,
         " ".join(f"{name.capitalize()}={size}" for name, size in chosen.items()) or call.shape,
         torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)",
@@ -137,7 +129,7 @@ def bench(op: str, sizes: Mapping[str, int], dtype: str | None = None, device: s
         call.moved(kind),
         call.moved(kind) / copy,
         call.flops / product,
-        tuple(_rows(call, plain_ways(op, chosen), kind, device)),
+        tuple(_rows(folder, function, call, device)),
     )
 
 
@@ -145,52 +137,43 @@ def _refuse(expected: str, got: str, remedy: str) -> NoReturn:
     raise ValueError(f"bench: expected {expected}, got {got}; {remedy}")
 
 
-def _rows(call: Call, plain: Mapping[str, Way], dtype: torch.dtype, device: str) -> list[Timed]:
+def _rows(folder: str, function: Calls, call: Call, device: str) -> list[Timed]:
     """All ways, checked and timed."""
-    definition = call.part.definition if call.part else call.definition
+    some = call.part.alone(call) if call.part else call
+    here = call.on(device)
     with torch.no_grad():
-        truth, native = (_tuple(definition(*_given(call, dtype, device, wide))) for wide in (True, False))
+        truth, native = (function.definition(each.on(device)) for each in (some.cast(torch.float64), some))
         emulated = ("cuda", "triton") if device == "cpu" else ()
-        kernels = {name: why for name, why in backend.kernels(call.op, device).items() if name not in emulated}
+        kernels = {name: why for name, why in backend.kernels(folder, device).items() if name not in emulated}
         with backend.seen() as ran:
-            call.ours(*_given(call, dtype, device))
+            here.fresh().run()
         taken = set(ran.values()) or {self_check.REFERENCE}
         rows = []
         for kernel, absent in {**kernels, self_check.REFERENCE: ""}.items():
             row = Timed(kernel, ours=True, used=kernel in taken, fault=absent)
-            with backend.override(f"auto,{call.op}={kernel}"):
-                rows.append(row if absent else _timed(row, call, call.ours, dtype, device, truth, native))
-        for name, way in plain.items():
-            rows.append(_timed(Timed(name), call, way, dtype, device, truth, native))
+            with backend.override(f"auto,{folder}={kernel}"):
+                rows.append(row if absent else _timed(row, here, call.function, truth, native, device))
+        for name, way in call.plain.items():
+            rows.append(_timed(Timed(name), here, way, truth, native, device))
     return rows
 
 
-def _given(call: Call, dtype: torch.dtype, device: str, wide: bool = False) -> list[Tensor]:
-    floats, indices = call.given(dtype, device, wide)
-    return [*floats, *indices]
-
-
-def _tuple(outputs: Outputs) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
 def _timed(
-    row: Timed,
-    call: Call,
-    way: Way,
-    dtype: torch.dtype,
-    device: str,
-    truth: tuple[Tensor, ...],
-    native: tuple[Tensor, ...],
+    row: Timed, call: Call, way: Callable[..., Any], truth: Sequence[Tensor], native: Sequence[Tensor], device: str
 ) -> Timed:
     """The row with its time, or with the reason why it has none."""
-    given = _given(call, dtype, device)
+    call = call.fresh()
+    run = partial(way, **call.arguments)
     try:
         with backend.seen() as ran:
-            results = _tuple(way(*given))
+            results = run()
         if row.ours and row.name != self_check.REFERENCE and row.name not in ran.values():
             return replace(row, fault="it has none for this call")
-        shown = call.part.of(results) if call.part else results
+        shown = [] if results is None else listed(results)
+        if row.ours:
+            shown += (call.tensors[name] for name in call.written)
+        if call.part:
+            shown = call.part.of(shown)
         for index, (got, expected, plain) in enumerate(zip(shown, truth, native, strict=False)):
             if not expected.is_floating_point():
                 if not torch.equal(got.long(), expected.long()):
@@ -204,146 +187,4 @@ def _timed(
         return replace(row, fault="it has none for this call")
     except RuntimeError as problem:  # no memory, or not for this size
         return replace(row, fault=f"did not run: {str(problem).strip().partition(chr(10))[0][:160]}")
-    run = partial(way, *given)
-    if device == "cuda":
-        return replace(row, seconds=self_check.elapsed(run, device))
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return replace(row, seconds=timer.adaptive_autorange(min_run_time=LEAST, max_run_time=MOST).median)
-
-
-# --- plain torch, of a call's floats and then its indices -------------------------------------------------------------
-
-
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(hidden, weight).float()
-
-
-def _log_softmax(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return _logits(hidden, weight).log_softmax(-1).gather(-1, target[:, None])[:, 0]
-
-
-def _cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return -F.cross_entropy(_logits(hidden, weight), target, reduction="none")
-
-
-def _linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return -F.linear_cross_entropy(hidden, weight, target, reduction="none").float()  # type: ignore[attr-defined]
-
-
-def _partials(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
-    logits = _logits(hidden, weight)
-    top = logits.amax(-1)
-    local = target - len(weight)  # the shard is the second of two
-    picked = logits.gather(1, local.clamp(0)[:, None])[:, 0].masked_fill(local < 0, -torch.inf)
-    return top, (logits - top[:, None]).exp().sum(-1), picked
-
-
-def _combined(top: Tensor, sumexp: Tensor, picked: Tensor) -> Outputs:
-    lse = (top + sumexp.log()).logsumexp(0)
-    return picked.amax(0) - lse, lse
-
-
-def _sdpa(shape: Mapping[str, int], *given: Tensor) -> Tensor:
-    """SDPA over copies of the prefix, which every call makes."""
-    q, k, v, prefix_k, prefix_v = given
-    g, n, rows, p = (shape[name] for name in ("g", "k", "l", "p"))
-    own = [x.unflatten(0, (g * n, rows)).transpose(1, 2) for x in (q, k, v)]
-    shared = (x.unflatten(0, (g, p)).transpose(1, 2).repeat_interleave(n, 0) for x in (prefix_k, prefix_v))
-    keys, values = (torch.cat(parts, 2) for parts in zip(shared, own[1:], strict=True))
-    mask = torch.ones(rows, p + rows, dtype=torch.bool, device=q.device).tril(p) if rows > 1 else None
-    out = F.scaled_dot_product_attention(own[0], keys, values, attn_mask=mask, enable_gqa=True)
-    return out.transpose(1, 2).flatten(0, 1)
-
-
-def _rotated(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = F.rms_norm(x, x.shape[-1:], weight, EPS).chunk(2, -1)
-    return torch.cat([first, second], -1) * cos + torch.cat([-second, first], -1) * sin
-
-
-def _split(hkv: int, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of the rows, normed and rotated."""
-    qkv, q_norm, k_norm, cos, sin, at = given
-    heads = qkv.unflatten(-1, (-1, q_norm.shape[0]))
-    q, k, v = heads.split([heads.shape[1] - 2 * hkv, hkv, hkv], 1)
-    cos, sin = (table[at][:, None].to(qkv.dtype) for table in (cos, sin))
-    return _rotated(q, q_norm, cos, sin), _rotated(k, k_norm, cos, sin), v.contiguous()
-
-
-def _step(qkv: Tensor, norms: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor], *rest: Tensor) -> Tensor:
-    """Attention of rows that are each one token after one sequence, [N, Hq, E]."""
-    cos, sin, at, held = rest
-    k_cache, v_cache = caches
-    q, k, v = _split(k_cache.shape[1], qkv, *norms, cos, sin, at)
-    keys, values = (
-        torch.cat([cache[None, : int(held)].expand(len(q), -1, -1, -1), own[:, None]], 1).transpose(1, 2)
-        for cache, own in ((k_cache, k), (v_cache, v))
-    )
-    return F.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
-
-
-def _attention_qkv(qkv: Tensor, *rest: Tensor) -> Tensor:
-    q_norm, k_norm, k_cache, v_cache, cos, sin, at, held, _ = rest
-    return _step(qkv, (q_norm, k_norm), (k_cache, v_cache), cos, sin, at, held)
-
-
-def _gated(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-def _layer(hidden: Tensor, *rest: Tensor) -> Tensor:
-    input_norm, qkv, q_norm, k_norm, o, post_norm, gate_up, down, k_cache, v_cache, cos, sin, at, held, _ = rest
-    normed = F.rms_norm(hidden, hidden.shape[-1:], input_norm, EPS)
-    seen = _step(F.linear(normed, qkv), (q_norm, k_norm), (k_cache, v_cache), cos, sin, at, held)
-    hidden = hidden + F.linear(seen.flatten(1), o)
-    return hidden + F.linear(_gated(F.linear(F.rms_norm(hidden, hidden.shape[-1:], post_norm, EPS), gate_up)), down)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, residual: Tensor) -> Outputs:
-    summed = x + residual
-    return F.rms_norm(summed, x.shape[-1:], weight, EPS), summed
-
-
-def _skinny(x: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
-    return _gated(F.linear(F.rms_norm(x, x.shape[-1:], norm, EPS), weight))
-
-
-def _top(logits: Tensor, k: int) -> Outputs:
-    values = logits.topk(k).values.float()
-    logprob = values.log_softmax(-1)
-    return -(logprob.exp() * logprob).sum(-1), values  # no indices: torch.topk picks any of equal values
-
-
-def _merged(out_a: Tensor, out_b: Tensor, lse_a: Tensor, lse_b: Tensor) -> Outputs:
-    lse = torch.logaddexp(lse_a, lse_b)
-    parts = [out * (own - lse).exp().T[..., None] for out, own in ((out_a, lse_a), (out_b, lse_b))]
-    return (parts[0] + parts[1]).to(out_a.dtype), lse
-
-
-def _head(hidden: Tensor, norm: Tensor, head: Tensor, cu_group: Tensor) -> Outputs:
-    score = F.linear(F.rms_norm(hidden, hidden.shape[-1:], norm, EPS).float(), head.float()[None])
-    score = score.view(len(cu_group) - 1, -1)
-    return score.flatten(), score.softmax(-1).flatten(), score.argmax(-1)
-
-
-def plain_ways(op: str, sizes: Mapping[str, int]) -> dict[str, Way]:
-    """The ways in plain torch to do an op at these sizes, by name; empty if its reference is what one would write."""
-    losses: dict[str, Way] = {"logits, log_softmax": _log_softmax, "logits, cross_entropy": _cross_entropy}
-    if hasattr(F, "linear_cross_entropy"):
-        losses["torch linear_cross_entropy"] = _linear_cross_entropy
-    ways: dict[str, dict[str, Way]] = {
-        "branch_attention": {"SDPA over copies of the prefix": partial(_sdpa, sizes)},
-        "branch_attention_qkv": {"torch eager, SDPA": _attention_qkv},
-        "candidate_head": {"torch eager": _head},
-        "combine_logprob_partials": {"torch eager": _combined},
-        "decoder_layer": {"torch eager, SDPA": _layer},
-        "linear_logprob": losses,
-        "linear_logprob_partials": {"torch eager": _partials},
-        "merge_attention_states": {"torch eager": _merged},
-        "qk_norm_rope": {"torch eager": lambda *given: _split(sizes["hkv"], *given)},
-        "rms_norm": {"torch eager": _rms_norm},
-        "skinny_linear": {"torch eager": _skinny},
-        "swiglu": {"torch eager": _gated},
-        "topk_entropy": {"torch eager": lambda logits: _top(logits, sizes["k"])},
-    }
-    return ways.get(op, {})
+    return replace(row, seconds=timing.steady(run, device))

@@ -19,14 +19,13 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from fb_kernels import backend, devices, tuning
-from fb_kernels.self_check_calls import MAKERS, Call, Outputs, calls
+from fb_kernels import backend, calls, devices, timing, tuning
+from fb_kernels.calls import Call
 from fb_kernels.testing import assert_close_to_reference, poisoned_memory
 
 REFERENCE = "reference"
 ENDED = "it ended its process"
 LIMIT = 150.0  # seconds for an op's process: with cold caches it mostly compiles
-CALLS = 15  # calls that are timed
 
 
 @dataclass(frozen=True)
@@ -59,19 +58,20 @@ class Row:
         return not (self.fault or self.absent)
 
 
-def check(device: str, ops: Sequence[str] = tuple(MAKERS)) -> list[Row]:
-    """Check and time every kernel of these ops on "cuda" or "cpu", and update which kernels are switched off.
+def check(device: str, ops: Sequence[str] = ()) -> list[Row]:
+    """Check and time every kernel of these ops, or of all, on "cuda" or "cpu", and update which are switched off.
 
     Each wrong kernel is also a RuntimeWarning.
     """
+    ops = ops or list(calls.every())
     if device == "cuda":
         cores = os.cpu_count() or 1
         workers = min(cores, len(ops))
         with ThreadPoolExecutor(workers) as pool:
             rows_by_op = list(pool.map(lambda op: apart(op, device, cores // workers), ops))
     else:
-        rows_by_op = [found_last(rows(op, device)) for op in ops]
-    bounds = ceilings(device)
+        rows_by_op = [last_of_each(rows(op, device)) for op in ops]
+    bounds = timing.ceilings(device, _dtype(device))
     checked = [row for op, op_rows in zip(ops, rows_by_op, strict=True) for row in timed(op, op_rows, device, bounds)]
     switch(checked, device)
     taken = {op: taken_by(op, device) for op in ops}
@@ -81,8 +81,10 @@ def check(device: str, ops: Sequence[str] = tuple(MAKERS)) -> list[Row]:
 def rows(op: str, device: str, without: Sequence[str] = ()) -> Iterator[Row]:
     """A row for each call and kernel of an op, except `without`: first with fault `ENDED`, then with the result."""
     dtype = _dtype(device)
-    for call, shown in zip(*(calls(op, _size(device, size)) for size in ("checked", "timed")), strict=True):
-        wide, plain = (evaluated(call, call.definition, *call.given(dtype, "cpu", wide)) for wide in (True, False))
+    sizes = (calls.checked(op, _size(device, size)) for size in ("checked", "timed"))
+    for (function, call), (_, shown) in zip(*sizes, strict=True):
+        call = call.cast(dtype)
+        wide, plain = (evaluated(each, function.definition) for each in (call.cast(torch.float64), call))
         for kernel, absent in {**backend.kernels(op, device), REFERENCE: ""}.items():
             row = Row(op, shown.shape, kernel, absent=absent)
             if kernel in without:
@@ -96,7 +98,7 @@ def rows(op: str, device: str, without: Sequence[str] = ()) -> Iterator[Row]:
             yield replace(row, fault=fault, absent=absent)
 
 
-def found_last(checked: Iterable[Row]) -> list[Row]:
+def last_of_each(checked: Iterable[Row]) -> list[Row]:
     """The last row of each call and kernel."""
     return list({(row.shape, row.kernel): row for row in checked}.values())
 
@@ -113,15 +115,14 @@ def _verdict(
     call: Call, shown: Call, kernel: str, device: str, wide: Sequence[Tensor], plain: Sequence[Tensor]
 ) -> tuple[str, str]:
     """(what is wrong with a kernel, why it did not run) in one call, each empty if it does not apply."""
-    dtype = _dtype(device)
     try:
         with backend.seen() as ran, poisoned_memory():  # elements that are not written stay NaN
-            got = evaluated(call, call.ours, *call.given(dtype, device))
+            got = evaluated(call.on(device), Call.run)
         if kernel != REFERENCE and kernel not in ran.values():
             return "", "it has none for this call"
         backward = {kind for name, kind in ran.items() if name.endswith("_backward")}
         if backward and kernel not in backward:  # another kernel computed the gradients
-            got = got[: len(got) - call.trained]
+            got = got[: len(got) - len(call.gradients)]
         for index, (actual, expected, native) in enumerate(zip(got, wide, plain, strict=False)):
             if not expected.is_floating_point():
                 if not torch.equal(actual.cpu().long(), expected.long()):
@@ -133,8 +134,7 @@ def _verdict(
             except AssertionError as problem:
                 return f"result {index}: {problem}", ""
         if device == "cuda":  # compile for the timed size now, while other ops compile too
-            floats, indices = shown.given(dtype, device)
-            shown.ours(*floats, *indices)
+            shown.cast(_dtype(device)).on(device).run()
             torch.cuda.synchronize()
     except (backend.NotTakenError, torch.OutOfMemoryError) as problem:
         return "", _line(problem)
@@ -147,19 +147,16 @@ def _line(problem: Exception) -> str:
     return str(problem).strip().partition("\n")[0][:200]
 
 
-def evaluated(
-    call: Call, function: Callable[..., Outputs], floats: Sequence[Tensor], indices: Sequence[Tensor]
-) -> list[Tensor]:
-    """The outputs, then the gradients for a fixed upstream gradient of the differentiable outputs."""
-    leaves = [x.requires_grad_(index < call.trained) for index, x in enumerate(floats)]
-    outputs = function(*leaves, *indices)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+def evaluated(call: Call, function: Callable[[Call], list[Tensor]]) -> list[Tensor]:
+    """The results, then the gradients for fixed upstream gradients of the results that carry them."""
+    leaves = {name: call.tensors[name].detach().clone().requires_grad_() for name in call.gradients}
+    results = function(call.fresh().with_(**leaves))
     gradients: Sequence[Tensor] = ()
-    if call.trained:
-        carriers = outputs[: call.carriers]
+    if leaves:
+        carriers = [results[place] for place in call.outputs]
         upstream = [((torch.arange(x.numel()) % 97 - 48) / 64).view(x.shape).to(x) for x in carriers]  # bfloat16 has it
-        gradients = torch.autograd.grad(carriers, leaves[: call.trained], upstream)
-    return [x.detach() for x in (*outputs, *gradients)]
+        gradients = torch.autograd.grad(carriers, list(leaves.values()), upstream)
+    return [x.detach() for x in (*results, *gradients)]
 
 
 def apart(op: str, device: str, threads: int, limit: float = LIMIT) -> list[Row]:
@@ -176,7 +173,7 @@ def apart(op: str, device: str, threads: int, limit: float = LIMIT) -> list[Row]
             received.append(Row(op, "", REFERENCE, absent="its process ended, or gave no answer, between two kernels"))
             break
         without += [row.kernel for row in these[-1:]]
-    return found_last(received)
+    return last_of_each(received)
 
 
 def _apart(op: str, device: str, threads: int, limit: float, without: Sequence[str]) -> tuple[list[Row], bool]:
@@ -226,15 +223,14 @@ def _ruined(device: str) -> bool:
 def timed(op: str, checked: Sequence[Row], device: str, ceiling: tuple[float, float]) -> Iterator[Row]:
     """The rows of an op, with times for those that are right."""
     dtype = _dtype(device)
-    shown = {call.shape: call for call in calls(op, _size(device, "timed"))}
+    shown = {call.shape: call for _, call in calls.checked(op, _size(device, "timed"))}
     for row in checked:
         if not row.right:
             yield row
             continue
-        call = shown[row.shape]
-        floats, indices = call.given(dtype, device)
+        call = shown[row.shape].cast(dtype).on(device).fresh()
         with backend.override(f"auto,{op}={row.kernel}"), torch.no_grad():
-            seconds = elapsed(partial(call.ours, *floats, *indices), device)
+            seconds = timing.elapsed(partial(call.function, **call.arguments), device)
         least = max(call.moved(dtype) / ceiling[0], call.flops / ceiling[1])
         yield replace(row, microseconds=1e6 * seconds, share=least / seconds if least else None)
 
@@ -242,50 +238,11 @@ def timed(op: str, checked: Sequence[Row], device: str, ceiling: tuple[float, fl
 def taken_by(op: str, device: str) -> dict[str, set[str]]:
     """{shape: the implementations that run such a call from now on}."""
     by_shape = {}
-    for call in calls(op, _size(device, "timed")):
-        floats, indices = call.given(_dtype(device), device)
+    for _, call in calls.checked(op, _size(device, "timed")):
         with backend.seen() as ran, torch.no_grad():
-            call.ours(*floats, *indices)
+            call.cast(_dtype(device)).on(device).fresh().run()
         by_shape[call.shape] = set(ran.values()) or {REFERENCE}  # `seen` does not record an op without kernels
     return by_shape
-
-
-def elapsed(run: Callable[[], object], device: str, *, cold: bool = True) -> float:
-    """Median seconds of a call; on a GPU measured by events, and cold: after a write that fills the cache."""
-    run()
-    times = []
-    if device == "cuda":
-        flushed = torch.empty(1 << 30 if cold else 0, dtype=torch.int8, device=device)
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(CALLS):
-            torch.cuda.synchronize()
-            flushed.zero_()
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop) * 1e-3)
-    else:
-        for _ in range(CALLS):
-            start_time = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start_time)
-    return float(torch.tensor(times, dtype=torch.float64).median())
-
-
-def ceilings(device: str, dtype: torch.dtype | None = None) -> tuple[float, float]:
-    """(bytes per second of a copy, reads plus writes; operations per second of a matrix product), of random data.
-
-    The product is of this dtype; by default of the one that is checked on the device.
-    """
-    length, size = (1 << 30, 8192) if device == "cuda" else (1 << 26, 1024)
-    source = torch.empty(length, dtype=torch.int8, device=device).random_()
-    target = torch.empty_like(source)
-    a, b = (torch.randn(size, size, dtype=dtype or _dtype(device), device=device) for _ in range(2))
-    out = torch.empty_like(a)
-    copied = elapsed(lambda: target.copy_(source), device, cold=False)
-    multiplied = elapsed(lambda: torch.mm(a, b, out=out), device, cold=False)
-    return 2 * source.nbytes / copied, 2.0 * size**3 / multiplied
 
 
 def switch(checked: Sequence[Row], device: str) -> None:

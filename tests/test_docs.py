@@ -21,8 +21,7 @@ import fb_kernels
 from benchmarks import figures, reference
 from fb_core.cli import app
 from fb_core.config import PairSettings, RunSettings
-from fb_kernels import backend, bench, cpu
-from fb_kernels.self_check_calls import SHAPED
+from fb_kernels import backend, bench, calls, cpu
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -186,9 +185,8 @@ def test_the_picture_of_a_layout_is_what_the_op_sees() -> None:
 
 
 def test_the_table_of_ops_has_every_op_and_its_tensors() -> None:
-    ops = {row.op: row for row in reference.OPS}
-    assert ops.keys() == bench.dimensions().keys()
-    for name, row in ops.items():
+    for name in reference.ops():
+        _, row = calls.by_name()[name]
         said, at = row.takes.replace("LayerWeights", "weights").replace("DecodeState", "state"), 0
         for argument, parameter in inspect.signature(getattr(fb_kernels, name)).parameters.items():
             if not re.search("Tensor|Layout|Weights|State", str(parameter.annotation)):
@@ -200,23 +198,22 @@ def test_the_table_of_ops_has_every_op_and_its_tensors() -> None:
         assert (bool(row.cpu), bool(row.cuda)) == ("cpu" in named, "cuda" in named)
 
 
-@pytest.mark.parametrize("row", reference.OPS, ids=lambda row: row.op)
+@pytest.mark.parametrize("op", reference.ops())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_an_op_takes_the_dtypes_of_the_table(row: reference.Row, dtype: str) -> None:
-    call = SHAPED[row.op](**{name: reference.SMALL[name] for name in bench.dimensions()[row.op]})
-    floats, indices = call.given(bench.DTYPES[dtype], "cpu")
-    call.ours(*floats, *indices)
-    if isinstance(cpu.library(), str) or not row.cpu:
+def test_an_op_takes_the_dtypes_of_the_table(op: str, dtype: str) -> None:
+    folder, function = calls.by_name()[op]
+    call = reference.small(op).cast(bench.DTYPES[dtype])
+    call.fresh().run()
+    if isinstance(cpu.library(), str) or not function.cpu:
         return
-    with backend.override(f"auto,{call.op}=cpu"), backend.seen() as ran:
+    with backend.override(f"auto,{folder}=cpu"), backend.seen() as ran:
         short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
-        floats, indices = call.given(bench.DTYPES[dtype], "cpu")
-        if short in row.cpu:
-            call.ours(*floats, *indices)
+        if short in function.cpu:
+            call.fresh().run()
             assert "cpu" in ran.values()
         else:
             with pytest.raises(backend.NotTakenError):
-                call.ours(*floats, *indices)
+                call.fresh().run()
 
 
 def test_every_setting_has_a_meaning() -> None:

@@ -20,6 +20,7 @@ case "$*" in
   *summary*) echo "a table of $(ls "$3")" ;;
   *get_device_capability*) echo "sm_90" ;;
   *build_in_place*) test "$FB_BUILD_CUDA" = force && sleep 1; echo "built" ;;
+  *"benchmarks.aot --list"*) echo rms_norm rms_norm_backward swiglu ;;
   *benchmarks.aot*) sleep 1; echo "$3 for $5, 9 compiled" ;;
   *--check*) printf 'op  right\nswiglu  yes\n' ;;
   *"--peers compiled"*) echo "compiled peers of $3" ;;
@@ -37,11 +38,7 @@ def tree(tmp_path: Path) -> Path:
         path = tmp_path / "tests" / "gpu" / f"test_{name}_gpu.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    (tmp_path / "benchmarks" / "aot").mkdir(parents=True)
-    for name in ("swiglu", "rms_norm", "rms_norm_backward"):
-        (tmp_path / "fb_kernels" / name.removesuffix("_backward")).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "benchmarks" / "aot" / f"{name}.py").touch()
-    (tmp_path / "benchmarks" / "aot" / "compiler.py").touch()
+    (tmp_path / "benchmarks").mkdir()
     shutil.copy(SCRIPT, tmp_path / "benchmarks")
     (tmp_path / "python").write_text(PYTHON)
     (tmp_path / "python").chmod(0o755)

@@ -18,6 +18,8 @@ import torch
 from benchmarks import harness
 from benchmarks.shapes import Branches
 from fb_kernels import backend, tuning
+from fb_kernels import timing as fb_timing
+from fb_kernels.timing import Timing
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER / "gpu"), str(FOLDER / "kernels")]
@@ -199,7 +201,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "_commit", lambda: "0" * 40)
     monkeypatch.setattr(harness, "DEVICE", "cuda")
     monkeypatch.setattr(harness, "_device_of", lambda _: "cuda")
-    monkeypatch.setattr(harness, "_flusher", lambda: torch.empty(4))
+    monkeypatch.setattr(fb_timing, "_flusher", lambda: torch.empty(4))
     monkeypatch.setattr(harness, "ceilings", lambda: harness.Ceilings(copy_tbps=4.0, bf16_tflops=800.0))
     monkeypatch.setattr(harness, "longest_kernel", lambda run: f"kernel_of_{run()[0]:.0f}")
 
@@ -218,8 +220,8 @@ class Pedantic:
 
 @ONCE
 @pytest.mark.usefixtures("pretended_gpu")
-@pytest.mark.parametrize("timing", harness.Timing)
-def test_harness_on_a_pretended_gpu(timing: harness.Timing, tmp_path: Path) -> None:
+@pytest.mark.parametrize("timing", Timing)
+def test_harness_on_a_pretended_gpu(timing: Timing, tmp_path: Path) -> None:
     truth = torch.arange(6.0)
 
     def absent() -> torch.Tensor:
@@ -248,7 +250,7 @@ def test_harness_on_a_pretended_gpu(timing: harness.Timing, tmp_path: Path) -> N
     found = {row.impl: row for row in rows}
     assert (found["fb"].backend, found["peer"].backend) == ("triton", "")
     assert skipped == {"absent": "ImportError: no such package"}
-    calls = harness.GRAPH_CALLS if timing is harness.Timing.GRAPH_WARM else 1
+    calls = fb_timing.GRAPH_CALLS if timing is Timing.GRAPH_WARM else 1
     assert found["fb"].median_us == pytest.approx(2000 / calls)
     assert found["fb"].shape == f"N=6 ({timing.value})"
     assert (found["fb"].dtype, found["fb"].peak_bytes) == ("bfloat16", 200)
@@ -256,7 +258,7 @@ def test_harness_on_a_pretended_gpu(timing: harness.Timing, tmp_path: Path) -> N
     assert found["peer"].ok
     assert not found["wrong"].ok
     assert found["wrong"].median_us is None
-    cold = timing in (harness.Timing.COLD, harness.Timing.GRAPH_COLD)
+    cold = timing in (Timing.COLD, Timing.GRAPH_COLD)
     assert ("floor" in found) == cold
     if cold:
         assert found["floor"].median_us == pytest.approx(500.0)  # 2 GB at 4 TB/s, above 1 us of product
@@ -276,7 +278,7 @@ def test_a_case_is_told_the_kernel_that_ran(tmp_path: Path) -> None:
         raise ImportError("no such package")
 
     made = {name: harness.Implementation(run, torch.ones(1)) for name, run in (("fb", lambda: [7.0]), ("x", absent))}
-    rows = harness.kernels_of("op", "N=6", made, harness.Timing.COLD)
+    rows = harness.kernels_of("op", "N=6", made, Timing.COLD)
     assert rows == [{"op": "op", "shape": "N=6 (cold L2)", "impl": "fb", "kernel": "kernel_of_7"}]
     timed = [harness.Result("op", "N=6 (cold L2)", name, "x", 1.0, 1.0, 1.0, 0.0, True) for name in ("fb", "peer")]
     harness.write_results(tmp_path, {"op": timed, "op_kernels": rows})

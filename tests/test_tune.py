@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks import harness, shapes, tune
-from fb_kernels import backend, devices, tuning
+from fb_kernels import backend, devices, swiglu, timing, tuning
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,7 +39,7 @@ def toy_swiglu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip("for machines without a GPU")
     monkeypatch.setattr(shapes, "ROWS", (3,))
     monkeypatch.setattr(tune.bench_neighbours, "WIDTH", 64)
-    monkeypatch.setattr(tune, "REPEATS", 1)
+    monkeypatch.setattr(timing, "CALLS", 1)
     with backend.override("triton"):
         yield
 
@@ -72,8 +72,8 @@ def test_a_better_launch_is_written_and_read(toy_device: Path, monkeypatch: pyte
     assert tuning.swiglu(torch.float32, 1000)["BLOCK"] == 1024  # another bucket
     x = torch.randn(3, 128)
     with backend.override("reference"):
-        want = tune.bench_neighbours.swiglu(x)
-    torch.testing.assert_close(tune.bench_neighbours.swiglu(x), want)
+        want = swiglu(x)
+    torch.testing.assert_close(swiglu(x), want)
 
 
 @pytest.mark.usefixtures("toy_swiglu")

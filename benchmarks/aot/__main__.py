@@ -1,7 +1,8 @@
-"""`python -m benchmarks.aot [OP ...] [--arch sm_90 ...] [--quick] [--json]`: compile, a row each, fail on a fault.
+"""`python -m benchmarks.aot [OP ...] [--arch sm_90 ...] [--quick] [--json] [--list]`: compile, a row each.
 
-A kernel with more instructions per key or logit than instructions.json allows is faulty too; `--record` rewrites that
-file. With `--executed`, kernels that have a target are executed at small sizes, and their times predicted from that.
+It fails on a fault. A kernel with more instructions per key or logit than instructions.json allows is faulty too;
+`--record` rewrites that file. With `--executed`, kernels that have a target are executed at small sizes, and their
+times predicted from that.
 """
 
 from __future__ import annotations
@@ -9,16 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import pkgutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from importlib import import_module
 from pathlib import Path
 
 import triton
 
-import benchmarks.aot
+from benchmarks.aot import calls
 from benchmarks.aot.compiler import (
     ARCHITECTURES,
     Compiled,
@@ -32,14 +31,12 @@ from benchmarks.aot.compiler import (
 from benchmarks.aot.executed import executed
 
 TABLE = Path(__file__).with_name("instructions.json")
-OPS = sorted(
-    {module.name for module in pkgutil.iter_modules(benchmarks.aot.__path__)} - {"compiler", "executed", "__main__"}
-)
+OPS = calls.ops()
 
 
 def launched(ops: list[str], archs: list[str]) -> Iterator[Launch]:
     for op in ops:
-        for case in import_module(f"benchmarks.aot.{op}").cases():
+        for case in calls.cases(op):
             for arch in ARCHITECTURES:
                 if arch.name in archs:
                     yield from launches(case, arch)
@@ -78,7 +75,11 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help=f"write {TABLE.name} from all rows that it is about")
     parser.add_argument("--executed", action="store_true", help="predict from executed instructions; takes minutes")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--list", action="store_true", help="only print the ops")
     options = parser.parse_args()
+    if options.list:
+        print(*OPS)
+        return
     unknown = set(options.ops) - set(OPS)
     if unknown:
         parser.error(f"op: expected some of {', '.join(OPS)}, got {', '.join(sorted(unknown))}")

@@ -17,15 +17,14 @@ import pytest
 from packaging.version import Version
 
 from benchmarks import sass
+from benchmarks.aot import calls
 from fb_kernels.linear_logprob.triton import HAS_GLUON
 
 ROOT = Path(__file__).resolve().parents[2]
-OPS = sorted(
-    path.stem for path in (ROOT / "benchmarks" / "aot").glob("[a-z]*.py") if path.stem not in ("compiler", "executed")
-)
+FOREIGN = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+OPS = calls.ops()
 SLOW = ("branch_attention", "branch_attention_backward")
 TOGETHER = {op: [op] for op in SLOW} | {"others": [op for op in OPS if op not in SLOW]}  # one process each
-FOREIGN = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.slow
@@ -85,9 +84,9 @@ def test_a_fault_fails_the_command() -> None:
     code = """
 import sys
 from dataclasses import replace
-from benchmarks.aot import __main__ as command, swiglu
-case = next(swiglu.cases())
-swiglu.cases = lambda: [replace(case, matmul=("_swiglu_fwd_kernel",))]
+from benchmarks.aot import __main__ as command, calls
+case = calls.cases("swiglu")[0]
+calls.cases = lambda _: [replace(case, matmul=("_swiglu_fwd_kernel",))]
 sys.argv = ["aot", "swiglu", "--arch", "sm_90"]
 command.main()
 """
@@ -101,11 +100,11 @@ def test_more_registers_than_a_multiprocessor_has_are_a_fault() -> None:
     """`maxnreg` allows them, and only the launch would fail."""
     code = """
 from unittest import mock
-from benchmarks.aot import compiler, swiglu
+from benchmarks.aot import calls, compiler
 hopper = next(arch for arch in compiler.ARCHITECTURES if arch.name == "sm_90")
 launch = {"BLOCK": 1 << 16, "num_warps": 16, "maxnreg": 255}
 with mock.patch.object(compiler.tuning, "swiglu", return_value=launch):
-    forward = compiler.launches(next(swiglu.cases()), hopper)[0]
+    forward = compiler.launches(calls.cases("swiglu")[0], hopper)[0]
 made = compiler.compiled(forward, "aligned")
 assert made.registers > 128, made
 assert made.faults == (f"16 warps of {made.registers} registers a thread fit no multiprocessor",), made

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fb_kernels
-from fb_kernels import bench, self_check
+from fb_kernels import bench, calls, timing
 
 SMALL = {"n": 4, "d": 64, "v": 300, "f": 96, "g": 2, "k": 6, "l": 3, "p": 20, "hq": 4, "hkv": 2, "e": 64}
 SMALL |= {"h": 16, "s": 2, "m": 80}
@@ -17,9 +18,9 @@ OPS = bench.dimensions()
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_check, "ceilings", lambda *_: (1e9, 1e9))
-    monkeypatch.setattr(bench, "LEAST", 1e-4)
-    monkeypatch.setattr(bench, "MOST", 1e-3)
+    monkeypatch.setattr(timing, "ceilings", lambda *_: (1e9, 1e9))
+    monkeypatch.setattr(timing, "LEAST", 1e-4)
+    monkeypatch.setattr(timing, "MOST", 1e-3)
 
 
 def test_every_public_op_can_be_timed() -> None:
@@ -40,9 +41,17 @@ def test_all_ways_are_right_at_a_shape_of_ones_own(op: str, dtype: str) -> None:
         assert found.rate(found.rows[-1])
 
 
+def with_plain(monkeypatch: pytest.MonkeyPatch, op: str, ways: dict[str, object]) -> None:
+    """Give calls of an op other ways in plain torch."""
+    folder, function = calls.by_name()[op]
+    changed = replace(function, shaped=lambda **sizes: replace(function.shaped(**sizes), plain=ways))
+    monkeypatch.setattr(calls, "by_name", lambda: {op: (folder, changed)})
+    monkeypatch.setattr(bench, "dimensions", lambda: OPS)
+
+
 @pytest.mark.parametrize("wrong", [lambda x: x[..., :96] * 1.01, lambda x: x[..., :96].fill_(torch.nan)])
 def test_what_is_wrong_is_not_timed(wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "plain_ways", lambda *_: {"wrong": wrong})
+    with_plain(monkeypatch, "swiglu", {"wrong": lambda gate_up: wrong(gate_up)})
     found = bench.bench("swiglu", {"n": 4, "f": 96}, device="cpu")
     *ours, row = found.rows
     assert row.fault.startswith("wrong: ")
@@ -53,22 +62,22 @@ def test_what_is_wrong_is_not_timed(wrong: object, monkeypatch: pytest.MonkeyPat
 
 def test_a_wrong_row_that_is_looked_at_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many rows some are checked, the first and the last among them."""
-    right = bench.plain_ways("linear_logprob", {})["logits, log_softmax"]
+    right = calls.by_name()["linear_logprob"][1].shaped(4, 4, 4).plain["logits, log_softmax"]
 
-    def last_is_wrong(*given: torch.Tensor) -> torch.Tensor:
-        out = right(*given)
+    def last_is_wrong(**given: object) -> torch.Tensor:
+        out = right(**given)
         assert isinstance(out, torch.Tensor)
         out[-1] += 1
         return out
 
-    monkeypatch.setattr(bench, "plain_ways", lambda *_: {"right": right, "wrong": last_is_wrong})
+    with_plain(monkeypatch, "linear_logprob", {"right": right, "wrong": last_is_wrong})
     found = bench.bench("linear_logprob", {"n": 100, "d": 32, "v": 200}, device="cpu")
     assert {row.name: bool(row.fault) for row in found.rows if not row.ours} == {"right": False, "wrong": True}
 
 
 def test_a_ratio_is_to_the_quickest_other() -> None:
     rows = tuple(bench.Timed(name, seconds=seconds) for name, seconds in (("a", 2.0), ("b", 1.0), ("c", 4.0)))
-    found = bench.Found("swiglu", "", "cpu", "float32", 0.0, 8e9, 0.5, 0.0, rows)
+    found = bench.Results("swiglu", "", "cpu", "float32", 0.0, 8e9, 0.5, 0.0, rows)
     assert [found.ratio(row) for row in rows] == [0.5, 2.0, 0.25]
     assert found.rate(rows[1]) == "8 GB/s"
     assert found.floor == 0.5

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fb_kernels
-from fb_kernels import backend, cpu, cuda, devices, rms_norm, self_check, self_check_calls, swiglu
+from fb_kernels import backend, calls, cpu, cuda, devices, rms_norm, self_check, swiglu, timing
 
 X = torch.linspace(-3, 3, 24).reshape(2, 12)
 CEILING = (1e10, 1e11)
@@ -29,8 +29,8 @@ with_library = pytest.mark.skipif(bool(cpu.why_not()), reason="no compiled kerne
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder of devices, and ceilings that need no measuring."""
     monkeypatch.setenv(devices.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(self_check, "ceilings", lambda _: CEILING)
-    monkeypatch.setattr(self_check, "CALLS", 1)
+    monkeypatch.setattr(timing, "ceilings", lambda *_: CEILING)
+    monkeypatch.setattr(timing, "CALLS", 1)
     devices.forget()
     yield tmp_path
     devices.forget()
@@ -53,19 +53,19 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, op: str, kind: str, value: float = 
 
 def test_every_op_is_called() -> None:
     stems = {path.parent.name for path in Path(fb_kernels.__file__).parent.glob("*/naive.py")}
-    assert set(self_check_calls.MAKERS) == stems
+    assert calls.every().keys() == stems
 
 
-@pytest.mark.parametrize("op", self_check_calls.MAKERS)
+@pytest.mark.parametrize("op", calls.every())
 def test_a_call_has_every_size(op: str) -> None:
     """And other values: what is timed on a GPU is only as large as its shapes say."""
-    small, checked = (list(self_check_calls.calls(op, size)) for size in ("small", "checked"))
+    small, checked = (calls.checked(op, size) for size in ("small", "checked"))
     assert small
-    assert len({call.shape for call in checked}) == len(checked)
-    assert all(call.op == op for call in small + checked)
+    assert len({call.shape for _, call in checked}) == len(checked)
+    assert all(call.op == function.op for function, call in small + checked)
 
 
-@pytest.mark.parametrize("op", self_check_calls.MAKERS)
+@pytest.mark.parametrize("op", calls.every())
 def test_what_is_right_passes(op: str) -> None:
     """The reference and the kernels for the CPU, and Triton's where they are interpreted."""
     with warnings.catch_warnings():
@@ -290,7 +290,7 @@ def test_the_command(folder: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     ops = {line.split()[0] for line in done.stdout.splitlines()[1:] if " yes " in line}
-    assert ops == set(self_check_calls.MAKERS)
+    assert ops == set(calls.every())
     refused = subprocess.run([*command, "--device", "cuda"], capture_output=True, text=True, env=environment)
     assert refused.returncode == 2
     assert "--device: expected a CUDA device, got none" in refused.stderr

@@ -13,93 +13,17 @@ from hypothesis import strategies as st
 from layouts import WHOLE
 from torch import Tensor
 
-import fb_kernels
-from fb_kernels import BranchLayout, DecodeState, LayerWeights, tuning
+from fb_kernels import backend, calls, tuning
+from fb_kernels.calls import INDICES as INDICES
+from fb_kernels.calls import Call as Case
+from fb_kernels.calls import Calls
+from fb_kernels.calls import listed as listed
 
 Sizes = dict[str, Any]
-INDICES = ("cu_branch", "cu_group", "prefix_start", "prefix_len", "block_table")
 CONTIGUOUS = ("offset",)
 ROWS = ("offset", "rows apart", "aligned")  # whose last dimension has no gaps
 WIDTHS = st.sampled_from((1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 100, 129))  # around those of vectors
 LOW = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass
-class Case:
-    """One call; `names` are those of its tensors, `state.halt` or `kv_out.0` where one lies inside an argument."""
-
-    op: str
-    arguments: dict[str, Any]
-    written: tuple[str, ...] = ()  # tensors that the op writes to
-    gradients: tuple[str, ...] = ()  # tensors that gradients reach
-    outputs: tuple[int, ...] = (0,)  # the results that carry them
-    least: dict[str, torch.dtype] = field(default_factory=dict)  # of floats that no cast makes narrower
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        return getattr(fb_kernels, self.op)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, value in self.arguments.items():
-            if isinstance(value, DecodeState | LayerWeights):
-                found |= {f"{name}.{each}": x for each, x in value._asdict().items() if x is not None}
-            elif isinstance(value, BranchLayout):
-                fields = {each: getattr(value, each) for each in INDICES}
-                found |= {f"{name}.{each}": x for each, x in fields.items() if x is not None}
-            elif isinstance(value, tuple):
-                found |= {f"{name}.{place}": x for place, x in enumerate(value) if isinstance(x, Tensor)}
-            elif isinstance(value, Tensor):
-                found[name] = value
-        return found
-
-    def changed(self, **changes: Any) -> dict[str, Any]:
-        """The arguments with others in their places; names with a dot reach inside."""
-        built, inside = dict(self.arguments), {}
-        for name, value in changes.items():
-            outer, _, inner = name.partition(".")
-            (inside.setdefault(outer, {}) if inner else built)[inner or outer] = value
-        for outer, values in inside.items():
-            whole = built[outer]
-            if isinstance(whole, DecodeState | LayerWeights):
-                built[outer] = whole._replace(**values)
-            elif isinstance(whole, BranchLayout):
-                built[outer] = replace(whole, **values)
-            else:
-                built[outer] = tuple(values.get(str(place), x) for place, x in enumerate(whole))
-        return built
-
-    def with_(self, **changes: Any) -> Case:
-        """The case with other arguments."""
-        return replace(self, arguments=self.changed(**changes))
-
-    def fresh(self) -> Case:
-        """The case with what is written in memory of its own, for one more call."""
-        return self.with_(**{name: self.tensors[name].clone() for name in self.written})
-
-    def on(self, device: torch.device) -> Case:
-        """The case with its tensors on a device."""
-        moved = {name: on(device, x) for name, x in self.tensors.items() if x.device != device}
-        return self.with_(**moved) if moved else self
-
-    def run(self, **changes: Any) -> list[Tensor]:
-        """What it returns, then what it wrote."""
-        built = self.changed(**changes)
-        out = self.function(**built)
-        results = [] if out is None else listed(out)
-        now = Case(self.op, built).tensors
-        return [*results, *(now[name] for name in self.written)]
-
-
-def on(device: torch.device, x: Tensor) -> Tensor:
-    """The same with its strides, which `to` changes where elements lie apart."""
-    stored = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
-    return stored.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-def listed(results: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else list(results)
 
 
 def gradients(example: Case, upstream: Callable[[Tensor], Tensor] = torch.clone) -> list[Tensor]:
@@ -176,15 +100,37 @@ class Op:
 
     def cast(self, case: Case, dtype: torch.dtype) -> Case:
         """The case with its floats in a dtype."""
-        least = dict.fromkeys(self.wide, torch.float32) | case.least
-        floats = {name: x for name, x in case.tensors.items() if x.is_floating_point()}
-        dtypes = {name: torch.promote_types(dtype, least.get(name, dtype)) for name in floats}
-        return case.with_(**{name: x.to(dtypes[name]) for name, x in floats.items()})
+        return replace(case, least=dict.fromkeys(self.wide, torch.float32) | case.least).cast(dtype)
+
+
+def definition(case: Case, _: Sequence[Tensor] = ()) -> list[Tensor]:
+    """What it returns, then what it writes, by the op's `calls.py`."""
+    return calls.by_name()[case.op][1].definition(case)
+
+
+def described(folder: str, function: Calls) -> Op:
+    """A public function as its `calls.py` has it: at small sizes, by the reference and every kernel of its own."""
+    dimensions = function.dimensions()
+
+    def make(**sizes: int) -> Case:
+        return function.shaped(**sizes).cast(torch.float64)
+
+    small = make(**dict.fromkeys(dimensions, 2)).cast(torch.bfloat16)
+    return Op(
+        function.op,
+        make,
+        st.fixed_dictionaries(dict.fromkeys(dimensions, st.integers(1, 9))),
+        definition,
+        {"reference": Way((torch.float64, *LOW)), **{kind: Way() for kind in backend.kinds(folder)}},
+        typical=dict.fromkeys(dimensions, 6),
+        tiny=[dict.fromkeys(dimensions, 3)] if small.gradients else [],
+        widened=tuple(place for place, x in enumerate(function.definition(small)) if x.dtype == torch.float32),
+    )
 
 
 def single(case: Case) -> Case:
     """Its floats in float32."""
-    return case.with_(**{name: x.float() for name, x in case.tensors.items() if x.is_floating_point()})
+    return case.with_(**{name: x.float() for name, x in case.floats.items()})
 
 
 @contextmanager

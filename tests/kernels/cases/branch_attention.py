@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from layouts import LAYOUTS
 from torch import Tensor
 
-from cases.base import INDICES, ROWS, Case, Op, Way, generator, ids, launched, normal, randn, seeds, single
+from cases.base import INDICES, ROWS, Case, Op, Way, definition, generator, ids, launched, normal, randn, seeds, single
 from fb_kernels import BranchLayout
 from fb_kernels.branch_attention import reference, triton_backward, triton_layout
 from fb_kernels.branch_attention.naive import branch_attention as naive
@@ -96,10 +96,6 @@ def states(case: Case, **changes: Any) -> list[Tensor]:
     given = case.changed(**changes)
     layout, _ = given.pop("layout"), given.pop("return_lse", False)
     return list(naive(**given, **{each: getattr(layout, each) for each in INDICES}))
-
-
-def truth(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
-    return states(case) if case.arguments.get("return_lse") else states(case)[:1]
 
 
 def sizes_of(case: Case) -> dict[str, Tensor]:
@@ -275,7 +271,7 @@ OP = Op(
     "branch_attention",
     make,
     sizes(3, 5, 9, [*FEW, (4, 2)], (1, 4, 8, 15)),
-    truth,
+    definition,
     {
         "reference": Way(EVERY, small=small_blocks, also=SPANNING),
         "device": Way(EVERY, small=small_blocks),

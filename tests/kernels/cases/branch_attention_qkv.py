@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases import branch_attention
-from cases.base import CONTIGUOUS, LOW, Case, Op, Way, generator, ids, normal, randn, seeds, single
+from cases.base import CONTIGUOUS, LOW, Case, Op, Way, definition, generator, ids, normal, randn, seeds, single
 from cases.qk_norm_rope import heads
 from fb_kernels import BranchLayout
-from fb_kernels.branch_attention_qkv.naive import branch_attention_qkv as naive
 from fb_kernels.precision import accumulation_dtype
 from fb_kernels.qk_norm_rope.naive import qk_norm_rope
 from fb_kernels.testing import magnitude
@@ -120,13 +119,6 @@ def in_pages(
         "slots": slots,
         "block_table": table.to(index),
     }
-
-
-def truth(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
-    """The tables in the dtype of the heads, as plain PyTorch has them."""
-    dtype = case.arguments["qkv"].dtype
-    own = case.fresh().with_(**{name: case.arguments[name].to(dtype) for name in TABLES})
-    return [naive(**own.arguments), *(own.arguments[name] for name in case.written)]
 
 
 def attention(case: Case) -> Case:
@@ -248,7 +240,7 @@ OP = Op(
     "branch_attention_qkv",
     make,
     sizes(0, FEW),
-    truth,
+    definition,
     {
         "reference": Way(EVERY, also=[{"held": 40, "half": 16}, {"held": 40, "half": 16, "page": 16, "sequences": 5}]),
         "device": Way(EVERY),

@@ -10,9 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import ROWS, Case, Op, Way, generator, ids, seeds
+from cases.base import ROWS, Case, Op, Way, definition, generator, ids, seeds
 from fb_kernels import DecodeState
-from fb_kernels.commit.naive import commit_ as naive
 
 WRITTEN = ("state.tokens", "state.length", "state.halt")
 
@@ -55,12 +54,6 @@ def make(
     return Case("commit_", arguments, written=WRITTEN + (("outcome",) if told else ()), least=least)
 
 
-def truth(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
-    own = case.fresh()
-    naive(**own.arguments)
-    return [own.tensors[name] for name in case.written]
-
-
 def sizes(**fixed: Any) -> st.SearchStrategy:
     options = {
         "rows": st.integers(0, 9) | st.just(70),
@@ -85,7 +78,7 @@ OP = Op(
     "commit_",
     make,
     sizes(),
-    truth,
+    definition,
     {
         "reference": Way((torch.float64, torch.float32, torch.bfloat16, torch.float16)),
         "device": Way((torch.float64, torch.float32, torch.bfloat16, torch.float16)),

@@ -10,10 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import CONTIGUOUS, LOW, Case, Op, Way, generator, ids, normal, seeds, single
+from cases.base import CONTIGUOUS, LOW, Case, Op, Way, definition, generator, ids, normal, seeds, single
 from cases.branch_attention_qkv import in_pages, wrong_pages
 from fb_kernels import LayerWeights
-from fb_kernels.decoder_layer.naive import decoder_layer as naive
 from fb_kernels.rms_norm.naive import rms_norm
 from fb_kernels.testing import magnitude
 
@@ -79,13 +78,6 @@ def make(
         arguments |= in_pages(caches, slots, first, held, spare, page, sequences, math.nan, index, source)
     least = dict.fromkeys(TABLES, torch.float32) if wide_tables else {}
     return Case("decoder_layer", arguments | options, written=() if slots is None else CACHES, least=least)
-
-
-def truth(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
-    """The tables in the dtype of the heads, as plain PyTorch has them."""
-    dtype = case.arguments["hidden"].dtype
-    own = case.fresh().with_(**{name: case.arguments[name].to(dtype) for name in TABLES})
-    return [naive(**own.arguments), *(own.arguments[name] for name in case.written)]
 
 
 def scales(case: Case, truth: Sequence[Tensor]) -> list[Tensor | None]:
@@ -155,7 +147,7 @@ OP = Op(
     "decoder_layer",
     make,
     sizes(0, FEW),
-    truth,
+    definition,
     {
         "reference": Way(
             EVERY,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import Case, Op, Way, generator, ids, offsets, randn, seeds
+from cases.base import Case, Op, Way, generator, ids, offsets, seeds
 from fb_kernels.group_cross_entropy.naive import group_cross_entropy as naive
 from fb_kernels.testing import magnitude
 
@@ -88,10 +88,3 @@ OP = Op(
         ("reduction", {"reduction": "average"}, ValueError),
     ],
 )
-EXAMPLES = {
-    "group_cross_entropy": lambda: Case(
-        "group_cross_entropy",
-        {"score": randn(7), "target": randn(7, seed=1).square(), "cu_group": ids(0, 3, 3, 6)},
-        gradients=("score",),
-    )
-}

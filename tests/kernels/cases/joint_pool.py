@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from hypothesis import strategies as st
 
-from cases.base import Case, Op, Way, generator, ids, seeds
-from fb_kernels.joint_pool.naive import joint_pool as naive
+from cases.base import Case, Op, Way, definition, generator, seeds
 
 
 def make(
@@ -34,7 +33,7 @@ OP = Op(
             "seed": seeds,
         }
     ),
-    lambda case, _: list(naive(**case.arguments)),
+    definition,
     {"reference": Way((torch.float32,))},
     typical={"batch": (6,), "slm": 3, "llm": 8},
     rows={"slm_ids": 0, "llm_ids": 0},
@@ -53,8 +52,3 @@ OP = Op(
         ("llm_ids", {"llm_ids": IDS[0]}, ValueError),
     ],
 )
-EXAMPLES = {
-    "joint_pool": lambda: Case(
-        "joint_pool", {"slm_ids": ids(4, 2, 9, 1, 1, -1).view(2, 3), "llm_ids": ids(9, 3, 4, 5, 5, 2, 1, 0).view(2, 4)}
-    )
-}

@@ -15,11 +15,22 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import CONTIGUOUS, WIDTHS, Case, Op, Way, generator, ids, launched, normal, randn, seeds, single
+from cases.base import (
+    CONTIGUOUS,
+    WIDTHS,
+    Case,
+    Op,
+    Way,
+    definition,
+    generator,
+    ids,
+    launched,
+    normal,
+    randn,
+    seeds,
+    single,
+)
 from fb_kernels.linear_logprob import cpu, reference
-from fb_kernels.linear_logprob.naive import combine_logprob_partials as naive_combination
-from fb_kernels.linear_logprob.naive import linear_logprob as naive
-from fb_kernels.linear_logprob.naive import linear_logprob_partials as naive_partials
 from fb_kernels.linear_logprob.triton import HAS_GLUON
 from fb_kernels.testing import magnitude
 
@@ -147,10 +158,6 @@ def gradient_scales_of_combination(case: Case, truth: Sequence[Tensor], upstream
     on_logprob, on_lse = (magnitude(g) for g in upstream)
     share = magnitude((top - lse).exp()) * (1 + magnitude(top) + magnitude(lse))
     return [(on_logprob + on_lse) * share, on_logprob]
-
-
-def definition(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
-    return list(naive(**{name: x for name, x in case.arguments.items() if name not in ALL}))
 
 
 options = st.fixed_dictionaries(
@@ -301,7 +308,7 @@ PARTIALS = Op(
         vocab_start=st.sampled_from([0, 2, 40]),
         valid_vocab=st.sampled_from([None, 1, 20, 60, 150]),
     ),
-    lambda case, _: list(naive_partials(**case.arguments)),
+    definition,
     {"reference": REFERENCE, **{name: replace(way, also=()) for name, way in TRITON.items()}},
     typical=TYPICAL | {"padding": 0, "vocab_start": 2},
     scales=scales_of_partials,
@@ -330,7 +337,7 @@ COMBINATION = Op(
             "seed": seeds,
         }
     ),
-    lambda case, _: list(naive_combination(**case.arguments)),
+    definition,
     {
         "reference": Way((torch.float64, torch.float32)),
         "triton": Way((torch.float32,), small=small),

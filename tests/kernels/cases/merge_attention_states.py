@@ -9,9 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import CONTIGUOUS, WIDTHS, Case, Op, Way, launched, listed, normal, randn, seeds
+from cases.base import CONTIGUOUS, WIDTHS, Case, Op, Way, definition, launched, normal, seeds
 from fb_kernels.merge_attention_states import cpu
-from fb_kernels.merge_attention_states.naive import merge_attention_states as naive
 from fb_kernels.testing import magnitude
 
 NAMES = ("out_a", "lse_a", "out_b", "lse_b")
@@ -71,7 +70,7 @@ OP = Op(
     "merge_attention_states",
     make,
     sizes(0, st.integers(0, 20)),
-    lambda case, _: listed(naive(**case.arguments)),
+    definition,
     {
         "reference": Way((torch.float64, torch.float32, torch.bfloat16, torch.float16)),
         "triton": Way(small=small),
@@ -110,11 +109,3 @@ OP = Op(
         ("lse_b", {"lse_b": GOOD["lse"].to("meta")}, ValueError),
     ],
 )
-EXAMPLES = {
-    "merge_attention_states": lambda: Case(
-        "merge_attention_states",
-        {"out_a": randn(5, 4, 8), "lse_a": randn(4, 5), "out_b": randn(5, 4, 8, seed=1), "lse_b": randn(4, 5, seed=1)},
-        gradients=NAMES,
-        outputs=(0, 1),
-    )
-}

@@ -11,9 +11,22 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import CONTIGUOUS, Case, Op, Sizes, Way, generator, ids, launched, normal, randn, seeds, single
+from cases.base import (
+    CONTIGUOUS,
+    Case,
+    Op,
+    Sizes,
+    Way,
+    definition,
+    generator,
+    ids,
+    launched,
+    normal,
+    randn,
+    seeds,
+    single,
+)
 from fb_kernels.qk_norm_rope import cpu
-from fb_kernels.qk_norm_rope.naive import qk_norm_rope as naive
 from fb_kernels.testing import magnitude
 
 LENGTH = 12  # of the tables
@@ -60,15 +73,10 @@ def make_written(size: int, slots: Sequence[int], **sizes: Any) -> Case:
     return Case("qk_norm_rope", case.arguments | {"kv_out": kv_out}, written=CACHES)
 
 
-def definition(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
-    own = case.with_(**{name: case.tensors[name].clone() for name in case.written})
-    return [*naive(**own.arguments), *(own.tensors[name] for name in case.written)]
-
-
 def scales(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
     """Of what is rotated, as far as the tables reach."""
     straight = case.with_(cos=torch.ones_like(case.arguments["cos"]), sin=torch.zeros_like(case.arguments["sin"]))
-    q, k, v, *caches = definition(straight, [])
+    q, k, v, *caches = definition(straight)
     q, k = (magnitude(x).amax(-1, keepdim=True).expand(x.shape) * reach(case) if x.numel() else x for x in (q, k))
     slots = case.tensors.get("kv_out.2", ids()).tolist()
     for cache, written in zip(caches, (k, v), strict=False):

@@ -8,9 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import CONTIGUOUS, WIDTHS, Case, Op, Way, launched, listed, normal, randn, seeds, single
+from cases.base import CONTIGUOUS, WIDTHS, Case, Op, Way, definition, launched, normal, randn, seeds, single
 from fb_kernels.rms_norm import cpu
-from fb_kernels.rms_norm.naive import rms_norm as naive
 from fb_kernels.testing import magnitude
 
 EPS = 1e-6
@@ -47,7 +46,7 @@ OP = Op(
     "rms_norm",
     make,
     sizes(0, st.integers(0, 40)),
-    lambda case, _: listed(naive(**case.arguments)),
+    definition,
     {
         "reference": Way((torch.float64, torch.float32, torch.bfloat16, torch.float16)),
         "triton": Way(small=small, also=[{"rows": (2,), "width": 8200}]),

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from hypothesis import strategies as st
 
-from cases.base import CONTIGUOUS, WIDTHS, Case, Op, Way, listed, normal, randn, seeds, single
+from cases.base import CONTIGUOUS, WIDTHS, Case, Op, Way, definition, normal, seeds, single
 from fb_kernels.swiglu import cpu
-from fb_kernels.swiglu.naive import swiglu as naive
 
 
 def make(rows: Sequence[int], half: int, seed: int = 0) -> Case:
@@ -25,7 +24,7 @@ OP = Op(
     "swiglu",
     make,
     sizes(0, st.integers(0, 40)),
-    lambda case, _: listed(naive(**case.arguments)),
+    definition,
     {
         "reference": Way((torch.float64, torch.float32, torch.bfloat16, torch.float16)),
         "triton": Way(also=[{"rows": (3,), "half": 2500}]),
@@ -52,4 +51,3 @@ OP = Op(
         ("gate_up", {"gate_up": torch.ones(2, 5)}, ValueError),
     ],
 )
-EXAMPLES = {"swiglu": lambda: Case("swiglu", {"gate_up": randn(3, 4, 16)}, gradients=("gate_up",))}

@@ -10,10 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import ROWS, Case, Op, Sizes, Way, normal, randn, seeds, single
+from cases.base import ROWS, Case, Op, Sizes, Way, definition, normal, randn, seeds, single
 from fb_kernels import tuning
 from fb_kernels.topk_entropy import cpu, cuda
-from fb_kernels.topk_entropy.naive import topk_entropy as naive
 
 SPREAD = ("rising", "falling", "together", "apart 4", "apart 16", "apart 128", "late ties", "masked")
 EQUAL = ("1.5", "nan", "inf", "-inf")
@@ -95,7 +94,7 @@ OP = Op(
     "topk_entropy",
     make,
     sizes(BATCHES, st.integers(1, 40), 40),
-    lambda case, _: list(naive(**case.arguments)),
+    definition,
     {
         "reference": Way((torch.float64, torch.float32, torch.bfloat16, torch.float16), also=[VOCABULARY]),
         "triton": Way(
