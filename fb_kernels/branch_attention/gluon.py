@@ -277,7 +277,7 @@ def _attend(
             if OWN:
                 found = gl.max(strange.index(stage).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
             mbarrier.arrive(v_empty.index(stage))
-            if found != 0:
+            if OWN and found != 0:  # without OWN a dead branch, which Triton 3.6 does not compile
                 for stretch in range(prefix + 1, high + 1):
                     begin, size, whole = _stretch(branches, stretch, tile, BLOCK_N)
                     for i in range(whole, size):
