@@ -1,5 +1,5 @@
 // What all kernels here share: element types, warp products, launches. Compiled by nvcc for the device or, with
-// -DFB_HOST_EMULATION, for the host, where blocks run as fibers (emulation.h) and warp instructions as loops.
+// -DFB_HOST_EMULATION, for the host (emulation.h), with warp instructions as loops.
 #pragma once
 
 #include "interface.h"
@@ -139,7 +139,7 @@ __device__ inline uint4 load_streaming_if(bool inside, const void* address, [[ma
 // A launch's dynamic shared memory (shared_bytes), aligned to 16 bytes.
 __device__ inline void* dynamic_shared() {
 #ifdef FB_HOST_EMULATION
-  return emulation::dynamic_shared();
+  return emulation::dynamic_shared(*emulation::block);
 #else
   extern __shared__ uint4 bytes[];
   return bytes;
@@ -256,14 +256,15 @@ __device__ inline float exp2_of(float x) {
 // Whether a thread is the last of `count` to arrive. It then sees what the others, and threads that met them at a
 // barrier, wrote before; the counter is zero again.
 __device__ inline bool arrives_last(unsigned* counter, unsigned count) {
+#define FB_ARRIVE "atom.acq_rel.gpu.global.inc.u32"
+  const unsigned wraps_at = count - 1;
 #if defined(FB_HOST_EMULATION)
-  const unsigned before = *counter;
-  *counter = before >= count - 1 ? 0 : before + 1;
+  const unsigned before = emulation::atomic(FB_ARRIVE, counter, wraps_at);
 #else
   unsigned before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+  asm volatile(FB_ARRIVE " %0, [%1], %2;"
                : "=r"(before)
-               : "l"(counter), "r"(count - 1)
+               : "l"(counter), "r"(wraps_at)
                : "memory");
 #endif
   return before == count - 1;
@@ -278,7 +279,7 @@ constexpr bool kClusters = true;  // blocks can work in clusters
 // A barrier of all threads of a cluster's blocks; each then sees what the others wrote before.
 __device__ inline void sync_cluster() {
 #if defined(FB_HOST_EMULATION)
-  emulation::arrive(emulation::cluster->all);
+  emulation::sync_cluster();
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 #endif
@@ -341,9 +342,10 @@ inline int is_capturing(Stream stream, bool* result) {
 }
 
 template <typename... Parameters, typename... Arguments>
-int launch_clusters(void (*kernel)(Parameters...), int cluster, int grid, int block, int shared_bytes, Stream,
+int launch_clusters(void (*kernel)(Parameters...), int cluster, int grid, int block, int shared_bytes, Stream stream,
                     Arguments... arguments) {
-  return emulation::run(grid, cluster, block, shared_bytes, [=] { kernel(static_cast<Parameters>(arguments)...); });
+  return emulation::run(stream != nullptr, grid, cluster, block, shared_bytes,
+                        [=] { kernel(static_cast<Parameters>(arguments)...); });
 }
 
 #else

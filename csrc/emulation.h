@@ -1,19 +1,23 @@
-// Runs kernels on the host: one fiber per thread, two blocks (or those of a cluster) at a time, in random order; finds
-// wrong indexing and missing barriers, not races between running threads. Has only what the kernels here use.
+// Runs kernels on the host: blocks on threads, a few at a time, and the threads of each as fibers in random order; finds
+// wrong indexing and missing barriers, and under ThreadSanitizer races between blocks. Has only what the kernels here use.
 #pragma once
 
 #include <link.h>
 #include <ucontext.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <random>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -23,7 +27,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __restrict__
-#define __shared__ static thread_local  // of the current block, see `enter`
+#define __shared__ static thread_local
 #define __align__(n) alignas(n)
 
 struct dim3 {
@@ -83,8 +87,9 @@ inline bfloat16 narrow<bfloat16>(float x) {
 
 constexpr int kLanes = 32;
 constexpr size_t kStack = 64 * 1024;
+constexpr int kResident = 4;  // blocks at a time, in whole clusters
 
-struct Barrier {
+struct Barrier {  // of threads of a block
   int expected = 0, arrived = 0;
   int64_t generation = 0;
 };
@@ -97,9 +102,8 @@ struct Copy {
 struct Thread {
   ucontext_t context;
   std::vector<Copy> copies;  // not yet done
-  std::unique_ptr<char[]> stack;
   bool done = false;
-  const Barrier* waits = nullptr;  // waits until the barrier's generation changes
+  const int64_t* waits = nullptr;  // until this is no longer `generation`
   int64_t generation = 0;
 };
 
@@ -108,175 +112,243 @@ struct Warp {
   uint64_t slots[kLanes][8];  // values that lanes exchange
 };
 
+// The blocks of a cluster, each on its own thread.
+struct Cluster {
+  std::vector<struct Block> blocks;
+  int size = 0;  // of them
+  std::mutex mutex;
+  std::condition_variable changed;
+  int expected = 0, arrived = 0;  // threads at the barrier of all
+  int64_t generation = 0;
+  int idle = 0, ended = 0;  // blocks whose threads all wait for other blocks; and that have ended
+  bool stuck = false;       // no block can go on
+
+  // Until the barrier opens again; returns whether it does.
+  bool wait(int64_t last) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (generation == last) ++idle;
+    look();
+    changed.wait(lock, [&] { return generation != last || stuck; });
+    return generation != last;
+  }
+
+  // A block ends, and waits for the others of its cluster.
+  void end() {
+    std::unique_lock<std::mutex> lock(mutex);
+    const int64_t last = generation;
+    if (++ended == size) {
+      ended = 0;
+      open();
+    }
+    look();
+    changed.wait(lock, [&] { return generation != last || stuck; });
+  }
+
+  void open() {
+    idle = 0;
+    ++generation;
+    changed.notify_all();
+  }
+
+ private:
+  void look() {
+    stuck |= idle > 0 && idle + ended == size;
+    if (stuck) changed.notify_all();
+  }
+};
+
 struct Block {
-  std::vector<char> variables;  // its __shared__ variables while another block runs
+  Cluster* cluster = nullptr;
+  const std::function<void()>* body = nullptr;
+  std::mt19937 order{0};
+  std::unique_ptr<char[]> stacks;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier all;
   int votes = 0;
   std::vector<char> shared;
   unsigned index = 0;
-  int current = 0, left = 0;  // the running thread; threads that have not ended
-};
-
-// Blocks that run at the same time.
-struct Cluster {
-  std::vector<Block> blocks;
-  char* variables = nullptr;  // __shared__ variables of the current block: all thread_local ones of the library
-  size_t variables_size = 0;
-  Barrier all;
-  std::function<void()> body;
+  int current = 0;   // the running thread
+  int64_t met = 0;  // generation of the cluster's barrier
   ucontext_t scheduler;
 };
 
-inline Cluster* cluster = nullptr;  // the running cluster, and its current block
-inline Block* block = nullptr;
-inline std::mt19937 order{0};
-inline int multiprocessors = 2;  // of the device
+inline thread_local Block* block = nullptr;  // that this thread runs
+inline int multiprocessors = 2;              // of the device
+inline dim3 grid_dim_, block_dim_;
 
 inline dim3 thread_index() { return {static_cast<unsigned>(block->current)}; }
 inline dim3 block_index() { return {block->index}; }
-inline dim3 grid_dim_, block_dim_;
 
-inline void leave() { swapcontext(&block->threads[block->current].context, &cluster->scheduler); }
+inline Thread& own_thread() { return block->threads[block->current]; }
+inline Warp& own_warp() { return block->warps[block->current / kLanes]; }
+inline int own_lane() { return block->current % kLanes; }
 
-inline thread_local char anchor = 0;
+inline void leave() { swapcontext(&own_thread().context, &block->scheduler); }
 
-inline int find_variables(dl_phdr_info* library, size_t, void* of) {
-  auto& here = *static_cast<Cluster*>(of);
-  here.variables = static_cast<char*>(library->dlpi_tls_data);
-  for (int i = 0; i < library->dlpi_phnum; ++i)
-    if (library->dlpi_phdr[i].p_type == PT_TLS) here.variables_size = library->dlpi_phdr[i].p_memsz;
-  return here.variables != nullptr && &anchor >= here.variables && &anchor < here.variables + here.variables_size;
-}
-
-inline void enter(Block* next) {
-  if (block == next) return;
-  if (block != nullptr) std::memcpy(block->variables.data(), cluster->variables, cluster->variables_size);
-  std::memcpy(cluster->variables, next->variables.data(), cluster->variables_size);
-  block = next;
+inline void wait_while(const int64_t& generation) {
+  own_thread().generation = generation;
+  own_thread().waits = &generation;
+  leave();
+  own_thread().waits = nullptr;
 }
 
 inline void arrive(Barrier& barrier) {
-  Thread& self = block->threads[block->current];
-  if (++barrier.arrived == barrier.expected) {
-    barrier.arrived = 0;
-    ++barrier.generation;
-    return;
+  if (++barrier.arrived < barrier.expected) return wait_while(barrier.generation);
+  barrier.arrived = 0;
+  ++barrier.generation;
+}
+
+// The barrier of all threads of a cluster.
+inline void sync_cluster() {
+  Cluster& here = *block->cluster;
+  {
+    const std::lock_guard<std::mutex> lock(here.mutex);
+    block->met = here.generation;
+    if (++here.arrived == here.expected) {
+      here.arrived = 0;
+      return here.open();
+    }
   }
-  self.waits = &barrier;
-  self.generation = barrier.generation;
-  leave();
-  self.waits = nullptr;
+  wait_while(block->met);
 }
 
 inline void entry() {
-  cluster->body();
-  block->threads[block->current].done = true;
+  (*block->body)();
+  own_thread().done = true;
   leave();
 }
 
-inline void poison(std::vector<char>& memory) { std::fill(memory.begin(), memory.end(), static_cast<char>(0xff)); }
+inline void poison(void* memory, size_t size) { std::memset(memory, 0xff, size); }  // NaN in every float type
 
-inline int run_cluster(Cluster& here) {
-  cluster = &here;
-  block = nullptr;
-  const int threads = static_cast<int>(here.blocks[0].threads.size());
-  const int count = threads * static_cast<int>(here.blocks.size());
+struct Variables {  // all thread_local ones of the library that this thread has
+  void* data = nullptr;
+  size_t size = 0;
+};
+
+inline int find_variables(dl_phdr_info* library, size_t, void* found) {
+  static thread_local char anchor;
+  const auto data = static_cast<char*>(library->dlpi_tls_data);
+  for (int i = 0; i < library->dlpi_phnum; ++i) {
+    const auto& part = library->dlpi_phdr[i];
+    if (part.p_type != PT_TLS || data == nullptr || &anchor < data || &anchor >= data + part.p_memsz) continue;
+    *static_cast<Variables*>(found) = {data, part.p_memsz};
+    return 1;
+  }
+  return 0;
+}
+
+// Returns whether all threads came to their end.
+inline bool run_block(Block& here) {
+  const int count = static_cast<int>(here.threads.size());
   std::vector<int> turn(count);
+  block = &here;
+  here.all = {count};
+  for (Warp& warp : here.warps) warp.barrier = {kLanes};
+  poison(here.shared.data(), here.shared.size());
   for (int i = 0; i < count; ++i) {
     turn[i] = i;
-    Thread& thread = here.blocks[i / threads].threads[i % threads];
+    Thread& thread = here.threads[i];
     thread.done = false;
     thread.waits = nullptr;
     thread.copies.clear();
     getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_sp = here.stacks.get() + i * kStack;
     thread.context.uc_stack.ss_size = kStack;
     thread.context.uc_link = &here.scheduler;
     makecontext(&thread.context, entry, 0);
   }
   for (int left = count; left > 0;) {
-    std::shuffle(turn.begin(), turn.end(), order);
+    std::shuffle(turn.begin(), turn.end(), here.order);
     // most rounds run a single warp, so that it gets as far ahead of the others as barriers allow
-    const int alone = count > kLanes && order() % 8 != 0 ? turn[0] / kLanes : -1;
-    std::stable_partition(turn.begin(), turn.end(), [&, first = turn[0]](int i) { return i / threads == first / threads; });
+    const int alone = count > kLanes && here.order() % 8 != 0 ? turn[0] / kLanes : -1;
     bool moved = false;
     for (int i : turn) {
       if (alone >= 0 && i / kLanes != alone) continue;
-      Thread& thread = here.blocks[i / threads].threads[i % threads];
-      if (thread.done || (thread.waits != nullptr && thread.waits->generation == thread.generation)) continue;
-      enter(&here.blocks[i / threads]);
-      block->current = i % threads;
+      Thread& thread = here.threads[i];
+      if (thread.done || (thread.waits != nullptr && *thread.waits == thread.generation)) continue;
+      here.current = i;
       moved = true;
       swapcontext(&here.scheduler, &thread.context);
       left -= thread.done;
-      block->left -= thread.done;
-      if (block->left == 0) poison(block->shared);  // shared memory ends with its block
     }
-    if (!moved && alone < 0) {
+    if (moved || alone >= 0) continue;
+    if (!here.cluster->wait(here.met)) {
       std::fprintf(stderr, "emulation: %d of %d threads wait at a barrier that the others do not reach\n", left, count);
-      return 719;  // CUDA's code of a launch failure
+      return false;
     }
+    ++here.met;
   }
-  return 0;
+  poison(here.shared.data(), here.shared.size());  // shared memory ends with its block
+  return true;
 }
 
-inline int run(int grid, int cluster_blocks, int threads, int shared_bytes, std::function<void()> body) {
+inline int run_once(int grid, int cluster_blocks, int threads, int shared_bytes, const std::function<void()>& body) {
   if (threads < 1 || threads > 1024 || threads % kLanes != 0 || grid < 0 || grid % cluster_blocks != 0) return 1;
-  Cluster here;
-  here.body = std::move(body);
-  anchor = 1;  // makes sure that the thread has its variables
-  if (!dl_iterate_phdr(find_variables, &here)) return 1;
+  static std::mt19937 order{0};
+  block_dim_ = {static_cast<unsigned>(threads)};
+  grid_dim_ = {static_cast<unsigned>(grid)};
   std::vector<int> turn(grid / cluster_blocks);
   for (size_t i = 0; i < turn.size(); ++i) turn[i] = static_cast<int>(i);
   std::shuffle(turn.begin(), turn.end(), order);
-  here.blocks.resize(cluster_blocks > 1 ? cluster_blocks : std::min(grid, 2));
-  for (Block& one : here.blocks) {
-    one.threads.resize(threads);
-    for (Thread& thread : one.threads) thread.stack.reset(new char[kStack]);
-    one.warps.resize(threads / kLanes);
-    one.shared.resize(static_cast<size_t>(shared_bytes) + 16);
-    one.variables.resize(here.variables_size);
-  }
-  block_dim_ = {static_cast<unsigned>(threads)};
-  grid_dim_ = {static_cast<unsigned>(grid)};
-  for (int begun = 0; begun < grid;) {
-    here.blocks.resize(std::min<size_t>(here.blocks.size(), grid - begun));
-    here.all = {threads * cluster_blocks};
-    for (Block& one : here.blocks) {
-      one.index = static_cast<unsigned>(turn[begun / cluster_blocks] * cluster_blocks + begun % cluster_blocks);
-      ++begun;
-      one.left = threads;
-      one.all = {threads};
-      for (Warp& warp : one.warps) warp.barrier = {kLanes};
-      poison(one.shared);  // NaN in every float type
-      if (order() % 2 != 0) poison(one.variables);  // else they keep what another block left
+  std::vector<Cluster> clusters(std::min<size_t>(turn.size(), std::max(1, kResident / cluster_blocks)));
+  std::atomic<bool> failed{false};
+  const auto work = [&](Cluster& cluster, int rank) {
+    Block& here = cluster.blocks[rank];
+    Variables variables;
+    if (!dl_iterate_phdr(find_variables, &variables)) failed = true;
+    for (size_t i = &cluster - clusters.data(); i < turn.size() && !failed; i += clusters.size()) {
+      if (here.order() % 2 != 0) poison(variables.data, variables.size);  // else they keep what another block left
+      here.index = static_cast<unsigned>(turn[i] * cluster_blocks + rank);
+      if (!run_block(here)) failed = true;
+      cluster.end();
     }
-    if (const int error = run_cluster(here)) return error;
+  };
+  std::vector<std::thread> running;
+  for (Cluster& cluster : clusters) {
+    cluster.expected = threads * cluster_blocks;
+    cluster.size = cluster_blocks;
+    cluster.blocks.resize(cluster_blocks);
+    for (Block& each : cluster.blocks) {
+      each.cluster = &cluster;
+      each.body = &body;
+      each.order.seed(order());
+      each.stacks.reset(new char[threads * kStack]);
+      each.threads.resize(threads);
+      each.warps.resize(threads / kLanes);
+      each.shared.resize(static_cast<size_t>(shared_bytes) + 16);
+    }
   }
-  return 0;
+  for (Cluster& cluster : clusters)
+    for (int rank = 0; rank < cluster_blocks; ++rank) running.emplace_back(work, std::ref(cluster), rank);
+  for (std::thread& each : running) each.join();
+  return failed ? 719 : 0;  // CUDA's code of a launch failure
 }
 
-inline void* dynamic_shared() {
-  const auto address = reinterpret_cast<uintptr_t>(block->shared.data());
-  return reinterpret_cast<void*>((address + 15) / 16 * 16);
+inline void (*before_replay)() = nullptr;  // if there is one, what is captured runs once more after it
+
+inline int run(bool captured, int grid, int cluster_blocks, int threads, int shared_bytes, std::function<void()> body) {
+  const int error = run_once(grid, cluster_blocks, threads, shared_bytes, body);
+  if (error != 0 || !captured || before_replay == nullptr) return error;
+  before_replay();
+  return run_once(grid, cluster_blocks, threads, shared_bytes, body);
+}
+
+inline char* dynamic_shared(Block& of) {
+  const auto address = reinterpret_cast<uintptr_t>(of.shared.data());
+  return reinterpret_cast<char*>((address + 15) / 16 * 16);
 }
 
 // The address in another block of the cluster that corresponds to one in this block's dynamic memory.
 inline char* of_rank(const void* own, int rank) {
-  Block* const self = block;
-  const auto offset = static_cast<const char*>(own) - static_cast<const char*>(dynamic_shared());
-  block = &cluster->blocks[rank];
-  char* const there = static_cast<char*>(dynamic_shared()) + offset;
-  block = self;
-  return there;
+  const auto offset = static_cast<const char*>(own) - dynamic_shared(*block);
+  return dynamic_shared(block->cluster->blocks[rank]) + offset;
 }
 
-inline void copy_later(void* to, const void* from) { block->threads[block->current].copies.push_back({to, from}); }
+inline void copy_later(void* to, const void* from) { own_thread().copies.push_back({to, from}); }
 
 inline void finish_copies() {
-  auto& copies = block->threads[block->current].copies;
+  auto& copies = own_thread().copies;
   for (const Copy& copy : copies) {
     if (copy.from != nullptr) std::memcpy(copy.to, copy.from, 16);
     else std::memset(copy.to, 0, 16);
@@ -284,8 +356,17 @@ inline void finish_copies() {
   copies.clear();
 }
 
-inline Warp& own_warp() { return block->warps[block->current / kLanes]; }
-inline int own_lane() { return block->current % kLanes; }
+// An `atom` on unsigned integers, with the operation, order and scope that the instruction names.
+inline unsigned atomic(const char* instruction, unsigned* address, unsigned by) {
+  const bool ordered = std::strstr(instruction, ".acq_rel.gpu.") != nullptr;
+  const bool wraps = std::strstr(instruction, ".inc.") != nullptr;
+  auto* counter = reinterpret_cast<std::atomic<unsigned>*>(address);
+  unsigned before = counter->load(std::memory_order_relaxed), after;
+  do after = wraps ? (before >= by ? 0 : before + 1) : before + by;
+  while (!(ordered ? counter->compare_exchange_weak(before, after, std::memory_order_acq_rel)
+                   : counter->compare_exchange_weak(before, after, std::memory_order_relaxed)));
+  return before;
+}
 
 template <typename T>
 T exchange(T value, int from) {
@@ -352,7 +433,6 @@ inline int __syncthreads_count(int predicate) {
   block.votes -= predicate != 0;
   return result;
 }
-inline void __threadfence() {}
 
 template <typename T>
 T __shfl_sync(unsigned, T value, int from) { return emulation::exchange(value, from % emulation::kLanes); }

@@ -22,6 +22,8 @@ extern "C" const char* fb_error_string(int code) {
 #ifdef FB_HOST_EMULATION
 // Returns how many there were.
 extern "C" int fb_emulate_multiprocessors(int count) { return std::exchange(emulation::multiprocessors, count); }
+
+extern "C" void fb_emulate_replay(void (*before)()) { emulation::before_replay = before; }
 #endif
 
 // As CUDA numbers versions: 12040 is 12.4; 0 without a driver.

@@ -1,4 +1,4 @@
-"""The sources of csrc/ built for the host: kernels run as fibers on CPU tensors, through the same launchers."""
+"""The sources of csrc/ built for the host: kernels run on CPU tensors, through the same launchers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build() -> Path:
         if compiler is None:
             pytest.skip("no host compiler for the emulated kernels")
         partial = target.with_suffix(f".{os.getpid()}")
-        flags = ["-std=c++17", "-O2", "-Wall", "-Wno-unknown-pragmas", "-Werror", "-DFB_HOST_EMULATION"]
+        flags = ["-std=c++17", "-O2", "-pthread", "-Wall", "-Wno-unknown-pragmas", "-Werror", "-DFB_HOST_EMULATION"]
         command = [
             compiler,
             *flags,

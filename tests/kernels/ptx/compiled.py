@@ -30,9 +30,7 @@ from ptx.machine import Executed, Launch, Machine
 from ptx.memory import Memory
 from setup import nvcc
 
-EMULATED = re.compile(
-    r"(int launch_clusters\([^{]*Stream,\s*Arguments\.\.\. arguments\) \{\n)  return emulation::run\([^\n]*\n"
-)
+EMULATED = re.compile(r"(?s)(int launch_clusters\([^{]*arguments\) \{\n)  return emulation::run\(.*?\}\);\n")
 RECORDED = r"""\1  std::tuple<Parameters...> values{static_cast<Parameters>(arguments)...};
   return std::apply(
       [&](auto&... value) {
@@ -75,6 +73,7 @@ def folder() -> Path:
             flags = [
                 "-std=c++17",
                 "-O1",
+                "-pthread",
                 "-Wno-unknown-pragmas",
                 "-DFB_HOST_EMULATION",
                 "-shared",
