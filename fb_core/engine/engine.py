@@ -12,12 +12,12 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from fb_core import hf
+from fb_core import hf, shared_prefix
 from fb_core.counts import check_count
 from fb_core.decoding import MAX_LENGTH, CollaborativeDecoder, Generation
 from fb_core.engine.loop import Loop, Task
@@ -27,6 +27,7 @@ from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.pool import Event
 from fb_core.sampling import GREEDY, Sampling, check_sampling, occurrences
+from fb_core.scorer import CompatibilityScorer
 from fb_core.selectors import Selector
 
 
@@ -51,10 +52,18 @@ class Load(NamedTuple):
 
 Listener = Callable[[Token | None], object]
 """Called by the engine's thread with each token, and with None at the end; it must return at once."""
+Scores: TypeAlias = list[tuple[Tensor, ...]]
+"""Of each continuation: log-probs float32 [R] and whether each token is the likeliest, bool [R], on the CPU."""
+Outcome = TypeVar("Outcome", Generation, Scores)
 
 
-class Handle:
-    """A sequence that was submitted."""
+class Handle(Generic[Outcome]):
+    """A sequence, or continuations to be scored, that were submitted.
+
+    Attributes:
+        prompt_ranks: of each token of the prompt but the first, the SLM's likeliest tokens there; complete once a token
+            has come or it has ended, and empty without `prompt_ranking`.
+    """
 
     def __init__(self, state: _State, task: Task, listener: Listener | None) -> None:
         self._state = state
@@ -62,15 +71,16 @@ class Handle:
         self._heard = 0  # tokens that the listener has got
         self._tokens: SimpleQueue[Token | None] = SimpleQueue()
         self._listener = self._tokens.put if listener is None else listener
-        self._result: Future[Generation] = Future()
+        self._result: Future[Outcome] = Future()
+        self.prompt_ranks = task.prompt_ranks
 
     @property
     def done(self) -> bool:
         """Whether it has ended."""
         return self._result.done()
 
-    def result(self, timeout: float | None = None) -> Generation:
-        """Wait for the sequence to end and return its generation.
+    def result(self, timeout: float | None = None) -> Outcome:
+        """Wait for the sequence to end and return its generation, or the scores.
 
         Args:
             timeout: seconds; None waits for as long as it takes.
@@ -112,7 +122,7 @@ class Handle:
         self._heard = len(row.tokens) - row.prompt
         return True
 
-    def _end(self, outcome: Generation | BaseException) -> None:
+    def _end(self, outcome: Any) -> None:
         """Set the result, once; a failure of the listener is ignored here."""
         if self._result.done():
             return
@@ -191,7 +201,8 @@ class Engine:
         listener: Listener | None = None,
         sampling: Sampling | None = None,
         sample: int = 0,
-    ) -> Handle:
+        prompt_ranking: bool = False,
+    ) -> Handle[Generation]:
         """Submit a prompt; it runs now or as soon as there is room.
 
         Args:
@@ -204,16 +215,20 @@ class Engine:
             listener: called with the tokens, which iterating over the handle then does not give.
             sampling: how the SLM's own tokens are drawn, as of `CollaborativeDecoder.generate`; None for greedy ones.
             sample: index among the samples of this prompt.
+            prompt_ranking: whether the likeliest tokens at each place of the prompt are in the handle's `prompt_ranks`;
+                such a prompt is computed whole, and `max_new_tokens` may be 0.
 
         Raises:
             TypeError: ids that are not integers, a selector that is not a `Selector`, or sampling of another type.
             ValueError: as `CollaborativeDecoder.generate`, a sequence that the pages can never hold, more events than
-                the engine's, or `ranking` without a native decoder.
+                the engine's, or `ranking` or `prompt_ranking` without a native decoder.
             RuntimeError: a closed engine, or a fork of the process that made it.
         """
         decoder = self.decoder
-        check_max_new_tokens(max_new_tokens)
-        (ids,) = checked_prompts("input_ids", [input_ids], decoder.slm, room=1)
+        check_max_new_tokens(max_new_tokens, 0 if prompt_ranking else 1)
+        (ids,) = checked_prompts("input_ids", [input_ids], decoder.slm, room=min(1, max_new_tokens))
+        if prompt_ranking:
+            hf.token_ids("input_ids", ids, decoder.slm, decoder.vocabulary)
         events = decoder.max_events if max_events is None else max_events
         check_count("max_events", events, 0)
         if events > decoder.max_events:
@@ -226,15 +241,48 @@ class Engine:
             if not isinstance(selector, Selector):
                 raise TypeError(f"selector: expected type Selector, got {type(selector).__name__}; leave it out")
             selector.check_slm(decoder.slm)
-        if ranking and decoder.loop is None:
+        if (ranking or prompt_ranking) and decoder.loop is None:
             raise ValueError("ranking: expected an SLM with a native decoder, got one without; leave it out")
         tokens = ids.tolist()
         check_sampling(sampling)
         draw = GREEDY if sampling is None else sampling.draw(tokens, sample)
-        task = Task(hf.Running(0, tokens, len(ids)), stop, policy.threshold, events, ranking, selector, draw)
+        row = hf.Running(0, tokens, len(ids))
+        task = Task(row, stop, policy.threshold, events, ranking, selector, draw, prompt_ranking)
         if decoder.loop is not None:
             decoder.loop.check(task)
-        handle = Handle(self._state, task, listener)
+        handle: Handle[Generation] = Handle(self._state, task, listener)
+        self._state.enter(handle)
+        return handle
+
+    def score(
+        self, prefix: shared_prefix.Ids, continuations: Sequence[shared_prefix.Ids], *, listener: Listener | None = None
+    ) -> Handle[Scores]:
+        """Submit continuations of a prefix to be scored, beside the sequences that run.
+
+        The prefix is computed once, and its full pages are those of any sequence that begins as it does. Continuations
+        run behind it, as many between two steps as prompt tokens would.
+
+        Args:
+            prefix: [P] token ids, at least one.
+            continuations: K sequences [R_k] of token ids, of any lengths.
+            listener: called with None at the end.
+
+        Returns:
+            a handle whose result is that of `CompatibilityScorer.logprobs` with `return_greedy`, on the CPU.
+
+        Raises:
+            TypeError: ids that are not integers.
+            ValueError: an empty prefix, an id outside the vocabulary or in its padding, the wrong device, or what can
+                never fit.
+            RuntimeError: as `submit`.
+        """
+        decoder = self.decoder
+        ((tokens, branches),) = shared_prefix.checked(decoder.slm, [(prefix, continuations)], decoder.vocabulary)
+        if decoder.loop is not None:
+            decoder.loop.check_scores(len(tokens), max(map(len, branches.continuations), default=0))
+        row, stop = hf.Running(0, tokens.tolist(), len(tokens)), hf.Stop(frozenset(), 0, None)
+        task = Task(row, stop, 0.0, 0, continuations=branches.continuations)
+        handle: Handle[Scores] = Handle(self._state, task, listener)
         self._state.enter(handle)
         return handle
 
@@ -279,7 +327,7 @@ class Engine:
         asking = sum(task.asking is not None for task in list(loop.rows))
         return Load(
             waiting + len(loop.waiting),
-            len(loop.rows) + len(loop.entering),
+            len(loop.rows) + len(loop.entering) + len(loop.scoring),
             asking,
             pages.count - pages.free,
             pages.count,
@@ -307,8 +355,8 @@ class _State:
     def __init__(self, decoder: CollaborativeDecoder) -> None:
         self.decoder = decoder
         self.changed = threading.Condition()
-        self.entering: deque[Handle] = deque()
-        self.leaving: set[Handle] = set()
+        self.entering: deque[Handle[Any]] = deque()
+        self.leaving: set[Handle[Any]] = set()
         self.closed = False
         self.busy = False  # whether the plain loop runs a sequence
         self.process = os.getpid()
@@ -391,7 +439,8 @@ def _together(state: _State, loop: Loop, handles: dict[Task, Handle]) -> None:
                     loop.end(task)
                 if task.done:
                     del handles[task]
-                    handle._end(task.error or state.decoder.generation(task.row))
+                    scored = task.continuations is not None
+                    handle._end(task.error or (task.scores if scored else state.decoder.generation(task.row)))
         except BaseException as problem:  # an error of no single sequence
             while handles:
                 handles.popitem()[1]._end(problem)
@@ -419,9 +468,13 @@ def _one_after_another(state: _State) -> None:
             return not handle._tell() or handle._task.gone.cancelled() or state.closed
 
         GONE.set(task.gone)
-        outcome: Generation | BaseException = CancelledError()
+        outcome: Generation | Scores | BaseException = CancelledError()
         try:
-            if not task.gone.cancelled():
+            if task.continuations is not None and not task.gone.cancelled():
+                scorer = CompatibilityScorer(decoder.slm, valid_vocab=decoder.vocabulary)
+                scores = scorer.logprobs(task.row.tokens, task.continuations, return_greedy=True)
+                outcome = [tuple(each.cpu() for each in one) for one in scores]
+            elif not task.gone.cancelled():
                 prompt = torch.tensor(task.row.tokens, device=decoder.slm.device)
                 outcome = decoder.decode([prompt], replace(task.stop, on_token=on_token), [task.draw])[0]
         except BaseException as problem:

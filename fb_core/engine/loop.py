@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
+from math import isnan
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from fb_core import hf
+from fb_core import hf, shared_prefix
 from fb_core.engine.large import PagedLLM
 from fb_core.engine.merged import MergedReranker, MergedSelector
 from fb_core.engine.model import CHUNK, PagedModel, Part, page_bytes
@@ -37,6 +39,10 @@ MAX_WAIT_STEPS = 8
 """Steps that an event waits for others, where the LLM is in this process and one forward serves them all."""
 POLL_SECONDS = 0.05
 """Seconds that the loop waits for an LLM elsewhere where nothing else is to be done."""
+LONGEST = 4 * CHUNK
+"""Tokens of a continuation that is scored, which is one forward."""
+LOGITS = 64
+"""Rows of a prompt whose logits are computed at once."""
 Ask = Callable[[Sequence[State], Tensor], Sequence[Pool] | OSError]
 
 
@@ -63,6 +69,8 @@ class Task:
         ranking: whether the likeliest tokens at each place are recorded.
         selector: of this sequence; None for the loop's.
         draw: how its tokens are drawn.
+        prompt_ranking: whether the likeliest tokens at each place of the prompt are recorded.
+        continuations: those of the prompt that are scored, [R] each, instead of new tokens; None if it is continued.
     """
 
     row: hf.Running
@@ -72,7 +80,11 @@ class Task:
     ranking: bool = False
     selector: Selector | None = None
     draw: Draw = GREEDY
+    prompt_ranking: bool = False
+    continuations: Sequence[Tensor] | None = None
+    prompt_ranks: list[Ranked] = field(default_factory=list)  # of the prompt's tokens from the second on
     ranks: list[Ranked] = field(default_factory=list)  # of the new tokens, if they are recorded
+    scores: list[tuple[Tensor, ...]] = field(default_factory=list)  # (log-probs, whether likeliest) of continuations
     waits: list[float] = field(default_factory=list)  # seconds that each event took
     error: BaseException | None = None
     gone: Future[None] = field(default_factory=Future)  # cancelled once nobody waits for it, by any thread
@@ -129,6 +141,7 @@ class Loop:
         self.prefill = prefill
         self.waiting: deque[Task] = deque()
         self.entering: deque[Task] = deque()  # they have pages, and their prompts are being prefilled
+        self.scoring: deque[Task] = deque()  # their prompts are complete, and continuations are left
         self.rows: list[Task] = []  # the step's rows, in order
         self._runs: deque[list[Task]] = deque()  # the rows of each step whose outcome was not read yet
         elsewhere = llm is not None and not isinstance(llm, LocalLLM)
@@ -180,6 +193,19 @@ class Loop:
                 f"{task.row.prompt} and {task.stop.room}; give more kv_memory or ask for fewer tokens"
             )
 
+    def check_scores(self, prefix: int, longest: int) -> None:
+        """ValueError for a prefix, or its longest continuation, that can never fit."""
+        if longest > LONGEST:
+            raise ValueError(
+                f"continuations: expected at most {LONGEST} tokens each, got {longest}; ask for the log-probs of a "
+                "prompt's own tokens, which run in pieces"
+            )
+        if prefix + longest > (room := min(self.model.length, self.model.pages.count * SIZE)):
+            raise ValueError(
+                f"prefix: expected at most {room} tokens with a continuation, got {prefix} and {longest}; make the "
+                "decoder with a larger max_length or more kv_memory, or shorten them"
+            )
+
     def submit(self, task: Task) -> None:
         """Queue a sequence that `check` lets through; each `tick` then advances it."""
         if not self.busy:
@@ -191,7 +217,7 @@ class Loop:
     @property
     def busy(self) -> bool:
         """Whether a sequence waits or runs."""
-        return bool(self.waiting or self.entering or self.rows)
+        return bool(self.waiting or self.entering or self.scoring or self.rows)
 
     def refresh(self) -> None:
         """Read the models again."""
@@ -219,10 +245,10 @@ class Loop:
 
     def clear(self) -> None:
         """End all sequences, also after an interrupt at any point."""
-        for task in (*self.waiting, *self.entering, *self.rows):
+        for task in (*self.waiting, *self.entering, *self.scoring, *self.rows):
             task.done, task.step_row, task.pages = True, None, None
             task.give_up()
-        for queue in (self.waiting, self.entering, self.rows, self._runs):
+        for queue in (self.waiting, self.entering, self.scoring, self.rows, self._runs):
             queue.clear()
         self.step.reset()
         self.model.pages.release()
@@ -236,11 +262,12 @@ class Loop:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def tick(self) -> list[Task]:
-        """Admit, prefill a piece, run a step, serve events; returns the sequences that got a token or ended."""
+        """Admit, prefill a piece, score, run a step, serve events; returns what got a token or ended."""
         changed: list[Task] = []
         self.step.order()
         self._admit()
-        self._enter()
+        self._enter(changed)
+        self._score(changed)
         if any(task.asking is None for task in self.rows):
             sampled = any(task.draw.temperature > 0 for task in self.rows)
             self.step.run(len(self.rows), any(task.ranking for task in self.rows), sampled)
@@ -256,20 +283,25 @@ class Loop:
         """Admit waiting sequences in order while rows and pages last, but wait for a page that another is computing."""
         while self.waiting and len(self.rows) + len(self.entering) < self.step.rows:
             task = self.waiting[0]
-            if self.model.pages.comes(task.row.tokens, (other.row.tokens for other in self.entering)):
+            known = [] if task.prompt_ranking else task.row.tokens  # what is shared is not computed, nor ranked
+            if self.model.pages.comes(known, (other.row.tokens for other in self.entering)):
                 return
-            taken = self.model.pages.take(task.row.tokens, task.stop.length(task.row))
+            taken = self.model.pages.take(known, task.stop.length(task.row))
             if taken is None:
                 return
             task.pages, task.held = taken
             self.entering.append(self.waiting.popleft())
 
-    def _enter(self) -> None:
-        """Prefill a piece of the prompts; a sequence whose prompt is complete becomes a row."""
+    @property
+    def _room(self) -> int:
+        """The rows that a forward between two steps may have, which holds up the sequences that run."""
+        return self.prefill if self.rows else max(self.prefill, CHUNK)
+
+    def _enter(self, changed: list[Task]) -> None:
+        """Prefill a piece of the prompts; a sequence whose prompt is complete becomes a row, is scored, or ends."""
         if not self.entering:
             return
-        room = self.prefill if self.rows else max(self.prefill, CHUNK)
-        parts, tasks = [], []
+        room, parts, tasks = self._room, [], []
         for task in self.entering:
             wanted = task.row.tokens[task.held : -1][:room]
             if wanted:
@@ -279,13 +311,74 @@ class Loop:
                 room -= len(wanted)
             if not room:
                 break
-        if parts:
+        if any(task.prompt_ranking for task in tasks):
+            self._rank(tasks, parts, self.model.extend(parts, every=True))
+        elif parts:
             self.model.extend(parts)
         for task, part in zip(tasks, parts, strict=True):
             task.held += len(part.tokens)
             self.model.pages.filled(task.row.tokens[: task.held], part.pages)
         while self.entering and self.entering[0].held == len(self.entering[0].row.tokens) - 1:
-            self._begin(self.entering.popleft())
+            task = self.entering.popleft()
+            if task.continuations:
+                self.scoring.append(task)
+            elif task.stop.room and task.error is None:
+                self._begin(task)
+            else:
+                self.end(task)
+                changed.append(task)
+
+    @torch.no_grad()
+    def _rank(self, tasks: Sequence[Task], parts: Sequence[Part], streams: Tensor) -> None:
+        """Keep the likeliest tokens at the places of prompts that ask for them; streams are after the parts' tokens."""
+        for task, part, own in zip(tasks, parts, streams.split([len(part.tokens) for part in parts]), strict=True):
+            if not task.prompt_ranking:
+                continue
+            tokens = torch.tensor(task.row.tokens[part.held + 1 :][: len(own)], device=own.device)
+            for rows, targets in zip(own.split(LOGITS), tokens.split(LOGITS), strict=True):
+                logits = self.model.logits(rows, self.step.vocabulary)
+                taken, ids = logits.gather(-1, targets[:, None]), torch.arange(logits.shape[-1], device=own.device)
+                before = (logits > taken) | ((logits == taken) & (ids < targets[:, None]))
+                places = (before.sum(-1) + 1).tolist()
+                ranks = [ranked(row) for row in rank(logits, targets).tolist()]
+                task.prompt_ranks += [each._replace(place=place) for each, place in zip(ranks, places, strict=True)]
+                if any(isnan(each.taken) for each in ranks):
+                    task.error = not_finite(0, task.row.index)
+
+    @torch.no_grad()
+    def _score(self, changed: list[Task]) -> None:
+        """Run continuations whose prefixes are in pages: one forward, as large as a piece of a prompt or one of them.
+
+        The last token of a prefix begins each of its continuations.
+        """
+        room, work = self._room, list[tuple[Task, list[Tensor]]]()
+        for task in self.scoring:
+            some: list[Tensor] = []
+            for tokens in islice(task.continuations or (), len(task.scores), None):
+                if len(tokens) > room and (some or work):
+                    break
+                some.append(tokens)
+                room -= len(tokens)
+            if not some:
+                break
+            work.append((task, some))
+        if not work:
+            return
+        pack = []
+        for task, some in work:
+            prefix = hf.Prefix(self.model.kv, 0, task.held, tuple(task.pages or ()))
+            last = torch.tensor(task.row.tokens[-1:], device=self.step.logits.device)
+            branches = [torch.cat([last, tokens]) for tokens in some]
+            pack.append((prefix, [shared_prefix.Branches(task.held, branches, 1)]))
+        vocabulary = self.step.vocabulary
+        results = shared_prefix.forward(self.model.model, pack, valid_vocab=vocabulary, return_greedy=True)
+        for (task, _), (outputs,) in zip(work, results, strict=True):
+            task.scores += [(logprob.float().cpu(), greedy.cpu()) for logprob, greedy in outputs]
+            if any(bool(logprob.isnan().any()) for logprob, _ in task.scores[-len(outputs) :]):
+                task.error = not_finite(0, task.row.index)
+            if task.error is not None or len(task.scores) == len(task.continuations or ()):
+                self.end(task)
+                changed.append(task)
 
     def _begin(self, task: Task) -> None:
         assert task.pages is not None
@@ -299,7 +392,7 @@ class Loop:
         """End a sequence now and free what it holds; the last row moves into its place."""
         task.done = True
         if task.step_row is None:
-            for queue in (self.waiting, self.entering):
+            for queue in (self.waiting, self.entering, self.scoring):
                 if task in queue:
                     queue.remove(task)
         else:
@@ -374,7 +467,7 @@ class Loop:
         asking = [task for task in self.rows if task.asking is not None]
         if not asking:
             return
-        alone = len(asking) == len(self.rows) and not self.entering  # no other work is left
+        alone = len(asking) == len(self.rows) and not self.entering and not self.scoring  # no other work is left
         if self._threads is None:
             longest = max(self.step.begun - task.asking.since for task in asking if task.asking)
             if alone or 2 * len(asking) >= len(self.rows) or longest >= MAX_WAIT_STEPS:

@@ -172,16 +172,24 @@ class PagedModel:
         return hidden
 
     @torch.no_grad()
-    def extend(self, parts: Sequence[Part]) -> Tensor:
+    def extend(self, parts: Sequence[Part], every: bool = False) -> Tensor:
         """Run new tokens of some sequences, one or more each, in as few forwards of up to `CHUNK` rows as possible.
 
+        Args:
+            parts: the new tokens.
+            every: whether the result has a row for every token; such forwards are not captured.
+
         Returns:
-            [G, D]: the residual stream after the last token of each.
+            [G, D]: the residual stream after the last token of each, or [N, D] after every token.
         """
         self.order()
-        streams = self.layers[0].o.weight.new_empty(len(parts), self.width)
-        for chunk in _chunks(parts):
-            streams[[index for index, _ in chunk]] = self._extend([part for _, part in chunk])
+        if every:
+            rows = [self._run(self._packed([part for _, part in chunk], False)) for chunk in _chunks(parts)]
+            streams = torch.cat(rows)
+        else:
+            streams = self.layers[0].o.weight.new_empty(len(parts), self.width)
+            for chunk in _chunks(parts):
+                streams[[index for index, _ in chunk]] = self._extend([part for _, part in chunk])
         if self._extended is not None:
             self._extended.record(torch.cuda.current_stream(self.graphs.device))
         return streams
@@ -203,12 +211,12 @@ class PagedModel:
         captured = self.graphs.captures
         numbers = self._packed(parts, captured)
         if not captured:
-            return self._take(numbers)
+            return self._run(numbers).index_select(0, numbers.last)
         size = numbers.rows.shape[1]
         packed = self._buffers.setdefault(size, numbers)
         for buffer, now in zip(packed, numbers, strict=True):
             buffer.copy_(now)
-        self.graphs.ready(("extend", size), lambda: self._last.copy_(self._take(packed)))()
+        self.graphs.ready(("extend", size), lambda: self._last.copy_(self._run(packed).index_select(0, packed.last)))()
         return self._last[: len(parts)]
 
     def _packed(self, parts: Sequence[Part], captured: bool) -> Packed:
@@ -239,8 +247,8 @@ class PagedModel:
         )
         return Packed(rows.long().view(3, size), cu_branch, held, table.view(groups, width), cu_branch[1:].long() - 1)
 
-    def _take(self, packed: Packed) -> Tensor:
-        """The residual stream [G, D] after the last row of each sequence."""
+    def _run(self, packed: Packed) -> Tensor:
+        """The residual stream [N, D] after every row."""
         ids, positions, slots = packed.rows
         groups = len(packed.held)
         firsts = torch.arange(groups + 1, dtype=torch.int32, device=ids.device)
@@ -261,7 +269,7 @@ class PagedModel:
                 attended = branch_attention(q, k, v, keys, values, layout, window=layer.window, scale=layer.scale)
                 hidden, residual = layer.after_attention(attended, residual)
         assert residual is not None
-        return (hidden + residual).index_select(0, packed.last)
+        return hidden + residual
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, vocabulary: int) -> Tensor:

@@ -26,7 +26,8 @@ class Ranked(NamedTuple):
 
     ids: list[int]
     logprobs: list[float]
-    taken: float  # log-prob of the token that was appended there
+    taken: float  # log-prob of the token that is there
+    place: int = 0  # of that token among all, from 1, where it is one of a prompt's
 
 
 def rank(logits: Tensor, token: Tensor) -> Tensor:

@@ -183,10 +183,10 @@ def test_a_prompt_enters_in_pieces_while_others_run(monkeypatch):
     (want_short,), (want_long,) = alone(slm, llm, [short], 200), alone(slm, llm, [long], 9)
     pieces, extend = [], PagedModel.extend
 
-    def extending(self, parts):
+    def extending(self, parts, *more):
         if self.model is slm and len(running.decoder.loop.rows):
             pieces.append((running.decoder.loop.step.begun, sum(len(part.tokens) for part in parts)))
-        return extend(self, parts)
+        return extend(self, parts, *more)
 
     monkeypatch.setattr(PagedModel, "extend", extending)
     with engine(slm, llm, max_length=210, max_batch=2, prefill_tokens=16) as running:
@@ -209,9 +209,9 @@ def test_prompts_that_arrive_together_compute_their_common_pages_once(monkeypatc
     ]
     want, counts, extend = alone(slm, llm, asked, 12), {}, PagedModel.extend
 
-    def extending(self, parts):
+    def extending(self, parts, *more):
         counts[self.model] = counts.get(self.model, 0) + sum(len(part.tokens) for part in parts)
-        return extend(self, parts)
+        return extend(self, parts, *more)
 
     monkeypatch.setattr(PagedModel, "extend", extending)
     decoder = CollaborativeDecoder(
