@@ -66,6 +66,7 @@ from fb_core.hf.packed import (
     prefill_packed,
 )
 from fb_core.hf.tokens import (
+    TextGroup,
     chat_ids,
     check_group,
     check_position,

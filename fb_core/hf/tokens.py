@@ -66,7 +66,9 @@ class TextGroup(NamedTuple):
     future: list[int]
 
 
-def text_group(tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], future: str, where: str = "") -> TextGroup:
+def text_group(
+    tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], future: str | None, where: str = ""
+) -> TextGroup:
     """Token ids of prefix, candidates and future, as the tokenizer gives them for each whole text.
 
     prefix + candidate + future is encoded as one text, so that tokens are those that the model would see. Each part
@@ -78,7 +80,7 @@ def text_group(tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], fut
         tokenizer: the model's own.
         prefix: may be empty if the tokenizer adds a token before a text.
         candidates: K texts.
-        future: the text after each candidate.
+        future: the text after each candidate; None if there is none, and errors then call candidates continuations.
         where: put before names in errors.
 
     Raises:
@@ -86,12 +88,15 @@ def text_group(tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], fut
         ValueError: a part without a token, or one that begins inside a token or holds what the tokenizer has no token
             for, or a future whose tokens depend on the candidate.
     """
+    kind = "continuations" if future is None else "candidates"
     if isinstance(candidates, str | bytes | Mapping | Set) or not isinstance(candidates, Iterable):
-        raise TypeError(f"{where}candidates: expected a list of texts, got {type(candidates).__name__}; make one of it")
+        raise TypeError(f"{where}{kind}: expected a list of texts, got {type(candidates).__name__}; make one of it")
     texts = list(candidates)
     if not texts:
-        raise ValueError(f"{where}candidates: expected at least one text, got none; ask for a pool first")
-    named = {"prefix": prefix, "future": future} | {f"candidates[{k}]": text for k, text in enumerate(texts)}
+        raise ValueError(f"{where}{kind}: expected at least one text, got none; ask for a pool first")
+    named = {"prefix": prefix} | {f"{kind}[{k}]": text for k, text in enumerate(texts)}
+    if future is not None:
+        named["future"] = future
     for name, text in named.items():
         _check_text(where + name, text)
 
@@ -113,15 +118,17 @@ def text_group(tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], fut
     first = text_ids(tokenizer, prefix, special=False, name=f"{where}prefix")
     branches = []
     for k, text in enumerate(texts):
-        candidate = following(prefix, first, f"candidates[{k}]")
-        branches.append((candidate, following(prefix + text, first + candidate, "future")))
+        candidate = following(prefix, first, f"{kind}[{k}]")
+        after = [] if future is None else following(prefix + text, first + candidate, "future")
+        branches.append((candidate, after))
         if branches[k][1] != branches[0][1]:
             raise ValueError(
                 f"{where}future: expected the same tokens after every candidate, got others after candidates[0] and "
                 f"candidates[{k}]; begin it with a space or another character that is not joined to it"
             )
-    special = _leading_special(tokenizer, prefix + texts[0] + future, [*first, *branches[0][0], *branches[0][1]])
-    return TextGroup([*special, *first], [candidate for candidate, _ in branches], branches[0][1])
+    candidate, after = branches[0]
+    special = _leading_special(tokenizer, prefix + texts[0] + (future or ""), [*first, *candidate, *after])
+    return TextGroup([*special, *first], [candidate for candidate, _ in branches], after)
 
 
 def _leading_special(tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int]:

@@ -32,8 +32,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from fb_core.serve.protocol import ChatRequest, CompletionRequest, Piece, Shape, problem_fields
-from fb_core.serve.service import Busy, Reply, Service
+from fb_core.serve.protocol import ChatRequest, CompletionRequest, Piece, ScoreRequest, Shape, problem_fields
+from fb_core.serve.service import Busy, Reply, Scoring, Service
 
 LOG = logging.getLogger("futurebridge.access")
 ERRORS = logging.getLogger("futurebridge.errors")
@@ -44,7 +44,8 @@ NAMES = {**{name: f"futurebridge.{name}" for name in ("max_events", "threshold",
 """What a client calls an argument of the engine."""
 PAGE_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
 JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-Body = TypeVar("Body", CompletionRequest, ChatRequest)
+Body = TypeVar("Body", CompletionRequest, ChatRequest, ScoreRequest)
+Begun = TypeVar("Begun", Reply, Scoring)
 Result = TypeVar("Result")
 
 
@@ -81,6 +82,7 @@ class Application(Starlette):
             self._route("/v1/models/{model:path}", self._models),
             self._route("/v1/completions", lambda request: self._answered(request, CompletionRequest), "POST"),
             self._route("/v1/chat/completions", lambda request: self._answered(request, ChatRequest), "POST"),
+            self._route("/v1/continuations", lambda request: self._answered(request, ScoreRequest), "POST"),
             self._route("/health", self._health),
             self._route("/metrics", self._metrics),
             *([self._route("/", self._page)] if page else []),
@@ -248,21 +250,13 @@ class Application(Starlette):
                 words, name = own.args[0], own.args[1] if own.args[1:] else name
             raise Problem(400, f"{name or 'body'}: {words}", parameter=name or None) from None
 
-    async def _reply(self, request: Request, body: CompletionRequest | ChatRequest) -> Response:
+    async def _reply(self, request: Request, body: CompletionRequest | ChatRequest | ScoreRequest) -> Response:
+        if isinstance(body, ScoreRequest):
+            scoring = await self._begun(request, body, self.service.score(body))
+            fields = await scoring.fields(self.service.settings.name)
+            return Response(await asyncio.to_thread(_encoded, fields), media_type="application/json")
+        reply = await self._begun(request, body, self.service.begin(body))
         chat = isinstance(body, ChatRequest)
-        try:
-            reply = request.state.reply = await self.service.begin(body)
-        except Busy as busy:
-            again = {"Retry-After": "1"}
-            raise Problem(429, str(busy), "rate_limit_error", None, "rate_limit_exceeded", again) from None
-        except (ValueError, TypeError) as wrong:
-            name, _, words = str(wrong).partition(":")
-            if not name.isidentifier():
-                raise Problem(400, str(wrong)) from None
-            name = ("messages" if chat else "prompt") if name in ("input_ids", "prompt") else NAMES.get(name, name)
-            raise Problem(400, f"{name}:{words}", parameter=name) from None
-        except RuntimeError as wrong:  # the engine is closed
-            raise Problem(503, str(wrong), "server_error") from None
         shape = Shape(
             self.service.settings.name, chat=chat, stream=body.stream, copies=reply.copies, ids=body.return_token_ids
         )
@@ -274,6 +268,26 @@ class Application(Starlette):
         async for index, piece in reply.pieces():
             came[index].append(piece)
         return Response(await asyncio.to_thread(_written, shape, reply, came), media_type="application/json")
+
+    async def _begun(self, request: Request, body: object, beginning: Coroutine[Any, Any, Begun]) -> Begun:
+        """The reply, begun; a Problem for what the service refuses."""
+        try:
+            reply = request.state.reply = await beginning
+            return reply
+        except Busy as busy:
+            again = {"Retry-After": "1"}
+            raise Problem(429, str(busy), "rate_limit_error", None, "rate_limit_exceeded", again) from None
+        except (ValueError, TypeError) as wrong:
+            name, _, words = str(wrong).partition(":")
+            if not (parameter := name.partition("[")[0]).isidentifier():
+                raise Problem(400, str(wrong)) from None
+            if name in ("input_ids", "prompt"):
+                name = parameter = "messages" if isinstance(body, ChatRequest) else "prompt"
+            elif name in NAMES:
+                name = parameter = NAMES[name]
+            raise Problem(400, f"{name}:{words}", parameter=parameter) from None
+        except RuntimeError as wrong:  # the engine is closed
+            raise Problem(503, str(wrong), "server_error") from None
 
     async def _events(
         self, request: Request, body: CompletionRequest | ChatRequest, reply: Reply, shape: Shape
@@ -311,13 +325,18 @@ def try_page() -> tuple[str, str]:
 
 
 def _written(shape: Shape, reply: Reply, came: list[list[Piece]]) -> bytes:
-    """A whole response; the encoder goes step by step, so that a large one does not hold up other threads."""
+    """A whole response."""
     choices = [
         choice
         for index, (pieces, answer) in enumerate(zip(came, reply.answers, strict=True))
         for choice in shape.choices(index, Piece.joined(pieces), answer.prompt)
     ]
-    return "".join(JSON.iterencode(shape.fields(choices, reply.usage(), reply.answers[0].prompt))).encode()
+    return _encoded(shape.fields(choices, reply.usage(), reply.answers[0].prompt))
+
+
+def _encoded(fields: dict[str, Any]) -> bytes:
+    """JSON; the encoder goes step by step, so that a large response does not hold up other threads."""
+    return "".join(JSON.iterencode(fields)).encode()
 
 
 def _failed(problem: Exception) -> Problem:

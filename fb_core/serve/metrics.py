@@ -25,6 +25,7 @@ class Metrics:
         own: dict[str, Any] = {"namespace": "futurebridge", "registry": self.registry}
         self.requests = Counter("requests", "Requests by path and status.", ("path", "status"), **own)
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts that were taken.", **own)
+        self.scored = Counter("scored_tokens", "Tokens of prompts and continuations that get log-probs.", **own)
         self.tokens = Counter("tokens", "Tokens generated, as they come.", **own)
         self.events = Counter("events", "Events served, as they come.", **own)
         self.event_errors = Counter("event_errors", "Of these, those whose large model did not answer.", **own)

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
+from fb_core import hf
+from fb_core.engine.engine import Scores
 from fb_core.engine.step import RANKED
 from fb_core.pool import Event
 from fb_core.serve.text import Name
@@ -21,7 +23,6 @@ from fb_core.serve.text import Name
 STOPS, STOP_LENGTH, STOP_IDS = 16, 256, 128  # strings, characters of one, token ids
 OFF: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -83,6 +84,20 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
     raise ValueError("expected a string, token ids from 0, or a list of such, not empty")
 
 
+def _continuations(value: Any) -> list[str] | list[list[int]]:
+    """Texts, or token ids of each; one id is a continuation of one token."""
+    given = [[each] if type(each) is int else each for each in value] if isinstance(value, list) else value
+    if not isinstance(given, list) or not given or not all(given):
+        raise ValueError("expected a list of texts or of token ids, none of them empty")
+    return _prompts(given)
+
+
+def _text_or_ids(value: Any) -> str | list[int]:
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+        return _prompts(value)[0]
+    raise ValueError(f"expected a text or a list of token ids, not empty, got {_shown(value)}")
+
+
 def _content(value: Any) -> str:
     """The text of a message, its parts concatenated."""
     if isinstance(value, str):
@@ -138,6 +153,7 @@ class Request(_Strict):
         seed: of drawn tokens; None for another one each time.
         n: number of answers; all are the same if nothing is drawn.
         return_token_ids: whether the token ids of prompt and answers are returned, under vLLM's names.
+        prompt_ranking: how many of the likeliest tokens are returned with each token of the prompt; None without.
     """
 
     model: str | None = None
@@ -152,6 +168,7 @@ class Request(_Strict):
     seed: int | None = None
     n: int = Field(default=1, ge=1, le=16)
     return_token_ids: bool = False
+    prompt_ranking: int | None = Field(default=None, alias="prompt_logprobs", ge=0, le=RANKED)
     futurebridge: Overrides = Overrides()
 
     @model_validator(mode="before")
@@ -172,6 +189,8 @@ class Request(_Strict):
     def _streamed(self) -> Request:
         if self.stream_options is not None and not self.stream:
             raise ValueError("expected it only with stream true, got it without; leave it out", "stream_options")
+        if self.prompt_ranking is not None and self.stream:
+            raise ValueError("expected it only without stream, got it with; leave out one of them", "prompt_logprobs")
         return self
 
 
@@ -179,14 +198,23 @@ class CompletionRequest(Request):
     """A request to `/v1/completions`: prompts as text or as token ids.
 
     Attributes:
+        echo: whether an answer begins with its prompt, and its log-probs with the prompt's.
+        max_tokens: 0 only to ask about the prompt.
         ranking: how many of the likeliest tokens are returned with each token; None without log-probs.
     """
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompts)]
-    max_tokens: int = Field(default=16, ge=1)
+    echo: bool = False
+    max_tokens: int = Field(default=16, ge=0)
     ranking: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
         default=None, alias="logprobs", ge=0, le=RANKED
     )
+
+    @model_validator(mode="after")
+    def _answers(self) -> CompletionRequest:
+        if not self.max_tokens and not self.echo and self.prompt_ranking is None:
+            raise ValueError("expected 1 or more, or 0 with echo or prompt_logprobs, got 0 without", "max_tokens")
+        return self
 
     @property
     def inputs(self) -> Sequence[str | list[int]]:
@@ -229,6 +257,7 @@ class ChatRequest(Request):
     """A request to `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
+    echo: Literal[False] = False
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
@@ -255,6 +284,51 @@ class ChatRequest(Request):
         return ["".join(message.content for message in self.messages)]
 
 
+class ScoreRequest(_Strict):
+    """A request to `/v1/continuations`: all as texts, or all as token ids.
+
+    Attributes:
+        model: as of a `Request`.
+        prefix: what all continuations follow.
+        continuations: those to be scored; None where candidates and their future are.
+        candidates: followed by the future, whose tokens alone are scored.
+        future: what follows every candidate.
+    """
+
+    model: str | None = None
+    prefix: Annotated[str | list[int], PlainValidator(_text_or_ids)]
+    continuations: Annotated[list[str] | list[list[int]] | None, PlainValidator(_continuations)] = None
+    candidates: Annotated[list[str] | list[list[int]] | None, PlainValidator(_continuations)] = None
+    future: Annotated[str | list[int] | None, PlainValidator(_text_or_ids)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, body: Any) -> Any:
+        """The request without nulls."""
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    @model_validator(mode="after")
+    def _one_form(self) -> ScoreRequest:
+        given = [name for name in ("continuations", "candidates", "future") if getattr(self, name) is not None]
+        if given not in (["continuations"], ["candidates", "future"]):
+            got = " and ".join(given) or "none of them"
+            words = f"expected it alone, or candidates and future instead, got {got}"
+            raise ValueError(words, "continuations")
+        if len({type(each) for each in self.inputs}) > 1:
+            raise ValueError("expected all as texts or all as token ids, got both", "prefix")
+        return self
+
+    @property
+    def many(self) -> list[str] | list[list[int]]:
+        """The continuations or the candidates."""
+        return self.continuations or self.candidates or []
+
+    @property
+    def inputs(self) -> Sequence[str | list[int]]:
+        """All texts, or all lists of ids."""
+        return [self.prefix, *self.many, *([] if self.future is None else [self.future])]
+
+
 Finish = Literal["stop", "length"]
 LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -263,7 +337,7 @@ class TokenLogprobs(NamedTuple):
     """A token of an answer with its log-prob, and the likeliest tokens at its place with theirs."""
 
     name: Name
-    logprob: float
+    logprob: float | None  # None for the first token of a prompt
     top: list[tuple[Name, float]]
     offset: int  # characters of the answer before it
 
@@ -276,14 +350,15 @@ class Piece(NamedTuple):
     logprobs: Sequence[TokenLogprobs] = ()  # if they were requested
     finish: Finish | None = None  # why the answer has ended; None if it goes on
     tokens: Sequence[int] = ()
+    prompt: Sequence[dict[str, Any] | None] | None = None  # `prompt_entry` of each of the prompt's tokens, if requested
 
     @classmethod
     def joined(cls, pieces: Sequence[Piece]) -> Piece:
         """The parts of an answer as one."""
         events = [event for piece in pieces for event in piece.events]
         logprobs = [token for piece in pieces for token in piece.logprobs]
-        tokens = [token for piece in pieces for token in piece.tokens]
-        return cls("".join(piece.text for piece in pieces), events, logprobs, pieces[-1].finish, tokens)
+        tokens, prompt = [token for piece in pieces for token in piece.tokens], pieces[0].prompt
+        return cls("".join(piece.text for piece in pieces), events, logprobs, pieces[-1].finish, tokens, prompt)
 
 
 def event_fields(event: Event, texts: Sequence[str], offset: int) -> dict[str, Any]:
@@ -326,10 +401,13 @@ class Shape:
     def fields(
         self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, prompt: Sequence[int] | None = None
     ) -> dict[str, Any]:
-        """A response with the choices, or a part of a streamed one; a chat's has the prompt's token ids, if any."""
+        """A response with the choices, or a part of a streamed one; what it has of a chat's prompt is beside them."""
         more: dict[str, Any] = {} if usage is None else {"usage": usage}
         if self.ids and self.chat and prompt is not None:
             more["prompt_token_ids"] = list(prompt)
+        for choice in choices if self.chat else ():
+            if "prompt_logprobs" in choice:
+                more["prompt_logprobs"] = choice.pop("prompt_logprobs")
         return {**self.head, "choices": choices, **more}
 
     def choices(self, index: int, piece: Piece, prompt: Sequence[int], first: bool = True) -> list[dict[str, Any]]:
@@ -351,6 +429,8 @@ class Shape:
             own["token_ids"] = list(piece.tokens)
             if first and not self.chat:
                 own["prompt_token_ids"] = list(prompt)
+        if piece.prompt is not None:
+            own["prompt_logprobs"] = piece.prompt
         if piece.events or not self.stream:
             own["futurebridge"] = {"events": list(piece.events)}
         return [{"index": self.copies * index + copy, **own} for copy in range(self.copies)]
@@ -360,15 +440,19 @@ def _logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """Log-probs of a completion; as in OpenAI's, the token itself is always among the likeliest ones."""
     return {
         "tokens": [token.name.text for token in tokens],
-        "token_logprobs": [max(token.logprob, LEAST) for token in tokens],
-        "top_logprobs": [_top(token) for token in tokens],
+        "token_logprobs": [_least(token.logprob) for token in tokens],
+        "top_logprobs": [None if token.logprob is None else _top(token) for token in tokens],
         "text_offset": [token.offset for token in tokens],
     }
 
 
+def _least(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST)
+
+
 def _top(token: TokenLogprobs) -> dict[str, float]:
     """The likeliest tokens by name, in order; one whose name another has is told apart by a number behind it."""
-    own, top = (token.name.text, token.logprob), [(name.text, logprob) for name, logprob in token.top]
+    own, top = (token.name.text, token.logprob or 0.0), [(name.text, logprob) for name, logprob in token.top]
     named: dict[str, float] = {}
     for text, logprob in top if own in top else (*top, own):
         name, count = text, 1
@@ -387,8 +471,30 @@ def _chat_logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _entry(name: Name, logprob: float) -> dict[str, Any]:
-    return {"token": name.text, "logprob": max(logprob, LEAST), "bytes": list(name.bytes)}
+def _entry(name: Name, logprob: float | None) -> dict[str, Any]:
+    return {"token": name.text, "logprob": _least(logprob), "bytes": list(name.bytes)}
+
+
+def prompt_entry(tokens: Sequence[tuple[int, Name, float, int]]) -> dict[str, Any]:
+    """A place of a prompt in vLLM's form, from the (id, name, log-prob, place among all) of its tokens."""
+    return {
+        str(token): {"logprob": max(logprob, LEAST), "rank": place, "decoded_token": name.text}
+        for token, name, logprob, place in tokens
+    }
+
+
+def score_fields(model: str, group: hf.TextGroup, scores: Scores) -> dict[str, Any]:
+    """The JSON of scores: of continuations, or of the future after each candidate."""
+    data, tokens = [], len(group.prefix)
+    for index, (ids, (exact, greedy)) in enumerate(zip(group.candidates, scores, strict=True)):
+        start = len(ids) if group.future else 0
+        logprobs = [max(each, LEAST) for each in exact[start:].tolist()]
+        total = sum(logprobs)
+        own = {"sum": total, "mean": total / len(logprobs), "logprobs": logprobs, "greedy": greedy[start:].tolist()}
+        data.append({"index": index, **own, "token_ids": [*ids, *group.future]})
+        tokens += len(exact)
+    head = {"id": "scores-" + uuid.uuid4().hex, "object": "continuations", "created": int(time.time()), "model": model}
+    return {**head, "data": data, "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}}
 
 
 def problem_fields(message: str, kind: str, parameter: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -7,23 +7,37 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from jinja2 import TemplateError
+from torch import Tensor
 
 from fb_core import hf
 from fb_core.config import ServeSettings
-from fb_core.decoding import Usage
-from fb_core.engine.engine import Engine, Handle, Token
+from fb_core.decoding import Generation, Usage
+from fb_core.engine.engine import Engine, Handle, Scores, Token
+from fb_core.engine.step import Ranked
 from fb_core.pool import Event
 from fb_core.sampling import Sampling
 from fb_core.selectors import LLMPreference
 from fb_core.serve.metrics import Metrics
-from fb_core.serve.protocol import ChatRequest, CompletionRequest, Finish, Piece, TokenLogprobs, event_fields
+from fb_core.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Finish,
+    Piece,
+    ScoreRequest,
+    TokenLogprobs,
+    event_fields,
+    prompt_entry,
+    score_fields,
+)
 from fb_core.serve.text import Text
 
 BYTES = 16  # of text for a token; a prompt with more for each that there is room for is not tokenized
 LOGPROBS = 1 << 18  # in one reply
+CONTINUATIONS, TEXT = 1 << 12, 1 << 22  # in one request; characters that are tokenized for it
 PIECE = 64  # tokens
 DIRECT = LLMPreference()  # one object for all requests, so that their events are served together
 
@@ -36,16 +50,35 @@ class Busy(Exception):
 class Answer:
     """What a prompt becomes; `finish` is known at its end."""
 
-    handle: Handle
+    handle: Handle[Generation]
+    request: CompletionRequest | ChatRequest
     text: Text
-    prompt: Sequence[int]
+    before: Text  # of the prompt
+    prompt: list[int]
     ends: frozenset[int]
-    ranking: int | None  # how many likeliest tokens are returned with each token
-    with_ids: bool  # whether the token ids are returned
+    begun: bool = False  # whether what is returned of the prompt has been
     completion: int = 0
     events: list[Event] = field(default_factory=list)
     finish: Finish = "length"
     ended: bool = False
+
+    def beginning(self) -> Piece:
+        """What is returned of the prompt, once its log-probs are known, if they are needed."""
+        self.begun = True
+        echo, ranking, count = self.request.echo, self.request.ranking, self.request.prompt_ranking
+        text, logprobs, entries = "", list[TokenLogprobs](), list[dict[str, Any] | None]()
+        for token, ranked in zip_longest(self.prompt, [None, *self.handle.prompt_ranks]):
+            if echo and ranking is not None:
+                logprobs.append(_named(self.before, token, ranked, ranking, self.before.decoded))
+            if ranked is None:
+                entries.append(None)
+            elif count is not None:
+                places = {ranked.ids[n]: (ranked.logprobs[n], n + 1) for n in range(min(count, len(ranked.ids)))}
+                places = {token: places.get(token, (ranked.taken, ranked.place))} | places
+                entries.append(prompt_entry([(each, self.before.name(each), *at) for each, at in places.items()]))
+            text += self.before.add(token)
+        text += self.before.end()
+        return Piece(text if echo else "", (), logprobs, prompt=None if count is None else entries)
 
     def pieces(self, tokens: Sequence[Token | None]) -> Iterator[Piece]:
         """What the next tokens add, as far as it is certain; with None, which is their end, also what is left.
@@ -55,13 +88,15 @@ class Answer:
         text, events, logprobs, ids = "", list[dict[str, Any]](), list[TokenLogprobs](), list[int]()
         for token in filter(None, tokens):
             self.completion += 1
-            if self.with_ids:
+            if self.request.return_token_ids:
                 ids.append(token.id)
+            offset = self.text.decoded + (self.before.decoded if self.request.echo else 0)
             if token.event is not None:
                 self.events.append(token.event)
                 texts = [self.text.name(each).text for each in token.event.pool]
-                events.append(event_fields(token.event, texts, self.text.decoded))
-            logprobs += self._logprobs(token)
+                events.append(event_fields(token.event, texts, offset))
+            if self.request.ranking is not None and token.ranked is not None:
+                logprobs.append(_named(self.text, token.id, token.ranked, self.request.ranking, offset))
             if token.id not in self.ends:  # the token that ends an answer is no part of its text
                 text += self.text.add(token.id)
             if self.text.stopped or token.id in self.ends:
@@ -82,14 +117,15 @@ class Answer:
         if self.ended:
             yield Piece(finish=self.finish)
 
-    def _logprobs(self, token: Token) -> list[TokenLogprobs]:
-        """A token's log-prob and likeliest alternatives; empty if they were not requested."""
-        if self.ranking is None or token.ranked is None:
-            return []
-        ids, logprobs = token.ranked.ids[: self.ranking], token.ranked.logprobs[: self.ranking]
-        own, *names = [self.text.name(each) for each in (token.id, *ids)]
-        logprob = dict(zip(ids, logprobs, strict=True)).get(token.id, token.ranked.taken)
-        return [TokenLogprobs(own, logprob, list(zip(names, logprobs, strict=True)), self.text.decoded)]
+
+def _named(text: Text, token: int, ranked: Ranked | None, count: int, offset: int) -> TokenLogprobs:
+    """A token with its log-prob and likeliest alternatives; without them where nothing is before it."""
+    own = text.name(token)
+    if ranked is None:
+        return TokenLogprobs(own, None, [], offset)
+    ids, logprobs = ranked.ids[:count], ranked.logprobs[:count]
+    logprob = dict(zip(ids, logprobs, strict=True)).get(token, ranked.taken)
+    return TokenLogprobs(own, logprob, list(zip(map(text.name, ids), logprobs, strict=True)), offset)
 
 
 class Reply:
@@ -132,6 +168,9 @@ class Reply:
                 raise CancelledError
             for index, tokens in came.items():
                 answer = self.answers[index]
+                if not answer.begun and (answer.request.echo or answer.request.prompt_ranking is not None):
+                    self.first = self.first or time.perf_counter()
+                    yield index, await asyncio.to_thread(answer.beginning)
                 if not answer.ended:
                     for piece in answer.pieces(tokens):
                         if piece.finish is None:
@@ -158,6 +197,31 @@ class Reply:
         """Cancel the answers that have not ended."""
         for answer in self.answers:
             answer.handle.cancel()
+
+
+class Scoring(Reply):
+    """Scores of continuations, as they come.
+
+    Args:
+        handle: the engine's.
+        group: what is scored: continuations, or candidates with one future, whose tokens alone count.
+    """
+
+    def __init__(self, handle: Handle[Scores], group: hf.TextGroup) -> None:
+        super().__init__()
+        self.handle, self.group = handle, group
+
+    async def fields(self, model: str) -> dict[str, Any]:
+        """The response; raises as `pieces`."""
+        await self.tokens.get()
+        if self.cut:
+            raise CancelledError
+        self.first = time.perf_counter()
+        return await asyncio.to_thread(score_fields, model, self.group, self.handle.result())
+
+    def cancel(self) -> None:
+        """Cancel what has not ended."""
+        self.handle.cancel()
 
 
 class Service:
@@ -221,25 +285,74 @@ class Service:
 
     def _check_size(self, request: CompletionRequest | ChatRequest) -> None:
         """ValueError for more answers than the queue, texts too long to tokenize, and too many log-probs."""
-        count, queue, most = len(request.inputs), self.settings.queue, BYTES * self.length
+        count, queue = len(request.inputs), self.settings.queue
         if count * request.n > queue:
             name, got = "prompt" if count > queue else "n", count * request.n
             raise ValueError(f"{name}: expected at most the queue's {queue} answers, got {got}; ask for fewer")
-        longest = max(len(each.encode()) if isinstance(each, str) else 0 for each in request.inputs)
-        if longest > most:
-            raise ValueError(
-                f"prompt: expected at most {most} bytes of text for the {self.length} tokens of a sequence, got "
-                f"{longest}; shorten it"
-            )
-        if request.ranking is None:
-            return
-        tokens = min(request.max_tokens or self.settings.max_new_tokens, self.length)
-        logprobs = count * request.n * tokens * (1 + request.ranking)
-        if logprobs > LOGPROBS:
+        self._check_texts("prompt", request.inputs)
+        tokens = self.settings.max_new_tokens if request.max_tokens is None else request.max_tokens
+        places = sum(min(self.length, len(each.encode() if isinstance(each, str) else each)) for each in request.inputs)
+        each, own = (0 if ranks is None else 1 + ranks for ranks in (request.ranking, request.prompt_ranking))
+        logprobs = count * min(tokens, self.length) * each + places * (own + each * request.echo)
+        if request.n * logprobs > LOGPROBS:
             raise ValueError(
                 f"ranking: expected at most {LOGPROBS} log-probs in an answer, its prompts times n times tokens times "
-                f"1 + the ranks, got {logprobs}; ask for less"
+                f"1 + the ranks, got {request.n * logprobs}; ask for less"
             )
+
+    def _check_texts(self, name: str, inputs: Sequence[str | list[int]]) -> None:
+        """ValueError for a text with more bytes than a sequence can have."""
+        most, longest = BYTES * self.length, max(len(each.encode()) if isinstance(each, str) else 0 for each in inputs)
+        if longest > most:
+            raise ValueError(
+                f"{name}: expected at most {most} bytes of text for the {self.length} tokens of a sequence, got "
+                f"{longest}; shorten it"
+            )
+
+    async def score(self, request: ScoreRequest) -> Scoring:
+        """Submit continuations to the engine; raises as `begin`."""
+        if self.requests >= self.settings.queue:
+            raise Busy(f"queue: expected at most {self.settings.queue} sequences under way; try again")
+        self.requests += 1
+        loop = asyncio.get_running_loop()
+
+        def on_end() -> None:
+            self.requests -= 1
+            self._open.discard(reply)
+            reply.tokens.put_nowait((0, None))
+
+        try:
+            group, rows = await loop.run_in_executor(self._tokenizing, self._group, request)
+            handle = self.engine.score(group.prefix, rows, listener=lambda _: loop.call_soon_threadsafe(on_end))
+        except BaseException:
+            self.requests -= 1
+            raise
+        reply = Scoring(handle, group)
+        self._open.add(reply)
+        self.metrics.prompt_tokens.inc(len(group.prefix))
+        self.metrics.scored.inc(sum(map(len, rows)))
+        return reply
+
+    def _group(self, request: ScoreRequest) -> tuple[hf.TextGroup, list[Tensor]]:
+        """Token ids of what is to be scored, and its rows; ValueError for what is refused, and for too much."""
+        many, future = request.many, request.future
+        kind = "continuations" if future is None else "candidates"
+        if len(many) > CONTINUATIONS:
+            raise ValueError(f"{kind}: expected at most {CONTINUATIONS}, got {len(many)}; ask more than once")
+        self._check_texts("prefix", request.inputs)
+        if isinstance(request.prefix, str):
+            around = len(request.prefix) + len(future or "")
+            if (size := sum(around + len(text) for text in many)) > TEXT:
+                raise ValueError(
+                    f"{kind}: expected at most {TEXT} characters, each with the prefix, got {size}; send token ids"
+                )
+            group = hf.text_group(self.tokenizer, request.prefix, many, future)  # type: ignore[arg-type]
+        else:
+            group = hf.TextGroup(request.prefix, many, future or [])  # type: ignore[arg-type]
+        if (tokens := sum(len(ids) + len(group.future) for ids in group.candidates)) > LOGPROBS:
+            raise ValueError(f"{kind}: expected at most {LOGPROBS} tokens together, got {tokens}; ask more than once")
+        rows, decoder = [[*ids, *group.future] for ids in group.candidates], self.engine.decoder
+        return group, hf.many_token_ids(kind, rows, decoder.slm, decoder.vocabulary)
 
     def end(self) -> None:
         """End all answers now, even if the engine is waiting for the large model."""
@@ -276,9 +389,13 @@ class Service:
             if all(answer.handle.done for answer in reply.answers):
                 self._open.discard(reply)
 
+        completes, tokens = isinstance(request, CompletionRequest), request.max_tokens
+        if tokens is None:
+            tokens = min(self.settings.max_new_tokens, max(1, self.length - len(ids)))
+        ranks_prompt = request.prompt_ranking is not None or (request.echo and request.ranking is not None)
         handle = self.engine.submit(
             ids,
-            request.max_tokens or min(self.settings.max_new_tokens, max(1, self.length - len(ids))),
+            tokens,
             threshold=own.threshold,
             max_events=0 if own.recipe == "greedy" else own.max_events,
             selector=DIRECT if own.recipe == "direct" else None,
@@ -286,8 +403,9 @@ class Service:
             listener=lambda token: loop.call_soon_threadsafe(on_token, token),
             sampling=sampling,
             sample=sample,
+            prompt_ranking=ranks_prompt or not tokens,
         )
-        completes = isinstance(request, CompletionRequest)
+        self.metrics.scored.inc((len(ids) - 1) * ranks_prompt)
         text = Text(
             self.tokenizer,
             request.stop,
@@ -295,5 +413,6 @@ class Service:
             skip_special=request.skip_special_tokens,
             after_text=completes and bool(self.tokenizer.decode(ids[-8:], skip_special_tokens=True)),
         )
-        reply.answers.append(Answer(handle, text, ids, decoder.pair.ends, request.ranking, request.return_token_ids))
+        before = Text(self.tokenizer, (), skip_special=request.skip_special_tokens)
+        reply.answers.append(Answer(handle, request, text, before, ids, decoder.pair.ends))
         self._open.add(reply)  # before the first call of `on_token`, which runs in this thread

@@ -23,9 +23,13 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from serving import MODEL, service_of
+from test_serve_limits import here
 
 from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, TokenReranker, shared_prefix
+from fb_core.engine.engine import Engine
 from fb_core.lm_eval import UNSUPPORTED, FutureBridgeLM
+from fb_core.pair import Pair
 from fb_core.recipe import Deployed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -116,7 +120,11 @@ def evaluate(name: str, model: PreTrainedModel, words: PreTrainedTokenizerFast, 
 def test_every_task_gives_what_hf_gives(
     model: PreTrainedModel, words: PreTrainedTokenizerFast, tasks: TaskManager, task: str
 ) -> None:
-    ours, theirs = (evaluate(name, model, words, task, tasks) for name in ("futurebridge", "hf"))
+    check_results(*(evaluate(name, model, words, task, tasks) for name in ("futurebridge", "hf")), task)
+
+
+def check_results(ours: dict, theirs: dict, task: str) -> None:
+    """The same metrics and the same answer to every request."""
     found, expected = ours["results"][task], theirs["results"][task]
     assert found.keys() == expected.keys()
     for metric, value in expected.items():
@@ -130,6 +138,37 @@ def test_every_task_gives_what_hf_gives(
         torch.testing.assert_close(*map(torch.tensor, answers), rtol=RELATIVE, atol=0.0)
     else:
         check_equal(*([answer for row in rows for (answer,) in row] for rows in answers))
+
+
+@pytest.mark.parametrize("task", [*CHOICES, "fb_perplexity", "fb_generate"])
+@pytest.mark.parametrize("concurrent", [1, 3])
+def test_a_server_gives_lm_evals_client_what_hf_gives(
+    model: PreTrainedModel,
+    words: PreTrainedTokenizerFast,
+    tasks: TaskManager,
+    tmp_path: Path,
+    task: str,
+    concurrent: int,
+) -> None:
+    """`local-completions` asks for echo, log-probs and one token; its prompts are token ids, several in a request."""
+    for package in ("aiohttp", "requests", "tenacity"):
+        pytest.importorskip(package, reason=f"lm-eval's models behind a server need {package}")
+    words.save_pretrained(tmp_path)
+    theirs = evaluate("hf", model, words, task, tasks)
+    made = Engine(Pair(model, None, words), None, RequestPolicy(9.0), max_events=0, max_length=1024)
+    with made as engine, here(service_of(engine, words, max_length=1024)) as url:
+        arguments = {"model": MODEL, "base_url": f"{url}/v1/completions", "tokenizer": str(tmp_path)}
+        arguments |= {"tokenizer_backend": "huggingface", "max_length": 1024, "max_retries": 1}
+        ours = simple_evaluate(
+            model="local-completions",
+            model_args=arguments | {"num_concurrent": concurrent},
+            tasks=[task],
+            task_manager=tasks,
+            limit=3,
+            bootstrap_iters=0,
+            batch_size=2,
+        )
+    check_results(ours, theirs, task)
 
 
 def greedy_pair(model: PreTrainedModel, words: PreTrainedTokenizerFast) -> tuple[str, str]:

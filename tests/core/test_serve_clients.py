@@ -15,6 +15,8 @@ import pytest
 from limits import HANG
 from serving import MODEL, Server
 
+from fb_core import CompatibilityScorer
+
 ROOT = Path(__file__).parent.parent.parent
 DOCS, README = ROOT / "docs" / "serving.md", ROOT / "README.md"
 
@@ -60,10 +62,6 @@ test_split: test
 output_type: {kind}
 doc_to_text: "{{{{question}}}}"
 target_delimiter: ""
-"""
-CHOICES = """
-doc_to_choice: ["1", "2"]
-doc_to_target: 0
 """
 UNTIL = """
 doc_to_target: "{{answer}}"
@@ -123,15 +121,6 @@ def test_lm_eval_chats(server, harness, texts):
     assert answers == texts
 
 
-@pytest.mark.slow
-def test_lm_eval_is_told_that_prompts_are_not_scored(server, harness, caplog):
-    url = f"{server.url}/v1/completions"
-    options = {"tokenizer": harness.tokenizer, "tokenizer_backend": "huggingface", "add_bos_token": True}
-    with pytest.raises(Exception, match="400"):
-        harness("local-completions", url, "multiple_choice", CHOICES, **options)
-    assert "echo: expected false, or nothing, got true" in caplog.text
-
-
 # --- the documentation ------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +161,15 @@ def test_the_documents_client_prints_what_they_say():
     _, client = blocks("python")
     assert run(client.replace("http://127.0.0.1:8000", running.url)) == blocks("text")[0]
     running.end()
+
+
+def test_the_documents_scores_are_the_scorers(server, pair):
+    (block,) = (block for block in blocks("bash") if "/v1/continuations" in block)
+    command = shlex.split(block.replace("http://127.0.0.1:8000", server.url))
+    got = json.loads(subprocess.run([*command, "-s"], capture_output=True, text=True, timeout=HANG).stdout)
+    scorer = CompatibilityScorer(pair.slm, tokenizer=pair.world.tokenizer)
+    wanted = scorer.score_texts(**json.loads(command[-1]))
+    assert [row["mean"] for row in got["data"]] == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
 def test_the_documents_engine_runs():

@@ -1,0 +1,339 @@
+"""Log-probs of prompts and of continuations over HTTP: real processes, beside answers, against the scorer's."""
+
+import asyncio
+import copy
+import socket
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+import torch
+from dialects import byte_tokenizer
+from limits import HANG
+from serving import MODEL, Server, service_of, until
+from test_serve_limits import counted, here, raw
+from tiny import tiny
+
+from fb_core import CompatibilityScorer
+from fb_core.engine.engine import Engine
+from fb_core.pair import Pair
+from fb_core.policy import RequestPolicy
+from fb_core.serve.protocol import ScoreRequest
+from fb_core.serve.service import Busy
+
+
+@pytest.fixture(scope="module")
+def scorer(pair):
+    return CompatibilityScorer(pair.slm, tokenizer=pair.world.tokenizer)
+
+
+def exact(model, ids):
+    """float64 log-probs [n, V] of a plain forward; row i is what follows ids[: i + 1]."""
+    with torch.no_grad():
+        return copy.deepcopy(model).double()(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
+def post(url, path="continuations", **body):
+    return httpx.post(f"{url}/v1/{path}", json=body, timeout=HANG)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("new", [0, 1, 60])
+@pytest.mark.parametrize("ids", [False, True])
+def test_an_echo_is_prompt_and_answer_with_all_log_probs(server, pair, problems, expected, stream, new, ids):
+    """As OpenAI's legacy completions have it: arrays of prompt, then answer; null for the first token; offsets."""
+    client = server.client()
+    asked = [list(problem.prompt_ids) if ids else problem.prompt for problem in problems]
+    options = {"model": MODEL, "prompt": asked, "max_tokens": new, "echo": True, "logprobs": 3, "seed": 1}
+    options["temperature"] = 0
+    texts, tokens = ["" for _ in asked], [[] for _ in asked]
+    finishes = [None for _ in asked]
+    answer = client.completions.create(**options, stream=stream)
+    for choices in [piece.choices for piece in answer] if stream else [answer.choices]:
+        for choice in choices:
+            texts[choice.index] += choice.text
+            finishes[choice.index] = choice.finish_reason or finishes[choice.index]
+            if choice.logprobs:
+                own = choice.logprobs
+                arrays = (own.tokens, own.token_logprobs, own.top_logprobs, own.text_offset)
+                tokens[choice.index] += zip(*arrays, strict=True)
+    for problem, want, text, found, finish in zip(problems, expected, texts, tokens, finishes, strict=True):
+        answered = want.token_ids.tolist()[:new]
+        whole = [*problem.prompt_ids, *answered]
+        assert text == problem.prompt + (want.text if new == 60 else pair.world.tokenizer.decode(answered))
+        assert finish == ("stop" if new == 60 else "length")
+        assert len(found) == len(whole)
+        assert found[0][1:] == (None, None, 0)
+        rows = exact(pair.slm, whole)
+        for (name, logprob, top, offset), token, row in zip(found[1:], whole[1:], rows[:-1], strict=True):
+            assert logprob == pytest.approx(float(row[token]), abs=1e-4)
+            assert top[name] == logprob
+            assert len(top) == 3 + (token not in row.topk(3).indices)
+            assert sorted(top.values(), reverse=True)[:3] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+            assert text[offset:].startswith(name) or (offset == len(text) and token == whole[-1])  # the end's
+
+
+def test_an_echo_without_log_probs_is_text(server, problems, expected):
+    client = server.client()
+    for new, want in ((0, ""), (60, expected[0].text)):
+        for prompt in (problems[0].prompt, list(problems[0].prompt_ids)):
+            got = client.completions.create(model=MODEL, prompt=prompt, max_tokens=new, echo=True, n=2)
+            assert [choice.text for choice in got.choices] == [problems[0].prompt + want] * 2
+            assert [choice.logprobs for choice in got.choices] == [None] * 2
+            assert got.usage.prompt_tokens == len(problems[0].prompt_ids)
+
+
+def test_log_probs_of_a_prompt_have_vllms_form(server, pair, problems):
+    ids = list(problems[0].prompt_ids)
+    body = {"prompt": [ids, ids[:1]], "max_tokens": 1, "prompt_logprobs": 2}
+    whole = post(server.url, "completions", **body).json()
+    messages = [{"role": "user", "content": problems[0].prompt}]
+    chat = post(server.url, "chat/completions", messages=messages, max_tokens=1, prompt_logprobs=2, n=2).json()
+    assert chat["prompt_logprobs"] == whole["choices"][0]["prompt_logprobs"]
+    assert all("prompt_logprobs" not in choice for choice in chat["choices"])
+    assert whole["choices"][1]["prompt_logprobs"] == [None]
+    first, *places = whole["choices"][0]["prompt_logprobs"]
+    assert first is None
+    name = pair.world.tokenizer.convert_ids_to_tokens
+    for place, token, row in zip(places, ids[1:], exact(pair.slm, ids)[:-1], strict=True):
+        best = row.topk(2).indices.tolist()
+        assert list(place) == [str(each) for each in dict.fromkeys([token, *best])]
+        for each, found in place.items():
+            assert found["logprob"] == pytest.approx(float(row[int(each)]), abs=1e-4)
+            assert found["rank"] == int((row > row[int(each)]).sum()) + 1
+            assert found["decoded_token"] == name(int(each))
+    only = post(server.url, "completions", prompt=ids, max_tokens=0, prompt_logprobs=0).json()["choices"][0]
+    assert (only["text"], only["finish_reason"]) == ("", "length")
+    assert [list(place) for place in only["prompt_logprobs"][1:]] == [[str(token)] for token in ids[1:]]
+
+
+def test_a_text_of_bytes_is_echoed_with_the_bytes_of_its_tokens():
+    """Offsets are those of the text, in which a token may end inside a character."""
+    tokenizer, slm = byte_tokenizer(), tiny("qwen3", vocab_size=300, max_position_embeddings=400)
+    text = "né 汉\n x"
+    body = {"max_tokens": 0, "echo": True, "logprobs": 0}
+    made = Engine(Pair(slm, None, tokenizer), None, RequestPolicy(9.0), max_events=0, max_length=64)
+    with made as engine, here(service_of(engine, tokenizer, max_length=64)) as url:
+        (choice,) = post(url, "completions", prompt=text, **body).json()["choices"]
+        cut = tokenizer(text, add_special_tokens=False).input_ids[:2]
+        (half,) = post(url, "completions", prompt=cut, **body).json()["choices"]
+    assert choice["text"] == text
+    tokens = choice["logprobs"]
+    count = len(tokenizer(text).input_ids) - len(text.encode())
+    assert tokens["tokens"][count:] == [
+        "n",
+        "bytes:\\xc3",
+        "bytes:\\xa9",
+        " ",
+        *(f"bytes:\\x{b:02x}" for b in "汉".encode()),
+        "\n",
+        " ",
+        "x",
+    ]
+    assert tokens["text_offset"][count:] == [0, 1, 1, 2, 3, 3, 3, 4, 5, 6]
+    assert half["text"] == "n\ufffd"
+
+
+# --- continuations ----------------------------------------------------------------------------------------------------
+
+
+def continuations_of(pair, expected):
+    """Ends of answers, of several lengths."""
+    return [pair.world.tokenizer.decode(want.token_ids.tolist()[:count]) for count, want in enumerate(expected, 1)]
+
+
+def test_continuations_get_the_scorers_numbers_beside_answers(server, pair, scorer, problems, expected):
+    prompt, texts = problems[0].prompt, continuations_of(pair, expected)
+    ids = [want.token_ids.tolist()[:count] for count, want in enumerate(expected, 1)]
+
+    async def ask():
+        async with server.client(openai.AsyncOpenAI) as client, httpx.AsyncClient(timeout=HANG) as plain:
+            answers = [client.completions.create(model=MODEL, prompt=p.prompt, max_tokens=60) for p in problems]
+            forms = (
+                {"prefix": prompt, "continuations": texts},
+                {"prefix": list(problems[0].prompt_ids), "continuations": ids},
+            )
+            scores = [
+                plain.post(f"{server.url}/v1/continuations", json=forms[n % 2] | {"model": MODEL}) for n in range(8)
+            ]
+            return await asyncio.gather(*answers), await asyncio.gather(*scores)
+
+    answers, scores = asyncio.run(ask())
+    assert [one.choices[0].text for one in answers] == [want.text for want in expected]
+    wanted = scorer.logprobs(list(problems[0].prompt_ids), ids, return_greedy=True)
+    for got in scores:
+        fields = got.json()
+        assert fields["object"] == "continuations"
+        assert fields["model"] == MODEL
+        total = len(problems[0].prompt_ids) + sum(map(len, ids))
+        assert fields["usage"] == {"prompt_tokens": total, "completion_tokens": 0, "total_tokens": total}
+        for index, (row, tokens, (logprob, greedy)) in enumerate(zip(fields["data"], ids, wanted, strict=True)):
+            assert (row["index"], row["token_ids"]) == (index, tokens)
+            assert row["logprobs"] == pytest.approx(logprob.tolist(), abs=1e-4)
+            assert row["greedy"] == greedy.tolist()
+            assert row["sum"] == pytest.approx(sum(row["logprobs"]))
+            assert row["mean"] == pytest.approx(row["sum"] / len(tokens))
+    plain = exact(pair.slm, [*problems[0].prompt_ids, *ids[-1]])[len(problems[0].prompt_ids) - 1 : -1]
+    last = scores[0].json()["data"][-1]["logprobs"]
+    assert last == pytest.approx(plain.gather(1, torch.tensor(ids[-1])[:, None])[:, 0].tolist(), abs=1e-4)
+
+
+def test_candidates_and_a_future_get_the_compatibility_score(server, pair, scorer, problems, expected):
+    """The mean over the future's tokens, by text and by ids."""
+    decode, answer = pair.world.tokenizer.decode, expected[0].token_ids.tolist()
+    candidates = list(range(19, 26))
+    texts, future = [decode([token]) for token in candidates], decode(answer[1:9])
+    by_text = post(server.url, prefix=problems[0].prompt, candidates=texts, future=future).json()
+    by_ids = post(server.url, prefix=list(problems[0].prompt_ids), candidates=candidates, future=answer[1:9]).json()
+    assert by_text["data"] == by_ids["data"]
+    wanted = scorer.score_texts(problems[0].prompt, texts, future)
+    assert [row["mean"] for row in by_text["data"]] == pytest.approx(wanted.tolist(), abs=1e-4)
+    assert [row["token_ids"] for row in by_text["data"]] == [[token, *answer[1:9]] for token in candidates]
+    assert {len(row["logprobs"]) for row in by_text["data"]} == {len(row["greedy"]) for row in by_text["data"]} == {8}
+
+
+REFUSED = [
+    ({}, "prefix", "Field required"),
+    ({"prefix": [1]}, "continuations", "expected it alone, or candidates and future instead, got none of them"),
+    ({"prefix": [1], "continuations": [2], "future": [3]}, "continuations", "got continuations and future"),
+    ({"prefix": [1], "candidates": [2]}, "continuations", "got candidates"),
+    ({"prefix": [1], "continuations": []}, "continuations", "none of them empty"),
+    ({"prefix": [1], "continuations": [[]]}, "continuations", "none of them empty"),
+    ({"prefix": [1], "continuations": "text"}, "continuations", "expected a list of texts or of token ids"),
+    ({"prefix": [1], "continuations": [1.5]}, "continuations", "expected a string"),
+    ({"prefix": [1], "continuations": [[1 << 40]]}, "continuations", "expected a string"),
+    ({"prefix": [[1]], "continuations": [2]}, "prefix", "expected a text or a list of token ids"),
+    ({"prefix": [], "continuations": [2]}, "prefix", "expected a text or a list of token ids"),
+    ({"prefix": [True], "continuations": [2]}, "prefix", "expected a text or a list of token ids"),
+    ({"prefix": "1", "continuations": [2]}, "prefix", "expected all as texts or all as token ids, got both"),
+    ({"prefix": [1], "continuations": [34]}, "continuations", "expected ids from 0 below 34, got 34"),
+    ({"prefix": [1], "candidates": [4, 34], "future": [4]}, "candidates", "expected ids from 0 below 34, got 34"),
+    ({"prefix": [1, 99], "continuations": [4]}, "prefix", "expected ids from 0 below"),
+    ({"prefix": [1] * 125, "continuations": [[4] * 4]}, "prefix", "expected at most 128 tokens with a continuation"),
+    ({"prefix": "1", "continuations": ["no words"]}, "continuations", "expected words of the tokenizer's vocabulary"),
+    ({"prefix": "1", "continuations": ["2", ""]}, "continuations", "none of them empty"),
+    ({"prefix": "1", "candidates": ["2"], "future": ""}, "future", "expected tokens that the tokenizer knows"),
+    (
+        {"prefix": "1" * 2049, "continuations": ["2"]},
+        "prefix",
+        "expected at most 2048 bytes of text for the 128 tokens",
+    ),
+    ({"prefix": "1" * 1100, "continuations": ["2"] * 4000}, "continuations", "expected at most 4194304 characters"),
+    ({"prefix": [1], "continuations": [4] * 4097}, "continuations", "expected at most 4096, got 4097"),
+    ({"prefix": [1], "continuations": [[4] * 100] * 2700}, "continuations", "expected at most 262144 tokens together"),
+    ({"prefix": [1], "continuations": [4], "temperature": 1}, "temperature", "expected a parameter that this server"),
+    ({"prefix": [1], "continuations": [4], "model": 5}, "model", "valid string"),
+]
+
+
+@pytest.mark.parametrize(("body", "name", "words"), REFUSED)
+def test_what_cannot_be_scored_is_refused_by_name(server, body, name, words):
+    answer = post(server.url, **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, name, "invalid_request_error")
+    assert error["message"].startswith(name)
+    assert words in error["message"]
+
+
+def test_prompts_ask_for_no_more_log_probs_than_answers_may(server, problems):
+    body = {"prompt": [[1, *[4] * 99]] * 128, "max_tokens": 0, "echo": True, "logprobs": 20}
+    error = post(server.url, "completions", **body).json()["error"]
+    assert error["message"].startswith("logprobs: expected at most 262144 log-probs in an answer")
+    error = post(server.url, "completions", **body | {"logprobs": None, "prompt_logprobs": 20}).json()["error"]
+    assert "got 268800; ask for less" in error["message"]
+    assert post(server.url, "completions", **body | {"logprobs": 9}).status_code == 200
+
+
+def test_key_model_and_other_methods_are_checked_as_elsewhere(pair, server):
+    assert post(server.url, prefix=[1], continuations=[4], model="other").status_code == 404
+    assert httpx.get(f"{server.url}/v1/continuations").status_code == 405
+    page = httpx.post(f"{server.url}/v1/continuations", json={}, headers={"Origin": "https://evil.example"})
+    assert page.status_code == 403
+    assert httpx.post(f"{server.url}/v1/continuations", content=b"x" * (2 << 20)).status_code == 413
+    with engine_of(pair) as engine, here(service_of(engine, pair.world.tokenizer, queue=1), key="k") as url:
+        assert post(url, prefix=[1], continuations=[4]).status_code == 401
+
+
+def engine_of(pair, **options):
+    settings = {"max_events": 0, "max_length": 256} | options
+    return Engine(Pair(pair.slm, None, pair.world.tokenizer), None, RequestPolicy(9.0), **settings)
+
+
+MANY = {"prefix": [1, *[4] * 60], "continuations": [[5] * 60] * 4000}
+
+
+def test_a_client_that_leaves_ends_its_scores(pair):
+    with engine_of(pair) as engine:
+        service = service_of(engine, pair.world.tokenizer, queue=2)
+        with here(service) as url:
+            for _ in range(2):
+                client = socket.create_connection(httpx.URL(url).netloc.decode().split(":"), timeout=60)
+                client.sendall(raw("/v1/continuations", MANY))
+                until(lambda: engine.decoder.loop.scoring)
+                client.close()
+                until(lambda: not engine.decoder.loop.busy and service.requests == 0)
+            until(lambda: counted(url, "/v1/continuations", 499) == 2)
+            assert engine.load.pages == 0
+            assert post(url, prefix=[1], continuations=[4]).status_code == 200
+
+
+def test_scores_count_in_the_queue_and_end_with_the_server(pair):
+    async def cut(service):
+        replies = [await service.score(ScoreRequest(**MANY)) for _ in range(2)]
+        with pytest.raises(Busy, match="queue: expected at most 2 sequences under way"):
+            await service.score(ScoreRequest(prefix=[1], continuations=[4]))
+        service.end()
+        for reply in replies:
+            with pytest.raises(CancelledError):
+                await reply.fields(MODEL)
+            reply.cancel()
+            await reply.tokens.get()
+        assert service.requests == 0
+
+    with engine_of(pair) as engine:
+        asyncio.run(cut(service_of(engine, pair.world.tokenizer, queue=2)))
+
+
+def test_beside_many_scores_others_are_answered(pair, problems):
+    """An answer of two tokens waits for a few forwards, not for all of them."""
+    answered, some = 0, MANY | {"continuations": MANY["continuations"][:300]}
+    with engine_of(pair) as engine, here(service_of(engine, pair.world.tokenizer)) as url:
+        with ThreadPoolExecutor(1) as other, httpx.Client(timeout=HANG) as client:
+            asked = other.submit(post, url, **some)
+            until(lambda: engine.decoder.loop.scoring)
+            while not asked.done():
+                body = {"prompt": problems[0].prompt, "max_tokens": 2}
+                assert client.post(f"{url}/v1/completions", json=body).status_code == 200
+                answered += 1
+        assert len(asked.result().json()["data"]) == 300
+    assert answered > 5
+
+
+def test_metrics_count_what_was_scored(pair):
+    with engine_of(pair) as engine, here(service_of(engine, pair.world.tokenizer)) as url:
+        post(url, prefix=[1, 4, 5], continuations=[[4, 5], [6]])
+        post(url, "completions", prompt=[1, 4, 5, 6], max_tokens=0, echo=True, logprobs=1)
+        text = httpx.get(f"{url}/metrics").text
+    assert "futurebridge_scored_tokens_total 6.0" in text
+    assert "futurebridge_prompt_tokens_total 7.0" in text
+    assert 'requests_total{path="/v1/continuations",status="200"} 1.0' in text
+
+
+def test_a_server_without_a_native_decoder_scores_too(tmp_path):
+    tokenizer = byte_tokenizer()
+    slm = tiny("gemma2", vocab_size=300)
+    slm.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    running = Server(slm=tmp_path, llm=tmp_path, threshold=9.0, max_length=100)
+    try:
+        wanted = CompatibilityScorer(slm, tokenizer=tokenizer).score_texts("a b", [" c", " de"], " f g")
+        got = post(running.url, prefix="a b", candidates=[" c", " de"], future=" f g").json()
+        assert [row["mean"] for row in got["data"]] == pytest.approx(wanted.tolist(), abs=1e-4)
+        refused = post(running.url, "completions", prompt="a", max_tokens=1, echo=True, logprobs=1)
+        assert refused.json()["error"]["message"].startswith("logprobs: expected an SLM with a native decoder")
+    finally:
+        running.end()
