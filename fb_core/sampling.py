@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fb_core.config import PairSettings
+if TYPE_CHECKING:
+    from fb_core.config import PairSettings
 
 
 @dataclass(frozen=True)

@@ -145,21 +145,22 @@ STALE = {
     "no wait for the last product": ("_consume", "warpgroup_mma_wait(0", "warpgroup_mma_wait(1"),
     "a stage given back while it is read": ("_consume", "warpgroup_mma_wait(1", "warpgroup_mma_wait(2"),
     "a stage taken before it is given back": (
-        "_produce", "mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)", "pass",
+        "_produce", "mbarrier.wait(empty.index(half * STAGES + stage), (step // STAGES + 1) & 1)", "pass",
     ),
 }  # fmt: skip
 DEADLOCKS = {
     "the last stage of a tile is kept": (
-        "_consume", "mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))", "pass",
+        "_consume", "mbarrier.arrive(empty.index(WHICH * STAGES + (step + STAGES - 1) % STAGES))", "pass",
     ),
     "bytes that nobody copies": ("_produce", "2 * hidden", "3 * hidden"),
-    "a lead of all stages": ("_consume", "STAGES // 2", "STAGES"),
-    "a lead that is not given up": ("_consume", "mbarrier.arrive(lead, pred=step == LEAD)", "pass"),
+    "a half that waits for itself to begin": (
+        "_consume", "gl.minimum(LEAD, (width + BLOCK_K - 1) // BLOCK_K) - 1", "STAGES + LEAD - 1",
+    ),
 }  # fmt: skip
 
 
 UNSURE = {
-    "a stage that one half alone gives back": ("_linear_logprob_gluon_kernel", "count=2", "count=1"),
+    "a stage that one half alone gives back": ("_produce", "gl.static_range(2)", "gl.static_range(1)"),
     "a stage given back twice": ("_consume", "% STAGES), pred=k > 0", "% STAGES)"),
 }
 
