@@ -476,7 +476,8 @@ def _one_after_another(state: _State) -> None:
                 outcome = [tuple(each.cpu() for each in one) for one in scores]
             elif not task.gone.cancelled():
                 prompt = torch.tensor(task.row.tokens, device=decoder.slm.device)
-                outcome = decoder.decode([prompt], replace(task.stop, on_token=on_token), [task.draw])[0]
+                draws = [task.draw] if task.draw.temperature else []
+                outcome = decoder.decode([prompt], replace(task.stop, on_token=on_token), draws)[0]
         except BaseException as problem:
             outcome = problem
         state.busy = False

@@ -501,8 +501,10 @@ class Loop:
             task.asking = None
             task.row.events.append(event)
             task.waits.append(time.perf_counter() - each.began)
-            token = torch.tensor(event.token, device=each.logits.device)
-            top = ranked(rank(each.logits[0], token).tolist()) if task.ranking else None
+            top = None
+            if task.ranking:
+                token = torch.tensor(event.token, device=each.logits.device)
+                top = ranked(rank(each.logits[0], token).tolist())
             self._append(task, event.token, top, halted=True)
 
     def _events(
