@@ -306,7 +306,7 @@ def generate(
 @app.command(epilog=f"Example: futurebridge chat --pair pair.yaml --temperature 0.7. {ENVIRONMENT}")
 @_options(PAIR, environment=True, metavar="VALUE", show_default=False)
 def chat(pair: PairOption = None, **given: str | None) -> None:
-    """Chat with a pair and an adapter; /help says what can be typed besides.
+    """Chat with a pair and an adapter; /help lists what else can be typed.
 
     If the conversation outgrows max_length, its oldest turns are dropped; an error ends only the turn.
     """
