@@ -345,7 +345,7 @@ def test_what_may_end_in_any_way_does_not_always_end_well(mistake: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [("_check", '< float("inf")) == 0', "< 0) & False"), ("_attend", "if found != 0:", "if False:")]
+    "change", [("_check", '< float("inf")) == 0', "< 0) & False"), ("_attend", "if OWN and found != 0:", "if False:")]
 )
 def test_values_that_reach_rows_which_do_not_see_them_are_seen(change: tuple[str, str, str]) -> None:
     case = attention([([14], 0, 6)])
