@@ -10,10 +10,11 @@ import sys
 import time
 import urllib.request
 from collections.abc import Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy
+from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, Sampling
 from fb_core.demo.pairs import DemoPair
 
 PAIR, THRESHOLD, NEW, LENGTH = "plans", 1.7, 60, 256  # NEW and LENGTH: maximum tokens of an answer and of a sequence
@@ -123,8 +124,14 @@ class Truth(NamedTuple):
     steps: list[int]  # of its events
 
 
-def alone(pair: DemoPair, prompts: Sequence[Sequence[int]], new: int = NEW, max_events: int = 8) -> list[Truth]:
-    """The answers to prompts one after another, without pages, batches and server."""
+def alone(
+    pair: DemoPair,
+    prompts: Sequence[Sequence[int]],
+    new: int = NEW,
+    max_events: int = 8,
+    sampling: Sampling | None = None,
+) -> list[Truth]:
+    """The answers to prompts without pages and server, one after another; several drawn ones of a prompt together."""
     decoder = CollaborativeDecoder(
         pair.slm,
         pair.llm,
@@ -134,7 +141,8 @@ def alone(pair: DemoPair, prompts: Sequence[Sequence[int]], new: int = NEW, max_
         max_events=max_events,
     )
     end = pair.world.tokenizer.eos_token_id
-    generations = [decoder.generate(list(prompt), new) for prompt in prompts]
+    equal = [list(group) for _, group in groupby(map(list, prompts))]
+    generations = chain.from_iterable(decoder.generate_many(group, new, sampling=sampling) for group in equal)
     return [
         Truth(
             generation.text or "",

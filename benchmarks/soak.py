@@ -1,8 +1,9 @@
 """`python -m benchmarks.soak`: thousands of mixed requests to one server, which must answer right and leak nothing.
 
-Requests come from OpenAI's client: streamed and whole, completions and chats, with stop strings, limits, several
-answers, and without events. Some clients leave early, some requests must be refused. Answers are compared with those of
-the prompts alone; what the server holds at the end is compared with what it held after the first requests.
+Requests come from OpenAI's client: streamed and whole, completions and chats, greedy and drawn, with stop strings,
+limits, several answers, and without events; log-probs of prompts and of continuations. Some clients leave early, some
+requests must be refused. Answers and log-probs are compared with those of the prompts alone; what the server holds at
+the end is compared with what it held after the first requests.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ import torch
 
 from benchmarks import harness
 from benchmarks.server_process import MODEL, PAIR, THREADS, Server, Truth, alone
+from fb_core import CompatibilityScorer, Sampling
 from fb_core.demo.pairs import DemoPair, load_pair
 from fb_core.page import markdown_table
 
 RESULTS = harness.ROOT / "benchmarks" / "results" / "soak"
-LIMITS, EVENTS = (60, 25, 7), (8, 0)  # maximum tokens, maximum events
-KINDS = ("streamed", "whole", "left while streaming", "left while waiting", "refused")
-WEIGHTS = (40, 30, 10, 5, 15)
+LIMITS, EVENTS, ANSWERS = (60, 25, 7), (8, 0), 2  # maximum tokens, events and answers
+SAMPLING = Sampling(0.7, 0.9, 20, seed=5)
+DRAWN: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "extra_body": {"top_k": 20}}
+KINDS = ("streamed", "whole", "scored", "left while streaming", "left while waiting", "refused")
+WEIGHTS = (35, 25, 10, 10, 5, 15)
+NATS = 1e-4  # tolerance of a log-prob
 BAD: tuple[Mapping[str, Any], ...] = (
     {"temperature": -0.7},
     {"frequency_penalty": 0.5},
@@ -76,10 +81,11 @@ class Question:
     """A request, and the expected answer."""
 
     kind: str
-    chat: bool
+    path: str
     body: Mapping[str, Any]
-    want: Truth
-    text: str  # up to the stop string
+    want: Sequence[Truth] = ()  # of each answer
+    texts: Sequence[str] = ()  # theirs, up to the stop string
+    logprobs: Sequence[float] = ()  # of a prompt's tokens but the first, or of all continuations' tokens
 
 
 def questions(pair: DemoPair, problems: int, count: int, seed: int) -> Iterator[Question]:
@@ -87,31 +93,65 @@ def questions(pair: DemoPair, problems: int, count: int, seed: int) -> Iterator[
     asked = pair.world.problems(problems, seed=0, role="test")
     ids = [list(problem.prompt_ids) for problem in asked]
     truths = {(limit, events): alone(pair, ids, limit, events) for limit in LIMITS for events in EVENTS}
+    samples = alone(pair, [prompt for prompt in ids for _ in range(ANSWERS)], LIMITS[0], EVENTS[0], SAMPLING)
+    scored = [
+        _scored(pair, problem.prompt, prompt, truths[LIMITS[0], EVENTS[0]])
+        for problem, prompt in zip(asked, ids, strict=True)
+    ]
     draw = Random(seed)
     for _ in range(count):
         kind, index = draw.choices(KINDS, WEIGHTS)[0], draw.randrange(problems)
-        limit, events = draw.choice(LIMITS), draw.choice(EVENTS)
-        want = truths[limit, events][index]
-        body: dict[str, Any] = {"max_tokens": limit, "n": draw.choice((1, 1, 1, 2))}
-        if not events:
+        if kind == "scored":
+            yield draw.choice(scored[index])
+            continue
+        limit, events, answers = draw.choice(LIMITS), draw.choice(EVENTS), draw.choice((1, 1, 1, ANSWERS))
+        want = [truths[limit, events][index]] * answers
+        body: dict[str, Any] = {"n": answers}
+        if draw.random() < 0.3:
+            limit, want = LIMITS[0], samples[index * ANSWERS :][:answers]
+            body |= DRAWN
+        elif not events:
             body["extra_body"] = {"futurebridge": {"max_events": 0}}
-        text = want.text
-        if draw.random() < 0.25 and len(text) > 4:
-            begin = draw.randrange(1, len(text) - 2)
-            body["stop"] = [text[begin : begin + 3], "never"]
-            text = text[: text.index(text[begin : begin + 3])]
+        body["max_tokens"] = limit
+        texts = [truth.text for truth in want]
+        if draw.random() < 0.25 and len(texts[0]) > 4 and len(set(texts)) == 1:
+            begin = draw.randrange(1, len(texts[0]) - 2)
+            stop = texts[0][begin : begin + 3]
+            body["stop"] = [stop, "never"]
+            texts = [text.partition(stop)[0] for text in texts]
         chat = kind != "refused" and draw.random() < 0.3
         if chat:
             body["messages"] = [{"role": "user", "content": asked[index].prompt}]
         else:
             body["prompt"] = draw.choice((asked[index].prompt, ids[index]))
-        yield Question(kind, chat, {**body, **draw.choice(BAD)} if kind == "refused" else body, want, text)
+        path = "chat/completions" if chat else "completions"
+        yield Question(kind, path, {**body, **draw.choice(BAD)} if kind == "refused" else body, want, texts)
+
+
+def _scored(pair: DemoPair, prompt: str, ids: list[int], truths: Sequence[Truth]) -> list[Question]:
+    """Requests for the log-probs of a prompt, and of some answers after it."""
+    scorer = CompatibilityScorer(pair.slm, tokenizer=pair.world.tokenizer)
+    texts = [truth.text for truth in truths[:4]]
+    answers = [pair.world.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    of_prompt, of_answers = scorer.logprobs(ids[:1], [ids[1:]]), scorer.logprobs(ids, answers)
+    echo = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+    bodies = ({"prefix": prompt, "continuations": texts}, {"prefix": ids, "continuations": answers})
+    return [
+        Question("scored", "completions", echo, texts=[prompt], logprobs=torch.cat(of_prompt).tolist()),
+        *(Question("scored", "continuations", body, logprobs=torch.cat(of_answers).tolist()) for body in bodies),
+    ]
 
 
 async def ask(client: openai.AsyncOpenAI, question: Question) -> str | None:
     """Send a request; returns what is wrong with the answer, or None."""
-    create: Any = client.chat.completions.create if question.chat else client.completions.create
+    create: Any = client.chat.completions.create if question.path.startswith("chat") else client.completions.create
     body = {"model": MODEL, **question.body}
+    if question.path == "continuations":
+        scores: Any = await client.post("/continuations", body=body, cast_to=object)
+        return _other(body, question.logprobs, [each for row in scores["data"] for each in row["logprobs"]])
+    if question.kind == "scored":
+        (choice,) = (await create(**body)).choices
+        return _other(body, question.logprobs, choice.logprobs.token_logprobs[1:])
     if question.kind == "refused":
         try:
             return f"{body}: expected to be refused, got {await create(**body)}"
@@ -132,16 +172,23 @@ async def ask(client: openai.AsyncOpenAI, question: Question) -> str | None:
         pieces = [piece async for piece in stream]
     else:
         pieces = [await create(**body)]
-    got = [_answer(pieces, index) for index in range(body["n"])]
-    tokens, steps = question.want.tokens, question.want.steps
-    if question.text != question.want.text:  # the answer ends at the stop string
-        tokens = pieces[-1].usage.completion_tokens // body["n"]
-        steps = [step for step in steps if step < tokens]
-    finish = "stop" if question.want.ended or question.text != question.want.text else "length"
-    want = [(question.text, finish, steps)] * body["n"]
-    if got == want and pieces[-1].usage.completion_tokens == tokens * body["n"]:
-        return None
-    return f"{body}: expected {want} of {tokens} tokens, got {got}, {pieces[-1].usage}"
+    got, total = [_answer(pieces, index) for index in range(body["n"])], pieces[-1].usage.completion_tokens
+    want, tokens = [], 0
+    for truth, text in zip(question.want, question.texts, strict=True):
+        cut = text != truth.text  # at the stop string; then all answers are the same
+        count = total // body["n"] if cut else truth.tokens
+        finish = "stop" if truth.ended or cut else "length"
+        want.append((text, finish, [step for step in truth.steps if step < count]))
+        tokens += count
+    return (
+        None if got == want and total == tokens else f"{body}: expected {want} of {tokens} tokens, got {got}, {total}"
+    )
+
+
+def _other(body: Mapping[str, Any], want: Sequence[float], got: Sequence[float]) -> str | None:
+    """What is wrong with log-probs."""
+    right = len(got) == len(want) and all(abs(a - b) < NATS for a, b in zip(got, want, strict=True))
+    return None if right else f"{body}: expected log-probs {want}, got {got}"
 
 
 def _answer(pieces: Sequence[Any], index: int) -> tuple[str, str | None, list[int]]:

@@ -54,10 +54,10 @@ Listener = Callable[[Token | None], object]
 """Called by the engine's thread with each token, and with None at the end; it must return at once."""
 Scores: TypeAlias = list[tuple[Tensor, ...]]
 """Of each continuation: log-probs float32 [R] and whether each token is the likeliest, bool [R], on the CPU."""
-Outcome = TypeVar("Outcome", Generation, Scores)
+Result = TypeVar("Result", Generation, Scores)
 
 
-class Handle(Generic[Outcome]):
+class Handle(Generic[Result]):
     """A sequence, or continuations to be scored, that were submitted.
 
     Attributes:
@@ -71,7 +71,7 @@ class Handle(Generic[Outcome]):
         self._heard = 0  # tokens that the listener has got
         self._tokens: SimpleQueue[Token | None] = SimpleQueue()
         self._listener = self._tokens.put if listener is None else listener
-        self._result: Future[Outcome] = Future()
+        self._result: Future[Result] = Future()
         self.prompt_ranks = task.prompt_ranks
 
     @property
@@ -79,7 +79,7 @@ class Handle(Generic[Outcome]):
         """Whether it has ended."""
         return self._result.done()
 
-    def result(self, timeout: float | None = None) -> Outcome:
+    def result(self, timeout: float | None = None) -> Result:
         """Wait for the sequence to end and return its generation, or the scores.
 
         Args:
