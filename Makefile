@@ -45,9 +45,18 @@ bench: $(STAMP)
 figures: $(STAMP)
 	$(BIN)/python -m benchmarks.figures
 
-# The site, in build/site. A broken link or anchor is an error, and so is a page that no other page lists.
-docs: $(STAMP)
-	$(BIN)/python -m sphinx -q -n -W --keep-going -b html docs build/site
+# The site, in build/site. A broken link or anchor is an error, and so is a page that no other page lists. It needs an
+# environment of 123 MB, made in a minute: signatures are read off the source, and nothing of the library is imported.
+DOCS := .venv-docs
+
+$(DOCS)/.installed: pyproject.toml constraints/common.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --constraint constraints/common.txt $$($(DOCS)/bin/python -c \
+		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
+
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/python -m sphinx -q -n -W --keep-going -b html docs build/site
 
 # Compiles every Triton kernel for three architectures without a GPU and prints registers, stack, shared memory and predicted
 # time, for kernels with a target from the instructions that they execute; then the kernels of csrc/, if nvcc is found.
@@ -102,4 +111,4 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(DOCS) build dist *.egg-info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -14,7 +15,9 @@ author = "The FutureBridge developers"
 copyright = author
 version = release = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
 
-extensions = ["myst_parser"]
+sys.path.append(str(ROOT / "docs"))
+extensions = ["myst_parser", "sphinx_copybutton", "signatures"]
+myst_enable_extensions = ["fieldlist"]
 myst_heading_anchors = 3
 myst_url_schemes = ("http", "https")
 suppress_warnings = ["myst.header"]
@@ -22,6 +25,8 @@ suppress_warnings = ["myst.header"]
 html_theme = "furo"
 html_title = f"FutureBridge {release}"
 html_copy_source = False
+python_maximum_signature_line_length = 80
+nitpick_ignore_regex = [("py:.*", ".*")]  # types of torch and transformers have no page here
 html_theme_options = {"footer_icons": []}
 highlight_language = "none"
 

@@ -11,14 +11,17 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer
 import yaml
 from limits import HANG
 
+import fb_core
 import fb_kernels
 from benchmarks import figures, reference
+from docs import signatures
 from fb_core.cli import app
 from fb_core.config import PairSettings, RunSettings
 from fb_kernels import backend, bench, calls, cpu
@@ -220,6 +223,24 @@ def test_every_setting_has_a_meaning() -> None:
     rows = [line for line in reference.settings_tables() if line.startswith("| `")]
     assert len(rows) > 80
     assert [row for row in rows if row.rsplit("|", 2)[1].strip() == ""] == []
+
+
+# --- API --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("page", "package"), [("api.md", fb_core), ("api_ops.md", fb_kernels)])
+def test_an_api_page_has_every_public_name_with_its_own_signature(page: str, package: ModuleType) -> None:
+    names = "".join(blocks(page, rf"\{{api\}} {package.__name__}")).split()
+    assert sorted(names) == sorted(package.__all__)
+    for name in names:
+        first, *_ = signatures.described(package.__name__, name)
+        public = getattr(package, name)
+        if inspect.isfunction(public) or "__init__" in vars(public):
+            shown = ast.parse(f"def {first.partition('} ')[2]}: ...".replace("(, ", "(")).body[0]
+            assert isinstance(shown, ast.FunctionDef)
+            arguments = [*shown.args.args, *shown.args.kwonlyargs]
+            wanted = [argument for argument in inspect.signature(public).parameters if argument[0] != "_"]
+            assert [argument.arg for argument in arguments] == wanted, name
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
