@@ -38,6 +38,7 @@ RUNS = {
     "score_texts.py": ([], "error of the gradient under autocast"),
     "serving_engine.py": ([], "largest difference from contiguous prefixes"),
 }
+NOTEBOOKS = {"ops": "tensor([", "score": "nats per token", "decode": "with the large model: "}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -55,6 +56,19 @@ def test_example(name: str) -> None:
     done = run(*launcher, str(EXAMPLES / name))
     assert done.returncode == 0, done.stderr
     assert shown in done.stdout
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs_from_top_to_bottom(name: str) -> None:
+    cells = json.loads((EXAMPLES / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells)
+    done = run("-c", "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
+    assert done.returncode == 0, done.stderr
+    assert NOTEBOOKS[name] in done.stdout
+
+
+def test_every_notebook_is_run() -> None:
+    assert {path.stem for path in (EXAMPLES / "notebooks").glob("*.ipynb")} == NOTEBOOKS.keys()
 
 
 def test_one_process_without_torchrun_has_the_whole_head() -> None:
