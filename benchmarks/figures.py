@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cost, event, reference, roofline, serving, soak, speedups, stages, targets
+from benchmarks import cost, event, gpu_status, reference, roofline, serving, soak, speedups, stages, targets
 from benchmarks.evidence import DROPPED, TAKEOVER, Cells, above_the_line, page, points, times_below
 from benchmarks.harness import OURS, read_results
 from benchmarks.paper import figures as report_figures
@@ -384,6 +384,11 @@ def replace_block(text: str, name: str, lines: list[str], source: Path | None = 
     return f"{text[:begin]}{mark}\n" + "\n".join(lines).strip() + f"\n{text[stop:]}"
 
 
+def render_gpu_status(text: str, root: Path = ROOT) -> str:
+    """docs/gpu_status.md with a section for every GPU."""
+    return replace_block(text, "gpu status", gpu_status.page(root / "benchmarks" / "results"))
+
+
 def render_scale(text: str, root: Path = ROOT) -> str:
     """docs/scale.md with its table of measured stages regenerated."""
     files = sorted((root / "benchmarks" / "results" / "stages").glob("*.json"))
@@ -436,6 +441,7 @@ RENDERED = {  # by file
     "docs/evidence.md": render_evidence,
     "docs/benchmarks.md": render_benchmarks,
     "docs/cost.md": render_cost,
+    "docs/gpu_status.md": render_gpu_status,
     "docs/ops.md": render_ops,
     "docs/scale.md": render_scale,
     "docs/settings.md": render_settings,

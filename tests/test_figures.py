@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import event, figures, roofline, summary, targets
+from benchmarks import event, figures, gpu_status, roofline, summary, targets
 from benchmarks.evidence import Cells
 from benchmarks.paper.rows import Result, Run, Timed
 from fb_core.statistics import Interval
@@ -238,6 +238,24 @@ def test_what_memory_bounds_takes_longer_on_an_h100() -> None:
 
 def test_a_peer_is_named_by_the_kernel_that_ran() -> None:
     assert bounds("h200")["the same against Liger-Kernel (`sm90_ce`)"][0] == "0.5 x"
+
+
+def test_a_gpus_page_counts_what_is_right_and_names_what_did_not_run(tmp_path: Path) -> None:
+    (tmp_path / "h100").mkdir()
+    (tmp_path / "h100" / "check.txt").write_text(
+        "op        size     kernel     right    microseconds  of the ceiling  used\n"
+        "commit    B=5      cuda       yes      3.7                           yes\n"
+        "commit    B=5      reference  yes      84.5\n"
+        "rms_norm  N=4 D=2  triton     no\n"
+        "rms_norm  N=8 D=2  triton     not run\n"
+        "rms_norm, triton, N=8 D=2: not run: no room; free some\n"
+    )
+    page = gpu_status.page(tmp_path)
+    assert "| `commit` | right at 1 of 1, used at 1 | right at 1 of 1 |  |" in page
+    assert "| `rms_norm` |  |  | right at 0 of 2 |" in page
+    assert "- rms_norm, triton, N=8 D=2: not run: no room" in page
+    assert any("2 ops at 3 sizes" in line and "1 differ, 1 did not run" in line for line in page)
+    assert page[page.index("## H200") + 2].startswith("Nothing has run on an H200")
 
 
 def test_the_cost_table_is_relative_to_greedy() -> None:

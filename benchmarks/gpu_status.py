@@ -1,0 +1,102 @@
+"""The page docs/gpu_status.md: what ran on which GPU and what did not, from the committed result files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import roofline, targets
+from benchmarks.harness import OURS, read_results
+from fb_core.page import markdown_table
+
+CHECK = "check.txt"  # as `python -m fb_kernels.env --check` printed it
+HEADS = ("op", "size", "kernel", "right", "microseconds", "of the ceiling", "used")
+NAMES = {"cuda": "CUDA", "triton": "Triton", "reference": "plain PyTorch"}
+NOTHING = "Nothing has run on an {device}: no kernel was checked there and nothing was timed."
+
+
+def checked(text: str) -> list[dict[str, str]]:
+    """The rows of the check's table, by the words of its head."""
+    (head, *lines) = (line for line in text.splitlines() if re.search(r"\S  ", line))
+    starts = [*(head.index(name) for name in HEADS), None]
+    return [
+        {name: line[a:b].strip() for name, a, b in zip(HEADS, starts, starts[1:], strict=False)}
+        for line in lines
+        if not line[starts[1] - 1].strip()  # type: ignore[operator]
+    ]
+
+
+def kernels(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Each op's kernels: at how many of their sizes they are right, and at how many they are the one that is used."""
+    by_op: dict[str, dict[str, list[Mapping[str, str]]]] = {}
+    for row in rows:
+        by_op.setdefault(row["op"], {}).setdefault(row["kernel"], []).append(row)
+    kinds = list(dict.fromkeys(row["kernel"] for row in rows))
+
+    def cell(sizes: Sequence[Mapping[str, str]]) -> str:
+        right, used = (sum(row[name] == "yes" for row in sizes) for name in ("right", "used"))
+        return f"right at {right} of {len(sizes)}{f', used at {used}' if used else ''}" if sizes else ""
+
+    body = [[f"`{op}`", *(cell(kernels.get(kind, [])) for kind in kinds)] for op, kernels in by_op.items()]
+    return markdown_table(["op", *(NAMES.get(kind, kind) for kind in kinds)], body)
+
+
+def timed(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What was timed, with the kernels that ran and the implementations beside it."""
+    cases = [case for result in results.values() for case in result["cases"]]
+    body = []
+    for op in dict.fromkeys(case["op"] for case in cases):
+        measured = [case for case in cases if case["op"] == op and case["median_us"]]
+        own = [case for case in measured if case["impl"] == OURS]
+        ran = sorted({case.get("backend", "") for case in own})
+        peers = {case["impl"] for case in measured}.difference(roofline.BOUNDS, roofline.YARDSTICKS)
+        beside = sorted(peer for peer in peers if not peer.startswith(OURS))
+        body.append([f"`{op}`", str(len(own)), "; ".join(ran), "; ".join(beside)])
+    return markdown_table(["what", "shapes", "kernels that ran", "timed beside it"], body)
+
+
+def missing(results: Mapping[str, Mapping[str, Any]], device: str) -> list[str]:
+    """The library's targets of which the device has no measurement."""
+    rows = [line.split(" | ") for line in targets.table(results, device)[2:]]
+    return [f"- {row[0].removeprefix('| ')}" for row in rows if row[1] == "not measured"]
+
+
+def of_device(folder: Path) -> list[str]:
+    """A device's section."""
+    device, results, check = folder.name, read_results(folder), folder / CHECK
+    lines = [f"## {device.upper()}", ""]
+    if not results and not check.is_file():
+        return [*lines, NOTHING.format(device=device.upper()), ""]
+    made = {
+        f"{result['device']}, driver {result['driver']}, CUDA {result['cuda']}, torch {result['torch']}, triton "
+        f"{result['triton']}, commit {result['commit'][:10]}, {result['date'][:10]}"
+        for result in results.values()
+    }
+    lines += [f"*{'; '.join(sorted(made))}*", ""]
+    if check.is_file():
+        rows = checked(text := check.read_text())
+        ops, sizes = ({tuple(row[name] for name in names) for row in rows} for names in (HEADS[:1], HEADS[:2]))
+        right, left = (sum(row["right"] == word for row in rows) for word in ("yes", "not run"))
+        lines += [
+            "### Is every kernel right?",
+            "",
+            f"The check ran {len(ops)} ops at {len(sizes)} sizes, each with all its kernels. {right} results equal the "
+            f"definition within rounding, {len(rows) - right - left or 'none'} differ, {left or 'none'} did not run.",
+            "",
+            *kernels(rows),
+            "",
+            *(f"- {line.partition(';')[0]}" for line in text.splitlines() if re.match(r"\w+, \w+, .*: ", line)),
+            "",
+        ]
+    lines += ["### Timed", "", *timed(results), "", "[The times](benchmarks.md#measurements)", ""]
+    if absent := missing(results, device):
+        lines += ["### Not measured", "", *absent, ""]
+    return lines
+
+
+def page(results: Path) -> list[str]:
+    """A section for each device that has targets, those with results first."""
+    sections = sorted((of_device(results / device) for device in targets.SLOWER), key=len, reverse=True)
+    return [line for section in sections for line in section]
