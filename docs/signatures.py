@@ -102,7 +102,7 @@ def block(kind: str, head: str, options: list[str], body: Iterator[str] | list[s
 
 
 def members(node: ast.ClassDef, module: str) -> Iterator[str]:
-    """Public fields without a word in the class's docstring, then public methods and properties."""
+    """Public fields of which a comment says more, then public methods and properties."""
     lines = source(module)[0].splitlines()
     text = ast.get_docstring(node) or ""
     methods: dict[str, ast.FunctionDef] = {}
@@ -119,7 +119,7 @@ def members(node: ast.ClassDef, module: str) -> Iterator[str]:
                 options = [f":type: {ast.unparse(child.annotation)}"]
             else:
                 options = [f":value: {ast.unparse(child.value)}"]
-            if not name.startswith("_") and f"    {name}: " not in text:
+            if said and not name.startswith("_") and f"    {name}: " not in text:  # the signature has them all
                 yield from block("attribute", name, options, [said], 4)
     for name, method in methods.items():
         kinds = [ast.unparse(decorator) for decorator in method.decorator_list]

@@ -316,8 +316,8 @@ class ChoiceSettings(Section):
     delta: float = Field(default=0.02, ge=0, lt=1)
     """How far below greedy decoding or the direct LLM score it may be, as a share of the problems."""
     level: float = Field(default=0.95, gt=0, lt=1)
-    """Confidence of the test: with at least this probability, no recipe that is further below passes. Where none passes,
-    greedy decoding or the direct score is deployed untested."""
+    """Confidence of the test: with at least this probability, no recipe that is further below passes. If none passes,
+    greedy decoding or the direct score is deployed without this evidence."""
 
 
 class SelectionSettings(Section):
