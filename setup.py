@@ -3,18 +3,21 @@
 FB_BUILD_CUDA=auto|force|skip: build those for GPUs where nvcc is, always (and fail where it is not), or never.
 FB_BUILD_CPU=auto|force|skip: likewise those for CPUs where a C++ compiler is: $CXX, c++, g++ or clang++.
 
+What they compile is kept in build/csrc, so another installation from this folder, as with one more extra, copies it.
+
 `python -c "import setup; setup.build_in_place()"` compiles them beside the package, without setuptools.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-CSRC = Path("csrc")
+CSRC, MADE = Path("csrc"), Path("build", "csrc")
 USUAL = "/usr/local/cuda"  # where the toolkit lies
 CUDA, CPU = "fb_kernels.libfb_kernels", "fb_kernels.libfb_cpu"
 SOURCES = {CUDA: sorted(map(str, CSRC.glob("*.cu"))), CPU: [str(CSRC / "cpu.cpp")]}
@@ -58,17 +61,23 @@ def libraries() -> dict[str, bool]:
 
 
 def compile_library(name: str, target: Path, optional: bool) -> None:
-    """Compile csrc/*.cu for all architectures, or csrc/cpu.cpp, by one call of the compiler."""
+    """Compile csrc/*.cu for all architectures, or csrc/cpu.cpp, by one call of the compiler, unless it was done."""
     target.parent.mkdir(parents=True, exist_ok=True)
     commands = [[str(cxx()), *CPU_FLAGS, *THREADS], [str(cxx()), *CPU_FLAGS]]
     if name == CUDA:
         code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
         commands = [[str(nvcc()), *FLAGS, *code, "--threads", "0"]]
     for number, command in enumerate(commands, 1):
-        command += [*SOURCES[name], "-o", str(target)]
-        print(" ".join(command), flush=True)
+        command += SOURCES[name]
         try:
-            subprocess.run(command, check=True)
+            made = MADE / f"{name}-{key(command)}.so"
+            if not made.is_file():
+                MADE.mkdir(parents=True, exist_ok=True)
+                unfinished = made.with_suffix(f".{os.getpid()}")
+                print(" ".join(command), flush=True)
+                subprocess.run([*command, "-o", str(unfinished)], check=True)
+                unfinished.replace(made)
+            shutil.copyfile(made, target)
             break
         except (OSError, subprocess.CalledProcessError) as problem:
             target.unlink(missing_ok=True)
@@ -76,6 +85,13 @@ def compile_library(name: str, target: Path, optional: bool) -> None:
             if last and not optional:
                 raise
             print(f"csrc: {problem}; going on without {name if last else ' '.join(THREADS)}", file=sys.stderr)
+
+
+def key(command: list[str]) -> str:
+    """What a compiler makes depends on: its version, its arguments and the sources."""
+    version = subprocess.run([command[0], "--version"], check=True, capture_output=True).stdout
+    sources = (path.name.encode() + path.read_bytes() for path in sorted(CSRC.iterdir()))
+    return hashlib.sha256(b"\0".join([version, *map(str.encode, command), *sources])).hexdigest()[:16]
 
 
 def file_of(name: str) -> str:

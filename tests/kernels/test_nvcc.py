@@ -33,19 +33,37 @@ def test_the_compiler_is_found_where_it_may_lie(tmp_path, monkeypatch):
         setup.libraries()
 
 
-def test_a_python_with_an_old_setuptools_or_none_builds_in_place(tmp_path):
-    """Ubuntu 24.04 ships setuptools 68, which refuses pyproject.toml, and lacks it in a virtual environment."""
-    root = Path(setup.__file__).parent
-    shutil.copy(root / "setup.py", tmp_path)
+@pytest.fixture
+def build_in_place(tmp_path):
+    """Calls `setup.build_in_place` as a Python without setuptools does; returns what a compiler of a version wrote."""
+    shutil.copy(Path(setup.__file__), tmp_path)
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "cpu.cpp").touch()
     compiler = tmp_path / "cxx"
-    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho "$@" > "$last"\n')
-    compiler.chmod(0o755)
     code = 'import sys; sys.modules["setuptools"] = None; import setup; setup.build_in_place()'
     chosen = {"CXX": str(compiler), "FB_BUILD_CUDA": "skip", "FB_BUILD_CPU": "force", "PYTHONPATH": ""}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | chosen, check=True)
-    assert "csrc/cpu.cpp" in (tmp_path / "fb_kernels" / "libfb_cpu.so").read_text()
+
+    def build(version: int) -> str:
+        says = f'[ "$1" = --version ] && echo {version} && exit\n'
+        compiler.write_text(f'#!/bin/sh\n{says}echo >> calls\nfor last; do :; done\necho "{version} $@" > "$last"\n')
+        compiler.chmod(0o755)
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | chosen, check=True)
+        return (tmp_path / "fb_kernels" / "libfb_cpu.so").read_text()
+
+    return build
+
+
+def test_a_python_with_an_old_setuptools_or_none_builds_in_place(build_in_place):
+    """Ubuntu 24.04 ships setuptools 68, which refuses pyproject.toml, and lacks it in a virtual environment."""
+    assert "csrc/cpu.cpp" in build_in_place(1)
+
+
+def test_what_was_compiled_is_compiled_again_only_by_another_compiler_or_from_other_sources(build_in_place, tmp_path):
+    calls = tmp_path / "calls"
+    for version, source, expected in [(1, "", 1), (1, "", 1), (2, "", 2), (1, "", 2), (1, "int x;", 3)]:
+        (tmp_path / "csrc" / "cpu.cpp").write_text(source)
+        assert build_in_place(version).startswith(f"{version} -std"), "the library of this compiler"
+        assert len(calls.read_text().splitlines()) == expected
 
 
 @pytest.mark.slow
