@@ -28,31 +28,38 @@ def readme_example(heading: str) -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The Python of an environment that holds the wheel; what it depends on is lent by this one."""
+    """The Python of an environment with the project from a folder as `make wheel` fills it; this one lends the rest."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    without_gpu = os.environ | {"FB_BUILD_CUDA": "skip"}  # nvcc takes a minute; tests/kernels/test_nvcc.py calls it
-    subprocess.run(build, check=True, capture_output=True, env=without_gpu)
-    (wheel,) = folder.glob("futurebridge-*.whl")
+    for cpu_kernels in ("skip", "force"):  # nvcc takes a minute; tests/kernels/test_nvcc.py calls it
+        chosen = {"FB_BUILD_CUDA": "skip", "FB_BUILD_CPU": cpu_kernels}
+        subprocess.run(build, check=True, capture_output=True, env=os.environ | chosen)
     venv.create(folder / "env", with_pip=True)
     python = folder / "env" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--find-links", folder]
+    subprocess.run([*install, "futurebridge"], check=True, cwd=folder, env=clean())
     (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
     lent = [path for path in site.getsitepackages() if Path(path).is_dir()]
     (packages / "lent.pth").write_text("\n".join(lent))
     return python
 
 
+def clean():
+    """The environment, without a path on which the project lies."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def run(python, code, folder):
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run([python, "-c", code], cwd=folder, env=clean, capture_output=True, text=True)
+    return subprocess.run([python, "-c", code], cwd=folder, env=clean(), capture_output=True, text=True)
 
 
 @pytest.mark.slow
 def test_wheel_from_a_foreign_directory(installed, tmp_path):
-    where = run(installed, "import fb_core, fb_kernels; print(fb_core.__file__, fb_kernels.__file__)", tmp_path)
+    code = "import fb_core, fb_kernels, fb_kernels.cpu as c; print(fb_core.__file__, fb_kernels.__file__, c.why_not())"
+    where = run(installed, code, tmp_path)
     assert str(installed.parent.parent) in where.stdout, where.stderr
     assert str(ROOT) not in where.stdout
+    assert where.stdout.endswith("__init__.py \n"), "of the two wheels, the one with compiled kernels"
     typed = run(
         installed,
         "from importlib import resources as r; "
