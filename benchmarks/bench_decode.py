@@ -31,6 +31,7 @@ from fb_core.decoding import LowLatencyDecoder
 from fb_core.engine.loop import Loop
 from fb_core.engine.model import Part
 from fb_core.engine.pages import pages_of
+from fb_core.hf import with_cache
 from fb_kernels.timing import Timing
 
 NEVER = RequestPolicy(math.inf)
@@ -72,8 +73,9 @@ class HuggingFace:
             self.cache = StaticCache(config=model.config, max_cache_len=len(context) + STEPS)
         else:
             self.cache = DynamicCache()
+        self.argument = with_cache(model, self.cache)
         with torch.no_grad():
-            model(context[None, :-1], past_key_values=self.cache, logits_to_keep=1)
+            model(context[None, :-1], logits_to_keep=1, **self.argument)
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -81,7 +83,7 @@ class HuggingFace:
         for step in range(STEPS):
             positions = torch.arange(held + step, held + step + 1, device=token.device)
             out = self.forward(
-                token[None], past_key_values=self.cache, cache_position=positions, position_ids=positions[None]
+                token[None], cache_position=positions, position_ids=positions[None], **self.argument
             ).logits[0]
             first = out.clone() if first is None else first
             token = out.argmax(-1)

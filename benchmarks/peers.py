@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.shapes import Branches
 from fb_core import TokenReranker
+from fb_core.hf import with_cache
 from fb_kernels import merge_attention_states
 
 
@@ -51,17 +52,17 @@ def repeated_cache(
     else:
         cache = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])  # repeats the cache in place
     cache.batch_repeat_interleave(len(candidates))
-    return _gather(model(input_ids=_branches(candidates, future), past_key_values=cache).logits, future)
+    return _gather(model(input_ids=_branches(candidates, future), **with_cache(model, cache)).logits, future)
 
 
 @torch.no_grad()
 def repeated_caches(model: PreTrainedModel, prefixes: Tensor, candidates: Tensor, futures: Tensor) -> Tensor:
     """[G, K, H]: `repeated_cache` of G groups at once, whose prefixes [G, P] are equally long."""
     cache, k = DynamicCache(), candidates.shape[1]
-    model.base_model(input_ids=prefixes, past_key_values=cache)
+    model.base_model(input_ids=prefixes, **with_cache(model.base_model, cache))
     cache.batch_repeat_interleave(k)
     ids = torch.cat([_branches(*group) for group in zip(candidates, futures, strict=True)])
-    logits = model(input_ids=ids, past_key_values=cache).logits  # [G K, H, V]
+    logits = model(input_ids=ids, **with_cache(model, cache)).logits  # [G K, H, V]
     scores = [_gather(*group) for group in zip(logits.split(k), futures, strict=True)]
     return torch.stack(scores)
 
@@ -72,7 +73,8 @@ def expanded_cache(
 ) -> Tensor:
     """[K, H]: as `repeated_cache`, but the repeats are views: the forward's own concatenation is the only copy."""
     return _gather(
-        model(input_ids=_branches(candidates, future), past_key_values=_expanded(cache, len(candidates))).logits, future
+        model(input_ids=_branches(candidates, future), **with_cache(model, _expanded(cache, len(candidates)))).logits,
+        future,
     )
 
 
@@ -80,7 +82,7 @@ def expanded_cache(
 def prefill(model: PreTrainedModel, prefix: Tensor) -> DynamicCache:
     """The prefix's cache."""
     cache = DynamicCache()
-    model.base_model(input_ids=prefix[None], past_key_values=cache)
+    model.base_model(input_ids=prefix[None], **with_cache(model.base_model, cache))
     return cache
 
 
@@ -113,7 +115,7 @@ def rerank_cached_forwards(
     cache = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
     scores = []
     for candidate in candidates:
-        scores.append(_score(decoder(input_ids=candidate[None, None], past_key_values=cache), head))
+        scores.append(_score(decoder(input_ids=candidate[None, None], **with_cache(decoder, cache)), head))
         cache.crop(-1)
     return torch.cat(scores)
 
@@ -126,7 +128,7 @@ def rerank_repeated_cache(
     cache = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
     cache.batch_repeat_interleave(len(candidates))
     decoder = adapted.get_base_model().base_model
-    return _score(decoder(input_ids=candidates[:, None], past_key_values=cache), head)
+    return _score(decoder(input_ids=candidates[:, None], **with_cache(decoder, cache)), head)
 
 
 @torch.no_grad()
@@ -140,7 +142,7 @@ def rerank_expanded_cache(
 def candidate_scores(adapted: PeftModel, head: Tensor, candidates: Tensor, cache: DynamicCache) -> Tensor:
     """[K]: the candidates over views of a cache, with gradients."""
     decoder = adapted.get_base_model().base_model
-    output = decoder(input_ids=candidates[:, None], past_key_values=_expanded(cache, len(candidates)))
+    output = decoder(input_ids=candidates[:, None], **with_cache(decoder, _expanded(cache, len(candidates))))
     return _score(output, head)
 
 

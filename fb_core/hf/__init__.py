@@ -36,6 +36,7 @@ from fb_core.hf.generation import (
     left_padded,
     lockstep,
     streamer_of_caller,
+    with_cache,
 )
 from fb_core.hf.models import (
     CausalLM,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, TypeAlias
 
 import torch
@@ -49,7 +50,9 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
             "without any; use a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2"
         )
     config.task_type = config.modules_to_save = None
-    return get_peft_model(share_weights(model), config)
+    with warnings.catch_warnings():  # peft reads a property that transformers has renamed
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return get_peft_model(share_weights(model), config)
 
 
 def adapter_tensors(adapted: PeftModel) -> dict[str, Tensor]:

@@ -138,7 +138,7 @@ def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache:
         mask: [B, cached + n], 0 at left padding; None for none.
         cache: of the tokens before; None to keep nothing.
     """
-    options: dict[str, Any] = {"past_key_values": cache, "use_cache": cache is not None}
+    options = {**with_cache(model, cache), "use_cache": cache is not None}
     if mask is not None:
         options["attention_mask"] = mask
         options["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
@@ -147,6 +147,11 @@ def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache:
     head = model.get_output_embeddings()
     with head.register_forward_pre_hook(_contiguous) if min(ids.shape) > 1 else nullcontext():
         return model(input_ids=ids, **options).logits[:, -1].float()
+
+
+def with_cache(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """A cache as an argument of the model's forward; its name depends on the version of transformers."""
+    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
 def _contiguous(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

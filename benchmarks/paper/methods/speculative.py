@@ -93,7 +93,7 @@ class _Reader:
         kept = min(self.held, len(tokens) - last)
         self.cache.crop(kept)
         ids = torch.tensor([tokens[kept:]], device=self.model.device)
-        output = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True)
+        output = self.model(input_ids=ids, use_cache=True, **hf.with_cache(self.model, self.cache))
         self.held = len(tokens)
         logits = output.logits[0, -last:, : self.vocabulary].float()
         check_finite(logits.amax(-1))
