@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import httpx
 import yaml
 from huggingface_hub import HfApi, ModelCard, constants
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
@@ -79,7 +78,7 @@ def push_to_hub(directory: str | os.PathLike[str], repo_id: str, *, private: boo
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=directory, allow_patterns=files, commit_message="FutureBridge reranker"
         )
-    except (OSError, httpx.HTTPError) as problem:
+    except (OSError, HTTPError) as problem:
         reason = str(problem).strip().partition("\n")[0]
         raise OSError(
             f"{repo_id}: expected to be written to the hub, got: {reason}; see `hf auth login` and the network"
