@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install test test-real demo bench figures docs aot wheel tune gpu-wheels gpu-check gpu-sanitize check clean
+.PHONY: install test test-real demo bench figures docs aot ptx wheel kernels-hub tune gpu-wheels gpu-check gpu-sanitize check clean
 
 install: $(STAMP)
 
@@ -75,6 +75,10 @@ wheel: $(STAMP)
 	FB_BUILD_CUDA=skip FB_BUILD_CPU=skip $(BIN)/python -m build --wheel --no-isolation
 	FB_BUILD_CUDA=$$($(BIN)/python -c 'import setup; print("force" if setup.nvcc() else "skip")') $(BIN)/python -m build --wheel --no-isolation
 	ls -l dist
+
+# The ops as a repository for Hugging Face's library `kernels`, in build/kernels (publish/README.md).
+kernels-hub: $(STAMP)
+	$(BIN)/python publish/hub_kernels.py build/kernels
 
 # Wheels that a GPU machine without a network may lack, peers included. `make gpu-check` uses those in build/wheels.
 GPU_PYTHON_VERSION ?= 3.12

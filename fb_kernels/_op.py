@@ -22,7 +22,8 @@ from torch.nn import Parameter
 
 from fb_kernels import backend, checks
 
-LIBRARY = torch.library.Library("fb", "DEF")
+LIBRARY = torch.library.Library("fb" if __package__ == "fb_kernels" else __package__, "DEF")  # a copy has its own
+OPERATORS = getattr(torch.ops, LIBRARY.ns)
 
 _modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.maybe_current_level
@@ -104,14 +105,14 @@ class Op:
         LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
         self.stem = stem = folder or name
         self.checked: dict[tuple, Callable] = {}
-        reference = getattr(import_module(f"fb_kernels.{stem}.reference"), name)
+        reference = getattr(import_module(f"{__package__}.{stem}.reference"), name)
         self._run = {
             device: backend.implementation(name, stem, reference, self.kinds, device) for device in ("cpu", "cuda")
         }
         for device, run in self._run.items():
             LIBRARY.impl(name, _without_autocast(run, device), device.upper())
-        torch.library.register_fake(f"fb::{name}", fake, lib=LIBRARY)
-        self._op = getattr(torch.ops.fb, name).default
+        torch.library.register_fake(f"{LIBRARY.ns}::{name}", fake, lib=LIBRARY)
+        self._op = getattr(OPERATORS, name).default
         self._arguments = [argument.name for argument in self._op._schema.arguments]
         self._function: type[torch.autograd.Function] | None = None
         self._differentiable: Container[str] = ()
@@ -152,7 +153,7 @@ class Op:
             setup_context(ctx, inputs, output)
 
         self._differentiable = to
-        torch.library.register_autograd(f"fb::{self.name}", backward, setup_context=setup, lib=LIBRARY)
+        torch.library.register_autograd(f"{LIBRARY.ns}::{self.name}", backward, setup_context=setup, lib=LIBRARY)
         self._function = _function(self.name, self.name, setup, backward)
         if by is not None:
 
@@ -161,7 +162,7 @@ class Op:
                     f"{self.name}: only first derivatives exist; call it without create_graph=True"
                 )
 
-            torch.library.register_autograd(f"fb::{by.name}", refuse, lib=LIBRARY)
+            torch.library.register_autograd(f"{LIBRARY.ns}::{by.name}", refuse, lib=LIBRARY)
             by._function = _function(self.name, by.name, lambda *_: None, refuse)
 
     def has_no_gradient(self) -> None:
@@ -204,7 +205,7 @@ def _function(op: str, name: str, setup: Callable, gradient: Callable) -> type[t
 
         @staticmethod
         def forward(*arguments: Any) -> Any:
-            return getattr(torch.ops.fb, name).default(*arguments)
+            return getattr(OPERATORS, name).default(*arguments)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:

@@ -124,7 +124,7 @@ def _absent(kind: str, device: str) -> str:
 def _why_no_triton(device: str) -> str:
     """Why Triton kernels cannot be launched on tensors of a device; empty where they can."""
     try:
-        import_module("fb_kernels.triton")
+        import_module(f"{__package__}.triton")
     except Exception as problem:
         return f"triton cannot be imported: {type(problem).__name__}"
     if device == "cuda" and torch.version.hip is not None:
@@ -258,7 +258,7 @@ _warned: set[tuple[str, str]] = set()
 
 @cache
 def _module(kind: str, stem: str) -> Any:
-    return import_module(f"fb_kernels.{stem}.{kind}")
+    return import_module(f"{__package__}.{stem}.{kind}")
 
 
 def _on_device_of(arguments: tuple, device: str) -> Any:

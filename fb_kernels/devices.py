@@ -91,7 +91,7 @@ def write(
 
 def _contents(device: str) -> list[dict[str, Any]]:
     """The package's file and the user's, those that exist."""
-    own, users = (where / f"{device}.json" for where in (resources.files("fb_kernels.tuned"), folder()))
+    own, users = (where / f"{device}.json" for where in (resources.files(f"{__package__}.tuned"), folder()))
     contents = [_parsed(own.read_text(encoding="utf-8"), own)] if own.is_file() else []
     try:
         return [*contents, _parsed(users.read_text(encoding="utf-8"), users)] if users.is_file() else contents
