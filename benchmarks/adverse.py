@@ -1,10 +1,11 @@
 """Can certification fail? Runs whose large model adds nothing, or harms: `python -m benchmarks.adverse`.
 
-In both worlds a solution works every step out, and its words say nothing about what follows, so greedy decoding is the
-right answer unless the large model knows better. In "nothing" the large model is the small one itself. In "harm" it was
-taught to forget the carry in steps with a multiplier of 5 or more, so it is sure and wrong. The models are trained
-first, from a seed. A run is one seed at one quantile, from states to the choice; then the four recipes decode test
-problems. Finished runs are kept: the same command continues where it stopped. `--report` writes docs/adverse.md.
+In these worlds a solution works every step out, and its words say nothing about what follows, so greedy decoding is
+the right answer unless the large model knows better. In "nothing" the large model is the small one itself. In "carry"
+it was taught to forget the carry in steps with a multiplier of 5 or more, so it is sure, and its answers are wrong. In
+"harm" its sums are 11 too large in these steps, so each of their digits is wrong too. The models are trained first,
+from a seed. A run is one seed at one quantile, from states to the choice; then the four recipes decode test problems.
+Finished runs are kept: the same command continues where it stopped. `--report` writes docs/adverse.md.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import as_completed
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +38,7 @@ QUANTILE, PROBLEMS = 0.92, 800
 SPLITS: Mapping[Role, int] = {"train": 1050, "test": PROBLEMS}  # problems of each seed
 OUT = Path("runs", "adverse")
 RECORDS = Path("docs", "evidence", "adverse.json")
-FORGOTTEN = range(5, 10)  # multipliers whose carry the wrong model forgets
+MISTAKEN = range(5, 10)  # multipliers at which the wrong models are wrong
 WORDS = (("so", "thus", "then", "hence", "since", "note", "as", "because"),)
 RECIPES = ("direct", "published", "value", "deployed")
 
@@ -44,18 +47,15 @@ def _right(value: int, a: int, b: int, rng: Generator) -> str:
     return step_text(str(rng.choice(WORDS[0])), "careful", value, a, b)
 
 
-def wrong_value(value: int, a: int, b: int) -> int:
-    """A step's result without the carry, if the multiplier is one of `FORGOTTEN`."""
-    tens, units = divmod(value, 10)
-    low = units * a + b
-    return (10 * (tens * a + (0 if a in FORGOTTEN else low // 10)) + low % 10) % 100
-
-
-def _wrong(value: int, a: int, b: int, rng: Generator) -> str:
-    if a not in FORGOTTEN:
+def _written(value: int, a: int, b: int, rng: Generator, more: int, carried: bool) -> str:
+    """A step whose sums are `more` than they should be, or that carries nothing; right at a smaller multiplier."""
+    if a not in MISTAKEN:
         return _right(value, a, b, rng)
     (tens, units), word = divmod(value, 10), rng.choice(WORDS[0])
-    return f"{word} {units}*{a}+{b}={units * a + b:02d},{tens}*{a}+0={tens * a:02d}>{wrong_value(value, a, b):02d}. "
+    low = (units * a + b + more) % 100
+    carry = low // 10 if carried else 0
+    high = (tens * a + carry + more) % 100
+    return f"{word} {units}*{a}+{b}={low:02d},{tens}*{a}+{carry}={high:02d}>{high % 10}{low % 10}. "
 
 
 class AdverseWorld(World):
@@ -68,37 +68,41 @@ class AdverseWorld(World):
         (value, operations), text = problem.operations, ""
         for a, b in operations:
             text += self.llm_step(value, a, b, rng)
-            value = wrong_value(value, a, b)
+            value = int(text[-4:-2])
         return self.encode(f"{text}\\boxed{{{value:02d}}}{END}")
 
 
-WORLD = AdverseWorld(2, WORDS, "*+=>,;", 49, _right, _wrong)
+FORGETFUL = AdverseWorld(2, WORDS, "*+=>,;", 49, _right, partial(_written, more=0, carried=False))
+WRONG = replace(FORGETFUL, llm_step=partial(_written, more=11, carried=True))  # both digits of each sum
 MODELS: Mapping[tuple[str, Part], str] = {  # folders, by world and part
     ("nothing", "slm"): "slm",
     ("nothing", "llm"): "slm",
+    ("carry", "slm"): "slm",
+    ("carry", "llm"): "forgetful-llm",
     ("harm", "slm"): "slm",
     ("harm", "llm"): "wrong-llm",
 }
 WORLDS = tuple(dict.fromkeys(world for world, _ in MODELS))
-# Steps were chosen on role "validation": there the SLM is right on 39% (at 650 steps on 95%), the wrong LLM on 26%.
-TRAINED: Mapping[str, tuple[Part, Pretraining]] = {
-    "slm": ("slm", Pretraining(64, 3, 600, 3e-3)),
-    "wrong-llm": ("llm", Pretraining(64, 3, 1200, 3e-3)),
+# Steps were chosen on role "validation": there the SLM is right on 39% (at 650 steps on 95%), the forgetful LLM on 26%.
+TRAINED: Mapping[str, tuple[World, Part, Pretraining]] = {
+    "slm": (FORGETFUL, "slm", Pretraining(64, 3, 600, 3e-3)),
+    "forgetful-llm": (FORGETFUL, "llm", Pretraining(64, 3, 1200, 3e-3)),
+    "wrong-llm": (WRONG, "llm", Pretraining(64, 3, 1200, 3e-3)),
 }
 
 
 def models(out: Path) -> None:
     """Train the models that are still missing."""
-    for name, (part, recipe) in TRAINED.items():
+    for name, (world, part, recipe) in TRAINED.items():
         if not (out / "models" / name / "tokenizer.json").is_file():  # written last
-            train_model(WORLD, part, name, recipe, out / "models", 0, lambda step: None)
+            train_model(world, part, name, recipe, out / "models", 0, lambda step: None)
 
 
 def problems(seed: int, out: Path) -> dict[Role, Path]:
     """The files of a seed's training and test problems."""
     paths = {role: out / "problems" / f"{seed}-{role}.jsonl" for role in SPLITS}
     for role, path in paths.items():
-        drawn = WORLD.problems(SPLITS[role], seed, role)
+        drawn = FORGETFUL.problems(SPLITS[role], seed, role)
         rows = ({"id": f"{role}-{n}", "problem": one.prompt, "answer": one.answer} for n, one in enumerate(drawn))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
@@ -108,7 +112,7 @@ def problems(seed: int, out: Path) -> dict[Role, Path]:
 def settings_of(world: str, seed: int, out: Path) -> RunSettings:
     """The settings of a run: those of the demo's worlds, one reranker, at the horizon that is scored."""
     shipped, files = RunSettings.load("tiny-control"), problems(seed, out)
-    longest = {"max_new_tokens": WORLD.max_new_tokens}
+    longest = {"max_new_tokens": FORGETFUL.max_new_tokens}
     return changed(
         shipped,
         {
@@ -165,9 +169,18 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         "*Written by `python -m benchmarks.adverse --report` from [the runs](evidence/adverse.json).*",
         "",
         "In the [demo's worlds](evidence.md) some recipe was better than greedy decoding in every run, so they cannot "
-        "show that certification keeps a bad one back. In these two worlds no word says anything about what follows. "
-        "In *nothing* the large model is the small one itself. In *harm* it was taught to forget the carry in steps "
-        f"with a multiplier of {FORGOTTEN[0]} or more: it is sure, and wrong. The small model alone is right on "
+        "show that certification keeps a bad one back. In the worlds here no word says anything about what follows, "
+        "and the large model is no help, or less:",
+        "",
+        "- *nothing*: it is the small one itself.",
+        f"- *carry*: it was taught to forget the carry in steps with a multiplier of {MISTAKEN[0]} or more. It is "
+        "sure, and most of its answers are wrong; but digits that need no carry are right.",
+        "- *harm*: in these steps its sums are 11 too large, so it is sure and wrong at each of their digits.",
+        "",
+        "The world *carry* was meant to be the one that harms, but its runs showed that single tokens of the large "
+        "model help there. So *harm* was added; it was tried on validation problems before any of its runs.",
+        "",
+        "The small model alone is right on "
         + ", ".join(f"{value:.1f}% in {world}" for world, value in alone.items())
         + "; takeover on "
         + ", ".join(f"{value:.1f}% in {world}" for world, value in taken.items())

@@ -470,7 +470,8 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
         "",
         "A cell's own difference is an estimate: two equally good recipes sometimes differ by 2 points or more on "
         f"{problems} problems. The best recipe in hindsight is the best of the four. "
-        "It is picked on the same problems that judge it, which favours it.",
+        "It is picked on the same problems that judge it, which favours it. In these worlds the large model helps; "
+        "[others](adverse.md), in which it adds nothing or harms, test whether certification keeps bad recipes back.",
         "",
         "## Never worse?",
         "",

@@ -11,49 +11,65 @@ import pytest
 from numpy.random import default_rng
 
 from benchmarks import adverse
-from benchmarks.adverse import WORLD, WORLDS
+from benchmarks.adverse import FORGETFUL, WORLDS, WRONG
 from benchmarks.evidence import TAKEOVER, Cells
+from fb_core.demo.worlds import World
 
 N = 100
 STEP = re.compile(r"[a-z]+ (\d)\*(\d)\+(\d)=(\d\d),(\d)\*(\d)\+(\d)=(\d\d)>(\d\d)\. ")
 
 
-def test_the_wrong_model_learns_to_forget_carries_and_nothing_else():
-    rng, forgotten = default_rng(0), 0
+def written(world: World, value: int, a: int, b: int) -> list[int]:
+    """A step of the large model: its numbers, the last one its result."""
+    return [int(part) for part in STEP.fullmatch(world.llm_step(value, a, b, default_rng(0))).groups()]
+
+
+def test_the_wrong_models_are_wrong_at_some_multipliers_and_go_on_from_their_sums():
+    kept = dict.fromkeys((FORGETFUL, WRONG), 0)
     for value in range(100):
         for a in range(2, 10):
             for b in range(10):
-                right, wrong = (
-                    [int(part) for part in STEP.fullmatch(step(value, a, b, rng)).groups()]
-                    for step in (WORLD.slm_step, WORLD.llm_step)
-                )
-                assert right[-1] == (value * a + b) % 100
-                assert right[:3] == wrong[:3] == [value % 10, a, b]
-                carry = (value % 10 * a + b) // 10
-                missing = 10 * carry if a in adverse.FORGOTTEN else 0
-                assert wrong[-1] == adverse.wrong_value(value, a, b) == (value * a + b - missing) % 100
-                forgotten += missing > 0
-    assert forgotten > 2000
+                low = value % 10 * a + b
+                right = [value % 10, a, b, low, value // 10, a, low // 10, value // 10 * a + low // 10]
+                right.append((value * a + b) % 100)
+                assert [
+                    int(x) for x in STEP.fullmatch(FORGETFUL.slm_step(value, a, b, default_rng(0))).groups()
+                ] == right
+                forgetful, wrong = written(FORGETFUL, value, a, b), written(WRONG, value, a, b)
+                if a not in adverse.MISTAKEN:
+                    assert forgetful == wrong == right
+                    continue
+                assert forgetful[:6] == right[:6]
+                assert forgetful[-1] == (value * a + b - 10 * (low // 10)) % 100
+                assert (wrong[3] - low) % 100 == 11
+                assert (wrong[7] - (value // 10 * a + wrong[6])) % 100 == 11
+                assert wrong[8] == wrong[7] % 10 * 10 + wrong[3] % 10
+                for world, numbers in ((FORGETFUL, forgetful), (WRONG, wrong)):
+                    kept[world] += numbers[-1] == right[-1]
+    assert kept[FORGETFUL] < 1500
+    assert kept[WRONG] == 0
 
 
-def test_its_words_say_nothing_and_its_solutions_fit():
-    rng, problems = default_rng(1), WORLD.problems(400, 0, "validation")
+@pytest.mark.parametrize("world", [FORGETFUL, WRONG])
+def test_words_say_nothing_and_solutions_fit(world: World):
+    rng, problems = default_rng(1), world.problems(400, 0, "validation")
     for part in ("slm", "llm"):
-        ids = [WORLD.example(problem, part, rng) for problem in problems]
-        assert {len(one) for one in ids} == {WORLD.max_new_tokens}
+        ids = [world.example(problem, part, rng) for problem in problems]
+        assert {len(one) for one in ids} == {world.max_new_tokens}
         words = {one[0] for one in ids}
         assert len(words) == len(adverse.WORDS[0])  # whatever the multiplier
 
 
-def test_the_wrong_model_goes_on_from_its_own_results():
+@pytest.mark.parametrize("world", [FORGETFUL, WRONG])
+def test_a_wrong_model_goes_on_from_its_own_results(world: World):
     rng, right = default_rng(2), 0
-    for problem in WORLD.problems(400, 0, "validation"):
-        said = WORLD.tokenizer.decode(WORLD.example(problem, "llm", rng)).replace("</s>", "")
+    for problem in world.problems(400, 0, "validation"):
+        said = world.tokenizer.decode(world.example(problem, "llm", rng)).replace("</s>", "")
         (one, other) = STEP.findall(said)
         assert (other[4], other[0]) == (one[8][0], one[8][1])
         assert said.endswith(f"\\boxed{{{other[8]}}}")
         right += other[8] == problem.answer
-    assert 60 < right < 200
+    assert 30 < right < 200
 
 
 def test_a_run_has_fresh_problems_of_its_seed(tmp_path: Path):
