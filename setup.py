@@ -77,7 +77,7 @@ def compile_library(name: str, target: Path, optional: bool) -> None:
                 print(" ".join(command), flush=True)
                 subprocess.run([*command, "-o", str(unfinished)], check=True)
                 unfinished.replace(made)
-            shutil.copyfile(made, target)
+            replace(target, made)
             break
         except (OSError, subprocess.CalledProcessError) as problem:
             target.unlink(missing_ok=True)
@@ -85,6 +85,13 @@ def compile_library(name: str, target: Path, optional: bool) -> None:
             if last and not optional:
                 raise
             print(f"csrc: {problem}; going on without {name if last else ' '.join(THREADS)}", file=sys.stderr)
+
+
+def replace(target: Path, made: Path) -> None:
+    """Copy a library beside its place, then move it there: a process may have loaded the one before."""
+    beside = target.with_suffix(f".{os.getpid()}")
+    shutil.copyfile(made, beside)
+    beside.replace(target)
 
 
 def key(command: list[str]) -> str:
@@ -124,7 +131,7 @@ if __name__ == "__main__":  # what is above is for others too, and needs no setu
             for ext in self.extensions:
                 built = Path(self.build_lib, file_of(ext.name))
                 if built.is_file():
-                    shutil.copyfile(built, file_of(ext.name))
+                    replace(Path(file_of(ext.name)), built)
 
     class Wheel(bdist_wheel):
         """A wheel for every Python 3: with the library it is bound to the platform alone."""
