@@ -252,8 +252,8 @@ def _show_bench(timed: Results) -> None:
         "device to copy as many bytes, or for a matrix product of as many operations"
     )
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE)
-    table.add_column("", no_wrap=True)
-    for head in ("ms", "ratio", "reaches", "of the floor"):
+    table.add_column("")
+    for head in ("ms", "ratio", timed.unit, "of floor"):
         table.add_column(head, justify="right", no_wrap=True)
     notes = []
     for row in timed.rows:
@@ -263,8 +263,9 @@ def _show_bench(timed: Results) -> None:
             continue
         ratio = timed.ratio(row)
         share = f"{timed.floor / row.seconds:.0%}" if timed.floor else ""
-        shown = "" if ratio is None else f"{ratio:.2f}x"
-        table.add_row(name, _milliseconds(row.seconds), shown, timed.rate(row), share)
+        rate = timed.rate(row)
+        cells = ("" if ratio is None else f"{ratio:.2f}x", "" if rate is None else f"{rate:,.3g}", share)
+        table.add_row(name, _milliseconds(row.seconds), *cells)
     console = Console()
     console.print(table)
     for note in notes:

@@ -50,15 +50,21 @@ class NotTakenError(ValueError):
     """A kernel that was asked for does not take these arguments."""
 
 
-_with: dict[str, set[str]] = {kind: set() for kind in KERNELS}  # stems
+_with: dict[str, set[str]] = {kind: set() for kind in KERNELS}  # stems and operators
 
 
-def chosen(stem: str, device: str) -> tuple[str, str]:
-    """(backend, reason): what runs the op `stem` on a device; its arguments may still send it to another."""
+def chosen(stem: str, device: str, op: str = "") -> tuple[str, str]:
+    """(backend, reason): what runs an op on a device; its arguments may still send it to another.
+
+    Args:
+        stem: its folder.
+        device: "cpu" or "cuda".
+        op: one of the folder's operators; by default what any of them has counts.
+    """
     wanted = _overrides.get(stem, _overrides[""])
     if wanted == "reference":
         return "reference", f"{VARIABLE} asks for it"
-    own = kinds(stem)
+    own = kinds(op or stem)
     if not own:
         return "reference", "it has no kernel"
     tried = _kinds(wanted, own, device)
@@ -75,17 +81,22 @@ def chosen(stem: str, device: str) -> tuple[str, str]:
     return "reference", "; ".join(absent)
 
 
-def kinds(stem: str) -> list[str]:
-    """The kinds of kernels that an op has."""
-    return [kind for kind in KERNELS if stem in _with[kind]]
+def kinds(op: str) -> list[str]:
+    """The kinds of kernels that an operator has, or any operator of a folder."""
+    return [kind for kind in KERNELS if op in _with[kind]]
 
 
-def kernels(stem: str, device: str) -> dict[str, str]:
-    """The kinds of kernels that an op has for a device, each with the reason why it cannot be launched there, or "".
+def takes(kind: str, stem: str) -> str:
+    """Which calls an op's kernel of a kind takes, in words."""
+    return "all but float64" if kind == "triton" else str(_module(kind, stem).TAKES)
+
+
+def kernels(op: str, device: str) -> dict[str, str]:
+    """The kinds of kernels that an operator or a folder has for a device, each with why it cannot be launched, or "".
 
     On the CPU this includes the kernels for CUDA tensors that can run there, interpreted or emulated.
     """
-    own = [kind for kind in KERNELS if stem in _with[kind] and (kind != "cpu" or device == "cpu")]
+    own = [kind for kind in kinds(op) if kind != "cpu" or device == "cpu"]
     reasons = {kind: _absent(kind, device) for kind in own}
     return {kind: why for kind, why in reasons.items() if not why or kind in _TRIED["auto", device]}
 
@@ -184,7 +195,7 @@ _overrides = _parse(os.environ.get(VARIABLE, "")) if os.environ.get(VARIABLE) el
 def implementation(name: str, stem: str, reference: Callable, own: list[str], device: str) -> Callable:
     """What runs the operator `name` on tensors of a device: a kernel of its own kinds, or the reference."""
     for kind in own:
-        _with[kind].add(stem)
+        _with[kind] |= {stem, name}
     if not own:
         return reference
     quick = getattr(_module("cpu", stem), name) if "cpu" in own and device == "cpu" else None

@@ -75,13 +75,16 @@ class Results:
         others = [other.seconds for other in self.rows if other is not row and other.seconds]
         return min(others) / row.seconds if others and row.seconds else None
 
-    def rate(self, row: Timed) -> str:
-        """TFLOP/s if operations set the floor, else GB/s; empty if it was not timed or moves too little."""
+    @property
+    def unit(self) -> str:
+        """Of rates: GFLOP/s if operations set the floor, else GB/s."""
+        return "GFLOP/s" if self.multiplied > self.copied else "GB/s"
+
+    def rate(self, row: Timed) -> float | None:
+        """How fast it went, in `unit`; None if it was not timed or moves too little."""
         if row.seconds is None or not self.floor:
-            return ""
-        if self.multiplied > self.copied:
-            return f"{self.flops / row.seconds * 1e-12:.3g} TFLOP/s"
-        return f"{self.bytes / row.seconds * 1e-9:.3g} GB/s"
+            return None
+        return (self.flops if self.multiplied > self.copied else self.bytes) / row.seconds * 1e-9
 
 
 def dimensions() -> dict[str, dict[str, int]]:
@@ -129,7 +132,7 @@ def bench(op: str, sizes: Mapping[str, int], dtype: str | None = None, device: s
         call.moved(kind),
         call.moved(kind) / copy,
         call.flops / product,
-        tuple(_rows(folder, function, call, device)),
+        tuple(_rows(op, folder, function, call, device)),
     )
 
 
@@ -137,14 +140,14 @@ def _refuse(expected: str, got: str, remedy: str) -> NoReturn:
     raise ValueError(f"bench: expected {expected}, got {got}; {remedy}")
 
 
-def _rows(folder: str, function: Calls, call: Call, device: str) -> list[Timed]:
+def _rows(op: str, folder: str, function: Calls, call: Call, device: str) -> list[Timed]:
     """All ways, checked and timed."""
     some = call.part.alone(call) if call.part else call
     here = call.on(device)
     with torch.no_grad():
         truth, native = (function.definition(each.on(device)) for each in (some.cast(torch.float64), some))
         emulated = ("cuda", "triton") if device == "cpu" else ()
-        kernels = {name: why for name, why in backend.kernels(folder, device).items() if name not in emulated}
+        kernels = {name: why for name, why in backend.kernels(op, device).items() if name not in emulated}
         with backend.seen() as ran:
             here.fresh().run()
         taken = set(ran.values()) or {self_check.REFERENCE}
@@ -152,23 +155,30 @@ def _rows(folder: str, function: Calls, call: Call, device: str) -> list[Timed]:
         for kernel, absent in {**kernels, self_check.REFERENCE: ""}.items():
             row = Timed(kernel, ours=True, used=kernel in taken, fault=absent)
             with backend.override(f"auto,{folder}={kernel}"):
-                rows.append(row if absent else _timed(row, here, call.function, truth, native, device))
+                takes = "" if kernel == self_check.REFERENCE else backend.takes(kernel, folder)
+                rows.append(row if absent else _timed(row, here, call.function, truth, native, device, takes))
         for name, way in call.plain.items():
             rows.append(_timed(Timed(name), here, way, truth, native, device))
     return rows
 
 
 def _timed(
-    row: Timed, call: Call, way: Callable[..., Any], truth: Sequence[Tensor], native: Sequence[Tensor], device: str
+    row: Timed,
+    call: Call,
+    way: Callable[..., Any],
+    truth: Sequence[Tensor],
+    native: Sequence[Tensor],
+    device: str,
+    takes: str = "",
 ) -> Timed:
-    """The row with its time, or with the reason why it has none."""
+    """The row with its time, or with the reason why it has none, such as that a kernel only takes other calls."""
     call = call.fresh()
     run = partial(way, **call.arguments)
     try:
         with backend.seen() as ran:
             results = run()
         if row.ours and row.name != self_check.REFERENCE and row.name not in ran.values():
-            return replace(row, fault="it has none for this call")
+            return replace(row, fault=f"it takes only {takes}")
         shown = [] if results is None else listed(results)
         if row.ours:
             shown += (call.tensors[name] for name in call.written)
@@ -184,7 +194,7 @@ def _timed(
     except AssertionError as problem:
         return replace(row, fault=f"wrong: {problem}")
     except backend.NotTakenError:
-        return replace(row, fault="it has none for this call")
+        return replace(row, fault=f"it takes only {takes}")
     except RuntimeError as problem:  # no memory, or not for this size
         return replace(row, fault=f"did not run: {str(problem).strip().partition(chr(10))[0][:160]}")
     return replace(row, seconds=timing.steady(run, device))

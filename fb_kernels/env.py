@@ -14,6 +14,7 @@ import inspect
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from types import ModuleType
 
@@ -39,8 +40,8 @@ def report() -> str:
         ("compiled libraries", [("fb_kernels", _shown(cuda)), ("fb_cpu", _shown(cpu))]),
         ("known devices", [("folder", str(devices.folder()))]),
         (
-            f"ops ({backend.VARIABLE}={os.environ.get(backend.VARIABLE, 'auto')})",
-            [(name, _what_runs(stem)) for name, stem in _ops()] or [("none", "")],
+            f"ops ({backend.VARIABLE}={os.environ.get(backend.VARIABLE, 'auto')}); other calls run the reference",
+            [row for name, stem in _ops() for row in _what_runs(name, stem)],
         ),
     )
     width = max(len(name) for _, rows in sections for name, _ in rows)
@@ -70,7 +71,7 @@ def _triton() -> str:
 def _shown(kernels: ModuleType) -> str:
     """The state of a compiled library, in words."""
     library = kernels.library()
-    return library if isinstance(library, str) else f"interface {kernels.ABI_VERSION}"
+    return library if isinstance(library, str) else f"loaded, with version {kernels.ABI_VERSION} of its C interface"
 
 
 def _driver() -> str:
@@ -105,13 +106,12 @@ def _ops() -> list[tuple[str, str]]:
     return [(name, f.__module__.rpartition(".")[2]) for name, f in functions.items() if inspect.isfunction(f)]
 
 
-def _what_runs(stem: str) -> str:
-    """What runs an op on either device, and why."""
-    parts = []
-    for device in ("cpu", "cuda"):
-        name, reason = backend.chosen(stem, device)
-        parts.append(f"{device}: {name} ({reason})")
-    return ", ".join(parts)
+def _what_runs(op: str, stem: str) -> Iterator[tuple[str, str]]:
+    """A row for either device: what runs an op there, for which calls, and why."""
+    for title, device in ((op, "cpu"), ("", "cuda")):
+        kind, reason = backend.chosen(stem, device, op)
+        calls = "" if kind == "reference" else f" kernel for {backend.takes(kind, stem)}"
+        yield title, f"{device}: {kind}{calls}" + f" ({reason})" * (reason != "it has a kernel")
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The compiled kernels of `branch_attention` for CPU tensors, float32 and bfloat16."""
+"""The compiled kernels of `branch_attention` for CPU tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from fb_kernels import cpu, layout
 from fb_kernels.branch_attention import reference
 
+TAKES = "float32 and bfloat16"
 ALL = (1 << 63) - 1  # a window without a limit
 GRADS = ("dq", "dk", "dv", "dprefix_k", "dprefix_v")
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fb_kernels import cuda
 
+TAKES = "float16 and bfloat16, branches of one row, heads of width 64, 128 or 256"
+
 
 def branch_attention(
     q: Tensor,

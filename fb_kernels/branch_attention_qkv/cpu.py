@@ -1,4 +1,4 @@
-"""The compiled kernel of `branch_attention_qkv` for CPU tensors: float32, bfloat16, a few rows of each sequence."""
+"""The compiled kernel of `branch_attention_qkv` for CPU tensors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fb_kernels import cpu
 from fb_kernels.branch_attention_qkv.reference import check_sequences
 
 ROWS = 32  # maximum rows of a sequence
+TAKES = f"float32 and bfloat16, up to {ROWS} rows of each sequence"
 
 
 def branch_attention_qkv(

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from fb_kernels import cuda
 
+TAKES = "float16 and bfloat16"
+
 
 def branch_attention_qkv(
     qkv: Tensor,

@@ -1,4 +1,4 @@
-"""The compiled kernel of `candidate_head` for CPU tensors: float32, few candidates."""
+"""The compiled kernel of `candidate_head` for CPU tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from fb_kernels import cpu, segments
 
 SIZE = 1 << 18  # maximum elements of hidden: above it torch's threads are faster
+TAKES = f"float32, hidden states of up to {SIZE:,} elements"
 
 
 def candidate_head(

@@ -8,6 +8,7 @@ from torch import Tensor
 from fb_kernels import cuda
 
 ROWS = GROUPS = 1024  # maximum
+TAKES = f"up to {ROWS:,} candidates and groups"
 
 
 def candidate_head(

@@ -8,6 +8,8 @@ from torch.autograd.graph import increment_version
 
 from fb_kernels import cuda
 
+TAKES = "all calls"
+
 
 def commit_(
     tokens: Tensor,

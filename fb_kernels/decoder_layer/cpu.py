@@ -1,4 +1,4 @@
-"""The compiled kernel of `decoder_layer` for CPU tensors: float32 and bfloat16, a few rows."""
+"""The compiled kernel of `decoder_layer` for CPU tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fb_kernels.branch_attention_qkv.cpu import cache_arguments
 from fb_kernels.branch_attention_qkv.reference import check_sequences
 
 ROWS = 64  # maximum; the order of sums does not depend on the number of rows, so a row's bits depend on no other
+TAKES = f"float32 and bfloat16, up to {ROWS} rows"
 
 
 def decoder_layer(

@@ -1,4 +1,4 @@
-"""The compiled kernels of `linear_logprob` for CPU tensors: few float32 rows over a small vocabulary, and bfloat16.
+"""The compiled kernels of `linear_logprob` for CPU tensors.
 
 The bfloat16 kernel reads the head as it is, multiplies in bfloat16 if the processor can, and sums in float32.
 """
@@ -14,6 +14,9 @@ from fb_kernels.linear_logprob import reference
 
 LOGITS = 1 << 16  # maximum: above it torch's threads are faster
 LEAST = 1e-30  # minimum soft-cap: float32 is exact enough above it
+TAKES = (
+    f"bfloat16; float32 with up to {reference.FEW_ROWS} rows, {reference.VOCAB_BLOCK:,} tokens and {LOGITS:,} logits"
+)
 
 
 def linear_logprob(

@@ -1,4 +1,4 @@
-"""The compiled kernel of `merge_attention_states` for CPU tensors: float32, contiguous, small."""
+"""The compiled kernel of `merge_attention_states` for CPU tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from fb_kernels import cpu
 
 SIZE = 1 << 16  # maximum elements of a state: above it torch's threads are faster
+TAKES = f"float32, states of up to {SIZE:,} elements"
 
 
 def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

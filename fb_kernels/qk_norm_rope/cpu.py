@@ -1,4 +1,4 @@
-"""The compiled kernel of `qk_norm_rope` for CPU tensors: float32, few rows."""
+"""The compiled kernel of `qk_norm_rope` for CPU tensors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fb_kernels import cpu
 from fb_kernels.qk_norm_rope import reference
 
 SIZE = 1 << 17  # maximum elements of qkv: above it torch's threads are faster
+TAKES = f"float32, up to {SIZE:,} elements"
 NOT_WRITTEN = dict.fromkeys(("k_cache", "k_slot", "k_head", "v_cache", "v_slot", "v_head", "slots", "wide_slots"), 0)
 
 

@@ -1,4 +1,4 @@
-"""The compiled kernel of `rms_norm` for CPU tensors: float32 and bfloat16, contiguous, small."""
+"""The compiled kernel of `rms_norm` for CPU tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from fb_kernels import cpu
 
 SIZE = 1 << 16  # maximum elements: above it torch's threads are faster
+TAKES = f"float32 and bfloat16, up to {SIZE:,} elements"
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:

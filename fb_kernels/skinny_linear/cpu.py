@@ -1,4 +1,4 @@
-"""The compiled kernel of `skinny_linear` for CPU tensors: float32 and bfloat16, a few rows."""
+"""The compiled kernel of `skinny_linear` for CPU tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from fb_kernels import cpu
+
+TAKES = f"float32 and bfloat16, up to {cpu.ROWS} rows"
 
 
 def skinny_linear(

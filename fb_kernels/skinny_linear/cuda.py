@@ -7,6 +7,8 @@ from torch import Tensor
 
 from fb_kernels import cuda
 
+TAKES = "float16 and bfloat16, up to 32 rows"
+
 
 def skinny_linear(
     x: Tensor,

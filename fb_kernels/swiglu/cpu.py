@@ -1,4 +1,4 @@
-"""The compiled kernel of `swiglu` for CPU tensors: float32, contiguous, small."""
+"""The compiled kernel of `swiglu` for CPU tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from fb_kernels import cpu
 
 SIZE = 1 << 16  # maximum elements: above it torch's threads are faster
+TAKES = f"float32, up to {SIZE:,} elements"
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

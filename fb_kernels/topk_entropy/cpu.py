@@ -1,4 +1,4 @@
-"""The compiled kernel of `topk_entropy` for CPU tensors: float32 and bfloat16, a few rows."""
+"""The compiled kernel of `topk_entropy` for CPU tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from fb_kernels import cpu
 
 ROWS, K = 8, 64  # maximum
+TAKES = f"float32 and bfloat16, up to {ROWS} rows and k up to {K}"
 
 
 def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

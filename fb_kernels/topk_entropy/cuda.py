@@ -8,6 +8,7 @@ from torch import Tensor
 from fb_kernels import cuda
 
 ROWS, K, GROUPS = 32, 64, 2048  # maximum; for more rows Triton is as fast
+TAKES = f"up to {ROWS} rows and k up to {K}"
 
 
 def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fb_kernels
-from fb_kernels import cpu, cuda, env
+from fb_kernels import backend, cpu, cuda, env
 
 
 def lines(report: str) -> dict[str, str]:
@@ -23,13 +23,24 @@ def test_report_names_software_devices_and_ops() -> None:
     assert found["python"] == sys.version.split()[0]
     for name, kernels in (("fb_kernels", cuda), ("fb_cpu", cpu)):
         library = kernels.library()
-        assert found[name] == (library if isinstance(library, str) else f"interface {kernels.ABI_VERSION}")
+        assert found[name] == (
+            library if isinstance(library, str) else f"loaded, with version {kernels.ABI_VERSION} of its C interface"
+        )
     assert "thread(s)" in found["cpu"]
-    assert found["commit_"].startswith("cpu: reference (kernels are for CUDA tensors), cuda: ")
+    assert found["commit_"] == "cpu: reference (kernels are for CUDA tensors)"
+    assert (
+        found["linear_logprob_partials"] == "cpu: reference (kernels are for CUDA tensors)"
+    )  # the folder's cpu.py has none
     why = cpu.why_not()
-    expected = f"cpu: reference ({why}), cuda: " if why else "cpu: cpu (it has a kernel), cuda: "
-    assert found["skinny_linear"].startswith(expected)
+    here = "cpu kernel for float32 and bfloat16, up to 16 rows"
+    assert found["skinny_linear"] == (f"cpu: reference ({why})" if why else f"cpu: {here}")
     assert {name for name, _ in env._ops()} <= set(fb_kernels.__all__) & set(found)
+
+
+def test_every_kernel_says_which_calls_it_takes() -> None:
+    takes = [backend.takes(kind, stem) for name, stem in env._ops() for kind in backend.kinds(name)]
+    assert len(takes) > 20
+    assert all(takes)
 
 
 def test_as_a_command() -> None:
