@@ -24,6 +24,7 @@ import typer
 from numpy.random import Generator
 from scipy.stats import binomtest
 
+from benchmarks import command
 from benchmarks.evidence import SHOWN, Cells, gap, make, points
 from fb_core.atomic import write_file
 from fb_core.config import RunSettings, changed
@@ -223,4 +224,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main, "benchmarks.adverse --workers 2")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks import command
 from benchmarks.figures import ROOT, replace_block
 from fb_core.atomic import write_file
 from fb_core.config import ChoiceSettings
@@ -98,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main, "benchmarks.power")

@@ -12,14 +12,18 @@ import tempfile
 from typing import Any
 
 import torch
-from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
-from trl import GRPOConfig, GRPOTrainer
 
-from fb_core.trl import SharedPrefixGRPOTrainer
+try:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from fb_core.trl import SharedPrefixGRPOTrainer
+except ImportError as problem:
+    raise SystemExit(f"grpo.py: expected the extra [trl], got {problem}; pip install '.[trl]'") from None
 
 WORDS = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 64)}}
 

@@ -16,9 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from gguf import GGUFReader
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+try:
+    from gguf import GGUFReader
+except ImportError as problem:
+    raise SystemExit(f"pretrained_model.py: expected gguf, got {problem}; pip install gguf") from None
 
 
 def installed() -> Path:

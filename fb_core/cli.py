@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -45,6 +46,16 @@ def _root(
     """Future-compatibility reranking for a small and a large language model."""
 
 
+@contextmanager
+def _goes_on(folder: Path) -> Iterator[None]:
+    """Ctrl-C inside says where finished work is."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"\nfuturebridge: stopped; what was finished is in {folder}, the same command goes on", err=True)
+        raise typer.Exit(STOPPED) from None
+
+
 @app.command(epilog="Example: futurebridge demo --seed 1")
 def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed for fresh problems.")] = 0,
@@ -54,7 +65,8 @@ def demo(
     """Run the whole method on tiny trained SLM/LLM pairs and compare it with baselines."""
     from fb_core.demo.run import demo_settings, run_demo
 
-    run_demo(demo_settings(seed), out, retrain=retrain)
+    with _goes_on(out):
+        run_demo(demo_settings(seed), out, retrain=retrain)
 
 
 SHIPPED = sorted(entry.name.removesuffix(".yaml") for entry in (resources.files("fb_core") / "configs").iterdir())
@@ -87,11 +99,8 @@ def _stage(command: Command, text: str) -> None:
 
         logging.basicConfig(format="%(message)s")
         show = print if dry_run else _show
-        try:
+        with _goes_on(folder):
             run_command(command, settings, folder, cast("Engine", engine), dry_run=dry_run, show=show)
-        except KeyboardInterrupt:
-            typer.echo(f"\nfuturebridge: stopped; what was finished is in {folder}, the same command goes on", err=True)
-            raise typer.Exit(STOPPED) from None
 
     example = f"Example: futurebridge {command} --config tiny --set train.rank=8"
     app.command(command, help=text, epilog=example)(stage)
@@ -100,8 +109,8 @@ def _stage(command: Command, text: str) -> None:
 _stage("collect", "Stage 1: SLM trajectories, the request threshold, and the admitted states with their candidates.")
 _stage("futures", "Stage 2: the LLM's continuation of every state, verified.")
 _stage("score", "Stage 3: how well the SLM continues from every candidate.")
-_stage("train", "Stage 4: train the rerankers and choose among them; also under `accelerate launch`.")
-_stage("evaluate", "Stage 5: evaluate the chosen rerankers on the benchmarks.")
+_stage("train", "Stage 4: train rerankers and choose the recipe to deploy; also under `accelerate launch`.")
+_stage("evaluate", "Stage 5: FutureBridge and the published recipe on the benchmarks, next to greedy decoding.")
 
 
 def _folder(config: str, run: Path | None) -> Path:
@@ -175,6 +184,11 @@ def env() -> None:
     typer.echo(report())
 
 
+def _variable(name: str) -> dict[str, Any]:
+    """Of an option whose value FUTUREBRIDGE_NAME gives where it is left out."""
+    return {"envvar": f"FUTUREBRIDGE_{name.upper()}", "show_envvar": False}
+
+
 def _options(
     helps: Mapping[str, str], kind: type = str, *, environment: bool = False, **more: Any
 ) -> Callable[[Callable], Callable]:
@@ -191,8 +205,8 @@ def _options(
         signature = inspect.signature(command, eval_str=True)
         own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
         for name, text in helps.items():
-            own_variable = {"envvar": f"FUTUREBRIDGE_{name.upper()}", "show_envvar": False} if environment else {}
-            option = Annotated[kind | None, typer.Option(help=text, **own_variable, **more)]  # type: ignore[valid-type]
+            variable = _variable(name) if environment else {}
+            option = Annotated[kind | None, typer.Option(help=text, **variable, **more)]  # type: ignore[valid-type]
             own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option))
         command.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
         return command
@@ -273,7 +287,10 @@ def _show_bench(timed: Results) -> None:
 
 
 PairOption = Annotated[
-    Path | None, typer.Option("--pair", exists=True, dir_okay=False, help="A YAML file with the settings below.")
+    Path | None,
+    typer.Option(
+        "--pair", exists=True, dir_okay=False, help="A YAML file with the settings below.", **_variable("pair")
+    ),
 ]
 PAIR, SERVE = (
     {name: " ".join((field.description or "").split()) for name, field in kind.model_fields.items()}
@@ -281,7 +298,7 @@ PAIR, SERVE = (
 )
 
 
-ENVIRONMENT = "Each setting may also be a variable such as FUTUREBRIDGE_SLM."
+ENVIRONMENT = "Each option may also be a variable such as FUTUREBRIDGE_SLM."
 
 
 @app.command(epilog=f'Example: futurebridge generate "29*9+7*7+9;" --slm demo:plans --llm demo:plans. {ENVIRONMENT}')
@@ -352,10 +369,18 @@ def chat(pair: PairOption = None, **given: str | None) -> None:
 @_options(SERVE, environment=True, metavar="VALUE", show_default=False)
 def serve(
     pair: PairOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; loopback by default.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
-    drain: Annotated[int, typer.Option(min=0, help="Seconds that requests in progress get at shutdown.")] = 30,
-    page: Annotated[bool, typer.Option("--page/--no-page", help="Whether / is a page to try prompts on.")] = True,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; loopback by default.", **_variable("host"))
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.", **_variable("port"))
+    ] = 8000,
+    drain: Annotated[
+        int, typer.Option(min=0, help="Seconds that requests in progress get at shutdown.", **_variable("drain"))
+    ] = 30,
+    page: Annotated[
+        bool, typer.Option("--page/--no-page", help="Whether / is a page to try prompts on.", **_variable("page"))
+    ] = True,
     **given: str | None,
 ) -> None:
     """Serve a pair over OpenAI's API: completions and chat completions, streamed or whole."""

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.command import HELP
 from benchmarks.paper.agreement import judge
 from benchmarks.paper.benchmark_states import judge_benchmarks
 from benchmarks.paper.gather import gather
@@ -19,7 +20,13 @@ from benchmarks.paper.tables import TABLES
 from fb_core.stages.run import run_stage
 from fb_core.terminal import escaped
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings=HELP,
+    help="The paper's comparisons of a run.",
+)
 ConfigOption = Annotated[str, typer.Option(help="A YAML file, or a name such as tiny or qwen3-1.7b-published.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")]
 RunOption = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run; default runs/NAME.")]
@@ -30,7 +37,7 @@ def _opened(config: str, changes: list[str] | None, run: Path | None) -> tuple[P
     return PaperSettings.of_config(config, changes or ()), run or Path("runs") / Path(config).name.removesuffix(".yaml")
 
 
-@app.command()
+@app.command(epilog="Example: python -m benchmarks.paper tables methods --config tiny")
 def tables(
     names: Annotated[list[str], typer.Argument(help=f"{', '.join((*TABLES, COSTS))}, or all.")],
     config: ConfigOption,
@@ -49,7 +56,7 @@ def tables(
     report([folder], folder / "report")
 
 
-@app.command()
+@app.command(epilog="Example: python -m benchmarks.paper report runs/tiny runs/tiny-control --out report")
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
     out: Annotated[Path, typer.Option(help="Folder for the report, its figures, problem pages and rows.")] = Path(
@@ -61,7 +68,7 @@ def report(
     print("Written: " + ", ".join(map(str, written)))
 
 
-@app.command()
+@app.command(epilog="Example: python -m benchmarks.paper rollouts --config tiny")
 def rollouts(
     config: ConfigOption,
     changes: SetOption = None,

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import problems
 
+from fb_core.extras import RUN, require
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 WORK = Path("runs/pretrained_pair")  # as in pretrained_pair.yaml
@@ -67,6 +69,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="?", help="the GGUF file or the package's wheel, if it is not installed")
     options = parser.parse_args()
+    try:
+        require("run.py", *RUN)
+    except ImportError as problem:
+        raise SystemExit(str(problem)) from None
     os.chdir(ROOT)
     WORK.mkdir(parents=True, exist_ok=True)
     base = WORK / "base"
