@@ -15,6 +15,7 @@ import typer
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
+from benchmarks import command
 from benchmarks.theme import Theme, pictured
 from fb_core.atomic import write_file
 
@@ -41,7 +42,7 @@ def made(run: Path, problem_id: str) -> dict[str, Any]:
         for problem in problems
         if problem.id == problem_id
     )
-    files = sorted((run / "variants" / "futurebridge" / "comparison").glob("*.futurebridge.*.jsonl"))
+    files = sorted((run / "variants" / "published" / "comparison").glob("*.published.*.jsonl"))
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     row = next(row for row in rows if row["problem"] == problem_id)  # of the first seed
     event = row["events"][0]
@@ -130,4 +131,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main, "benchmarks.event")

@@ -27,12 +27,14 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 from torch import Tensor
 
+from benchmarks import command
 from benchmarks.paper.methods.takeover import takeover
 from benchmarks.paper.nested_runs import work_through
 from benchmarks.theme import Theme, pictured
 from fb_core import statistics
 from fb_core.atomic import write_file
 from fb_core.config import RunSettings, changed
+from fb_core.demo import SETTINGS
 from fb_core.page import markdown_table
 from fb_core.pool import Pool
 from fb_core.processes import processes
@@ -47,7 +49,6 @@ from fb_core.stages.run import run_stage
 from fb_core.statistics import Interval
 from fb_core.value import ValueHead, fit_value, value_terms
 
-WORLDS = ("tiny", "tiny-helpful", "tiny-control")
 SEEDS = tuple(range(86_011, 86_021))  # of problems, training sets and rerankers; fixed before the run
 QUANTILES = (0.90, 0.92, 0.94, 0.96)
 PROBLEMS = 400  # test problems per cell
@@ -56,9 +57,9 @@ REFERENCES = ("greedy", "direct")
 SHOWN = {  # labels of rows
     "greedy": LABELS["greedy"],
     "direct": LABELS["direct"],
-    "published": "FutureBridge, published",
-    "value": "FutureBridge, value",
-    "deployed": "**FutureBridge, as deployed**",
+    "deployed": "**FutureBridge**",
+    "published": LABELS["published"],
+    "value": LABELS["value"],
     ALONE: ALONE,
     TAKEOVER: TAKEOVER,
 }
@@ -71,7 +72,7 @@ Outcomes = NDArray[np.float64]
 
 def settings_of(world: str, seed: int, quantile: float, problems: int = PROBLEMS) -> RunSettings:
     """The shipped settings of a world at a seed and a quantile: one reranker, at the horizon that is scored."""
-    shipped = RunSettings.load(world)
+    shipped = RunSettings.load(SETTINGS[world])
     return changed(
         shipped,
         {
@@ -198,7 +199,7 @@ class Cells:
         worlds: theirs, in order.
     """
 
-    def __init__(self, records: Iterable[Mapping[str, Any]], worlds: Sequence[str] = WORLDS) -> None:
+    def __init__(self, records: Iterable[Mapping[str, Any]], worlds: Sequence[str] = tuple(SETTINGS)) -> None:
         self.records = sorted(records, key=lambda cell: (worlds.index(cell["world"]), cell["seed"], cell["quantile"]))
         self.worlds = [world for world in worlds if any(cell["world"] == world for cell in self.records)]
 
@@ -296,7 +297,7 @@ def safety(cells: Cells, delta: float) -> list[str]:
     head += ["significantly so", "worst difference, pp"]
     rows = []
     for world in cells.worlds:
-        for name in ("published", "value", "deployed", ALONE):
+        for name in ("deployed", "published", "value", ALONE):
             shortfall = below(cells, world, name, delta)
             counts = [f"{count} of {shortfall.cells}" for count in (shortfall.seen, shortfall.significant)]
             rows.append([world, SHOWN[name], *counts, f"{100 * shortfall.worst:+.1f}"])
@@ -317,7 +318,12 @@ def accuracies(cells: Cells) -> list[str]:
 
 def parts(cells: Cells) -> list[str]:
     """What the reranker and the head each add: value against either alone."""
-    head = ["world", "request quantile", "value minus the head without the reranker, pp", "value minus published, pp"]
+    head = [
+        "world",
+        "request quantile",
+        "value minus the head without the reranker, pp",
+        "value minus published recipe, pp",
+    ]
     rows = []
     for world in cells.worlds:
         for quantile in (None, *sorted({cell["quantile"] for cell in cells.of(world)})):
@@ -351,7 +357,7 @@ def best_in_hindsight(cells: Cells, cell: Mapping[str, Any]) -> str:
 
 
 def above_the_line(cells: Cells, cell: Mapping[str, Any]) -> Outcomes:
-    """[n]: the deployed recipe minus takeover on the share of problems that costs the same LLM tokens."""
+    """[n]: FutureBridge minus takeover on the share of problems that costs the same LLM tokens."""
     greedy, takeover = cells.correct(cell, "greedy"), cells.correct(cell, TAKEOVER)
     share = min(1.0, cells.row(cell, "deployed")["llm_tokens"] / cells.row(cell, TAKEOVER)["llm_tokens"])
     return cells.correct(cell, "deployed") - (greedy + share * (takeover - greedy))
@@ -394,11 +400,11 @@ def goals(cells: Cells, delta: float, level: float) -> list[str]:
 
 @pictured
 def figure(cells: Cells, theme: Theme) -> Figure:
-    """A figure of every cell's difference to greedy decoding and the direct score, as published and as deployed."""
+    """FutureBridge and the published recipe against greedy decoding and the direct score, a point for each cell."""
     drawn = Figure(figsize=(3.2 * len(cells.worlds), 3.4), layout="constrained")
     panels = drawn.subplots(1, len(cells.worlds), sharey=True, squeeze=False)[0]
-    kinds = [(name, other) for name in ("published", "deployed") for other in REFERENCES]
-    delta = 100 * RunSettings.load(WORLDS[0]).choice.delta
+    kinds = [(name, other) for name in ("deployed", "published") for other in REFERENCES]
+    delta = 100 * RunSettings.load(SETTINGS["plans"]).choice.delta
     for axis, world in zip(panels, cells.worlds, strict=True):
         for index, (name, other) in enumerate(kinds):
             gaps = [100 * (cells.correct(cell, name) - cells.correct(cell, other)).mean() for cell in cells.of(world)]
@@ -413,8 +419,8 @@ def figure(cells: Cells, theme: Theme) -> Figure:
         axis.grid(visible=False, axis="x")
     panels[0].set_ylabel("accuracy, percentage points")
     key = [
-        Line2D([], [], color=theme.others, marker="s", linestyle="none", label="published"),
-        Line2D([], [], color=theme.ours, marker="o", linestyle="none", label="as deployed"),
+        Line2D([], [], color=theme.ours, marker="o", linestyle="none", label="FutureBridge"),
+        Line2D([], [], color=theme.others, marker="s", linestyle="none", label=LABELS["published"]),
         Line2D([], [], color=theme.ink, linestyle="--", label=f"{delta:g} points below"),
     ]
     drawn.legend(handles=key, loc="outside upper left", ncols=3, fontsize=8)
@@ -423,7 +429,7 @@ def figure(cells: Cells, theme: Theme) -> Figure:
 
 def dropped(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What earlier rerankers, heads and gates gained over the value head, by world."""
-    worlds = [world for world in WORLDS if any(row["world"] == world for row in rows)]
+    worlds = [world for world in SETTINGS if any(row["world"] == world for row in rows)]
     lines: dict[str, list[str]] = {}
     for row in rows:
         low = 100 * row["lowest minus greedy or direct"]
@@ -434,7 +440,7 @@ def dropped(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
     """docs/evidence.md."""
-    choice = RunSettings.load(WORLDS[0]).choice
+    choice = RunSettings.load(SETTINGS["plans"]).choice
     seeds = sorted({cell["seed"] for cell in cells.records})
     quantiles = sorted({cell["quantile"] for cell in cells.records})
     problems = len(cells.correct(cells.records[0], "greedy"))
@@ -462,7 +468,7 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
         f"{'nothing' if not failed else 'little'} about that case. "
         "Intervals resample seeds, and problems within each seed, so they include the variance of "
         "training. The cells are not independent: the quantiles of a seed share its problems and trajectories, and "
-        "tiny-helpful and tiny-control share problems and SLM.",
+        "helpful and control share problems and SLM.",
         "",
         "## Goals",
         "",
@@ -537,7 +543,7 @@ def main(
         report(records, Path("docs"))
         return
     (out / "cells").mkdir(parents=True, exist_ok=True)
-    jobs = [(world, seed) for seed in seeds or SEEDS for world in WORLDS]
+    jobs = [(world, seed) for seed in seeds or SEEDS for world in SETTINGS]
     began = time.monotonic()
     with processes(workers, "benchmarks.evidence") as pool:
         under_way = {
@@ -553,4 +559,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main, "benchmarks.evidence --seeds 86011 --workers 2")

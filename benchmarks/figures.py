@@ -6,18 +6,21 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from benchmarks import cost, event, gpu_status, reference, roofline, serving, soak, speedups, stages, targets
-from benchmarks.evidence import DROPPED, TAKEOVER, Cells, above_the_line, page, points, times_below
+import typer
+
+from benchmarks import command, cost, event, gpu_status, reference, roofline, serving, soak, speedups, stages, targets
+from benchmarks.evidence import DROPPED, TAKEOVER, Cells, page, times_below
 from benchmarks.harness import OURS, read_results
 from benchmarks.paper import figures as report_figures
 from benchmarks.paper import orderings, published
-from benchmarks.paper.cells import LEGEND, marked, percent
+from benchmarks.paper.cells import LEGEND, marked
 from benchmarks.paper.rows import Result, Run, Timed, read_tables
 from benchmarks.summary import against_the_best, cost_table
 from fb_core.atomic import write_file
 from fb_core.config import RunSettings
+from fb_core.demo import SETTINGS
 from fb_core.page import markdown_table
 
 ROOT = Path(__file__).parent.parent
@@ -28,29 +31,29 @@ CELLS = Path("docs", "evidence", "cells.json")  # as `python -m benchmarks.evide
 DEPLOYED = "deployed"
 ACCURACY = (  # label, row of the cells
     ("SLM alone", "greedy"),
-    ("direct LLM score", "direct"),
-    ("**FutureBridge**, the recipe that `train` chose", DEPLOYED),
-    ("Takeover: the LLM writes everything from the first event", TAKEOVER),
+    ("direct LLM score: at each event the LLM's likeliest token", "direct"),
+    ("**FutureBridge**: the recipe that `train` deploys", DEPLOYED),
+    ("published recipe: the paper's", "published"),
+    ("takeover: the LLM writes everything from the first event", TAKEOVER),
 )
-PEERS = (  # label, method of the worlds' tables
-    ("in one run of each world: R2R", "r2r"),
-    ("speculative decoding, exact", "speculative"),
-    ("FutureBridge", DEPLOYED),
-)
-SHOWN = {
-    "tiny": "plans",
-    "tiny-helpful": "helpful",
-    "tiny-control": "control",
-    "run-small": "small",
-    "run-control": "control",
-}  # a run's world or pair, if its name differs
+SHOWN = {settings: world for world, settings in SETTINGS.items()} | {"run-small": "small", "run-control": "control"}
 SPEED = (  # label, result file, op, pattern of the shape
-    ("score a group of candidates", "scorer", "score_group", "H=128"),
+    ("score candidates", "scorer", "score_group", "H=128"),
     ("log-probs of an LM head", "linear_logprob", "linear_logprob", ""),
-    ("one decode step", "decode", "decode_step", ""),
+    ("a decode step", "decode", "decode_step", ""),
     ("rerank at an event", "decode", "rerank_event", "(deployed)"),
-    ("one training step", "training", "training_step", ""),
+    ("a training step, per group and run", "training", "training_step", ""),
 )
+SIZES = {
+    "R": "{} runs",
+    "G": "{} groups",
+    "K": "{} candidates",
+    "H": "{} tokens of future",
+    "P": "prefix of {}",
+    "N": "{} rows",
+    "D": "width {}",
+    "V": "{} words",
+}
 
 
 def render(readme: str, root: Path = ROOT) -> str:
@@ -64,95 +67,72 @@ def render(readme: str, root: Path = ROOT) -> str:
 
 def accuracy(cells: Cells, worlds: Sequence[Run]) -> list[str]:
     """Mean accuracy of ways to decode over the runs of the evidence, with the large model's tokens per problem."""
-    head = ["accuracy, % (LLM tokens per problem)", *(SHOWN[world] for world in cells.worlds)]
-    rows = [[label, *(_accuracy(cells, world, name) for world in cells.worlds)] for label, name in ACCURACY]
-    runs, problems = len(cells.records), len(cells.correct(cells.records[0], DEPLOYED))
+    rows = [
+        [
+            label,
+            *(
+                f"{100 * cells.mean_accuracy(world, name):.1f} ({_tokens_of(cells, world, name)})"
+                for world in cells.worlds
+            ),
+        ]
+        for label, name in ACCURACY
+    ]
+    count = len(cells.records)
     seeds, quantiles = (len({cell[key] for cell in cells.records}) for key in ("seed", "quantile"))
-    plain = ", ".join(f"{100 * cells.mean_accuracy(world, 'published'):.1f}" for world in cells.worlds)
-    delta = RunSettings.load(cells.worlds[0]).choice.delta
+    delta = RunSettings.load(SETTINGS[cells.worlds[0]]).choice.delta
     ours, theirs = (times_below(cells, name, delta) for name in (DEPLOYED, "published"))
-    note = (
-        f"*{runs} runs: {seeds} seeds of problems, training sets and rerankers, {quantiles} request quantiles of each, "
-        f"{problems} test problems per run; 95% intervals resample seeds. The deployed recipe is more than "
-        f"{100 * delta:g} points below the SLM alone or the direct score in {ours} of {runs} runs; the published one, "
-        f"whose accuracies are {plain}, in {theirs} ([full results](docs/evidence.md)). The pairs are tiny and their "
-        "worlds were made by hand: this shows when the method works, not what it gains on real models.*"
-    )
-    rows += _in_one_run(worlds, cells.worlds)
+    ahead = sum(cells.mean_accuracy(world, TAKEOVER) > cells.mean_accuracy(world, DEPLOYED) for world in cells.worlds)
+    tokens = [
+        cells.mean(world, TAKEOVER, "llm_tokens") / cells.mean(world, DEPLOYED, "llm_tokens") for world in cells.worlds
+    ]
+    paper = published.averages()
     return [
-        *markdown_table(head, rows),
+        *markdown_table(
+            ["accuracy, % (LLM tokens per problem)", *cells.worlds], rows + _in_one_run(worlds, cells.worlds)
+        ),
         "",
-        f"{note} {_why_not_take_over(cells)}{_at_equal_positions(worlds)}{_times(worlds)}",
+        f"Means of {count} runs: {seeds} seeds and {quantiles} request quantiles in each of three made-up worlds "
+        "([intervals and more](docs/evidence.md)). "
+        f"FutureBridge is more than {100 * delta:g} points below the SLM alone or the direct LLM score in {ours} of "
+        f"them, the published recipe in {theirs}.",
+        "",
+        f"**Takeover is more accurate in {ahead} of {len(cells.worlds)} worlds**, with {min(tokens):.0f} to "
+        f"{max(tokens):.0f} times the LLM's tokens, but fewer calls{_quicker(worlds)}; in the paper its recipe is "
+        f"{paper['published'] - paper['takeover']:.1f} points above takeover. R2R is competitive: "
+        "[accuracy against tokens, calls and seconds](docs/worlds.md#accuracy-against-the-llms-work). "
+        "The pairs are tiny and the worlds made by hand: this shows when the method works, not what it gains on real "
+        "models.",
     ]
 
 
-def _accuracy(cells: Cells, world: str, name: str) -> str:
-    interval = cells.interval(world, lambda cell: cells.correct(cell, name))
-    return f"{percent(interval)} ({cells.mean(world, name, 'llm_tokens'):.1f})"
+def _quicker(worlds: Sequence[Run]) -> str:
+    """Where takeover takes less time than FutureBridge too, that it does."""
+    times = [_fastest(run) for run in worlds]
+    both = [
+        (by_key[TAKEOVER].seconds, by_key[DEPLOYED].seconds)
+        for by_key in times
+        if {TAKEOVER, DEPLOYED} <= by_key.keys()
+    ]
+    return " and, with models this small, less time" if both and all(theirs < ours for theirs, ours in both) else ""
+
+
+def _tokens_of(cells: Cells, world: str, name: str) -> str:
+    tokens = cells.mean(world, name, "llm_tokens")
+    return f"{tokens:.1f}" if tokens else "0"
 
 
 def _in_one_run(worlds: Sequence[Run], names: Sequence[str]) -> list[list[str]]:
-    """The peers that were run once in each world, and the deployed recipe in the same runs."""
-    by_world = {run.name: {row.key: row for row in run.of("methods")} for run in worlds}
-    rows = []
-    for label, key in PEERS:
-        found = [by_world.get(name, {}).get(key) for name in names]
-        if all(row and row.accuracy and row.llm_tokens for row in found):
-            cells = [f"{percent(row.accuracy)} ({row.llm_tokens.mean:.1f})" for row in found if row and row.llm_tokens]
-            rows.append([label, *cells])
-    return rows
-
-
-def _at_equal_positions(worlds: Sequence[Run]) -> str:
-    """How far the deployed recipe and R2R are above takeover at equal LLM positions; empty if they are not known."""
-    above = [
-        [row.above_read_line for run in worlds for row in run.of("methods") if row.key == key and row.above_read_line]
-        for key in (DEPLOYED, "r2r")
-    ]
-    if not worlds or any(len(one) < len(worlds) for one in above):
-        return ""
-    ours, theirs = (", ".join(f"{100 * each.mean:+.1f}" for each in one) for one in above)
-    return (
-        " These tokens do not count what the LLM reads. At equal LLM *positions*, read or written, FutureBridge is "
-        f"{ours} points above takeover in one run of each world, R2R {theirs}."
-    )
-
-
-def _why_not_take_over(cells: Cells) -> str:
-    """What takeover gains and costs, and how far the deployed recipe is above it at the same number of LLM tokens."""
-    ahead, shares, above, calls = 0, [], [], []
-    paper = published.averages()["futurebridge"] - published.averages()["takeover"]
-    for world in cells.worlds:
-        ahead += cells.mean_accuracy(world, TAKEOVER) > cells.mean_accuracy(world, DEPLOYED)
-        ours, theirs = (cells.mean(world, name, "llm_tokens") for name in (DEPLOYED, TAKEOVER))
-        shares.append(f"{ours / theirs:.0%}")
-        above.append(points(cells.interval(world, lambda cell: above_the_line(cells, cell))))
-        calls.append(f"{cells.mean(world, DEPLOYED, 'calls'):.1f}")
-    return (
-        f"**Why not simply take over?** Takeover is more accurate in {ahead} of {len(cells.worlds)} worlds (in the "
-        f"paper FutureBridge is, by {paper:.1f} points), but the large model then writes the answer. With the LLM "
-        f"tokens that FutureBridge uses, takeover could answer {', '.join(shares)} of the problems; FutureBridge is "
-        f"{', '.join(above)} points above that mix. In calls, takeover is cheap: one per problem, against "
-        f"{', '.join(calls)} for FutureBridge."
-    )
-
-
-def _times(worlds: Sequence[Run]) -> str:
-    """The time of takeover and of the deployed recipe next to greedy decoding; empty if they were not timed."""
-    relative: dict[str, list[str]] = {TAKEOVER: [], DEPLOYED: []}
-    for run in worlds:
-        fastest = _fastest(run)
-        for key, factors in relative.items():
-            if key in fastest and "greedy" in fastest:
-                factors.append(f"{fastest[key].seconds / fastest['greedy'].seconds:.1f}")
-    if not all(relative.values()):
-        return ""
-    theirs, ours = (", ".join(factors) for factors in relative.values())
-    return (
-        f" In seconds too, since both models are small here: one problem at a time, takeover takes {theirs} times as "
-        f"long as the SLM alone, FutureBridge {ours} times ([accuracy against tokens, calls and "
-        "seconds](docs/worlds.md#accuracy-against-the-llms-work))."
-    )
+    """The row of R2R, which ran once in each world, with FutureBridge's accuracy in the same runs; none if unknown."""
+    by_world = {SHOWN.get(run.name, run.name): {row.key: row for row in run.of("methods")} for run in worlds}
+    cells, ours = [], []
+    for name in names:
+        rows = by_world.get(name, {})
+        theirs, own = rows.get("r2r"), rows.get(DEPLOYED)
+        if not (theirs and own and theirs.accuracy and own.accuracy):
+            return []
+        cells.append(f"{100 * theirs.accuracy.mean:.1f} ({_tokens(theirs)})")
+        ours.append(f"{100 * own.accuracy.mean:.1f}")
+    return [[f"R2R, in one run of each world, where FutureBridge has {', '.join(ours)}", *cells]]
 
 
 def _fastest(run: Run) -> dict[str, Timed]:
@@ -166,7 +146,7 @@ def _fastest(run: Run) -> dict[str, Timed]:
 
 def speed(by_device: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[str]:
     """Five results on the first device that has each, at the longest-running shape, next to the fastest alternative."""
-    lines = ["| what | on | shape | ours | fastest alternative | its time / ours |", "|---|---|---|---|---|---|"]
+    lines = ["| what | size | on | ours | fastest alternative | its time / ours |", "|---|---|---|---|---|---|"]
     where: dict[str, list[str]] = {}  # a machine, and when and at which commits
     for label, file, op, said in SPEED:
         device = next((name for name, results in by_device.items() if file in results), "")
@@ -178,20 +158,26 @@ def speed(by_device: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[str]:
             case = max(ours, key=lambda case: case["median_us"])
             peer = best[op, case["shape"]]
             time, ratio = case["median_us"] / 1e3, peer["median_us"] / case["median_us"]
-            lines.append(
-                f"| {label} | {device.upper()} | {case['shape']} | {time:.1f} ms | {peer['impl']} | {ratio:.2f}x |"
-            )
+            size, machine = in_words(case["shape"]), device.upper()
+            lines.append(f"| {label} | {size} | {machine} | {time:.1f} ms | {peer['impl']} | {ratio:.2f}x |")
             made = results[file]
             changed = "+" * made["commit"].endswith("+")  # of a tree with changes of its own
             stamp = f"{made['date'][:10]} at {made['commit'][:7]}{changed}"
             where.setdefault(f"{made['device']}, torch {made['torch']}", []).append(stamp)
     machines = (f"{machine} ({', '.join(dict.fromkeys(stamps))})" for machine, stamps in where.items())
-    left = " ".join(
-        f"No alternative that uses `torch.compile` was timed on the {device.upper()}."
-        for device, results in by_device.items()
-        if results and not any("compile" in case["impl"] for made in results.values() for case in made["cases"])
-    )
-    return [*lines, "", f"*Measured on {'; '.join(machines)}. {left}".strip() + "*"]
+    notes = [f"Measured on {'; '.join(machines)}."]
+    for device, results in by_device.items():
+        if results and device != "cpu":
+            tried = any("compile" in case["impl"] for made in results.values() for case in made["cases"])
+            compiled = "" if tried else "; no alternative that uses `torch.compile` was timed there"
+            notes.append(f"On the {device.upper()} each call begins with a cold L2 cache{compiled}.")
+    return [*lines, "", f"*{' '.join(notes)} [All measurements](docs/benchmarks.md).*"]
+
+
+def in_words(shape: str) -> str:
+    """The sizes of a case's shape in words, in the order of SIZES."""
+    sizes = dict(re.findall(r"([A-Z])<?=(\d+)", shape))
+    return ", ".join(words.format(f"{int(sizes[letter]):,}") for letter, words in SIZES.items() if letter in sizes)
 
 
 def render_worlds(text: str, root: Path = ROOT) -> str:
@@ -451,7 +437,7 @@ RENDERED = {  # by file
 }
 
 
-def main(root: Path = ROOT) -> None:
+def main(root: Annotated[Path, typer.Option(help="Folder of the repository.")] = ROOT) -> None:
     """Write the generated blocks of every file, and plots of all results."""
     grpo = load(root, "grpo").get("cpu")
     for device in GPUS:
@@ -472,4 +458,4 @@ def main(root: Path = ROOT) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main, "benchmarks.figures")

@@ -15,6 +15,7 @@ from fb_core import hf
 from fb_core.atomic import write_file
 from fb_core.chat import EVENT_STYLE
 from fb_core.config import RunSettings
+from fb_core.demo import DEMO
 from fb_core.page import Table as HtmlTable
 from fb_core.page import page
 from fb_core.pool import SLM, Event
@@ -168,7 +169,7 @@ def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console) -
     if any(row.events for row in rows):
         console.print(Text(LEGEND, "italic"), soft_wrap=True)
     for row in rows:
-        title = f"{escaped(row.benchmark)}, {escaped(row.problem)}: {_method(row)}, "
+        title = f"{escaped(row.benchmark.removeprefix(DEMO))}, {escaped(row.problem)}: {_method(row)}, "
         verdict = (escaped(row.verdict), VERDICT_STYLES.get(row.verdict, "yellow"))
         console.print(Text.assemble((title, "bold"), verdict, f", {_facts(row)}"), soft_wrap=True)
         text = Text("\n")
@@ -206,7 +207,7 @@ def html_page(rows: Sequence[Row], tokenizer: hf.Tokenizer) -> str:
             "method": _method(row),
             "verdict": row.verdict,
             "look": VERDICT_LOOKS.get(row.verdict, "faint"),
-            "facts": f"{row.benchmark}, {_facts(row)}",
+            "facts": f"{row.benchmark.removeprefix(DEMO)}, {_facts(row)}",
             "pieces": list(_pieces(row, tokenizer)),
             "events": [table(number, event) for number, event in enumerate(row.events, 1)],
         }

@@ -23,7 +23,7 @@ RecipeName: TypeAlias = Literal["greedy", "direct", "published", "value"]
 LABELS: dict[RecipeName, str] = {
     "greedy": "SLM greedy",
     "direct": "direct LLM score",
-    "published": "published",
+    "published": "published recipe",
     "value": "value",
 }
 Wanted = Literal["chosen", "published"]

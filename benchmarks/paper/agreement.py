@@ -112,7 +112,7 @@ def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
                 for horizon in settings.train.horizons:
                     scores[f"Direct-B_{horizon}"] = [matrix[:, :horizon].double().mean(1)]
             if (row := by_state.get(state)) is not None:
-                scores["FutureBridge"] = [torch.tensor(row[f"seed-{seed}"]) for seed in settings.train.seeds]
+                scores["reranker"] = [torch.tensor(row[f"seed-{seed}"]) for seed in settings.train.seeds]
             kind = token_kind(tokenizer.decode([int(pool.ids[0])]))
             states.append(Judged(rollout, kind, scores))
     return states

@@ -46,7 +46,7 @@ class CompareStage(DecodeStage):
     def reads(self) -> Sequence[type[Stage]]:  # type: ignore[override]
         methods = self.settings.compare.methods
         routers = (RouterStage,) if any(method(name).routed for name in methods) else ()
-        return (PolicyStage, *((RerankerStage,) if "futurebridge" in methods else ()), *routers)
+        return (PolicyStage, *((RerankerStage,) if "published" in methods else ()), *routers)
 
     def data(self) -> dict[str, Any]:
         hashes = {name: problems_hash(problems) for name, problems in benchmark_problems(self.settings).items()}

@@ -15,9 +15,10 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
 from benchmarks.paper.rows import BY_METHOD, DEPLOYED, Result, Run, Timed, in_order
-from benchmarks.paper.tables import OURS
+from benchmarks.paper.tables import PUBLISHED
 from benchmarks.theme import Theme, pictured
 from fb_core.config import AVERAGE
+from fb_core.stages.models import LABELS
 from fb_core.statistics import Interval
 from fb_core.terminal import escaped
 
@@ -83,7 +84,7 @@ def _look(theme: Theme, key: str) -> tuple[str, str]:
     """(marker, colour) of a method in all figures: circles for ours, diamonds for greedy decoding and takeover."""
     if key in ("greedy", "takeover"):
         return "D", theme.ink
-    return ("o", theme.ours) if key in (OURS, DEPLOYED) else ("s", theme.others)
+    return ("o", theme.ours) if key in (DEPLOYED, PUBLISHED) else ("s", theme.others)
 
 
 @pictured
@@ -124,7 +125,7 @@ def agreement(rows: Sequence[Mapping[str, Any]], theme: Theme) -> Figure | None:
     for axis, kind in zip(axes, kinds, strict=True):
         for row in rows:
             if row["kind"] == kind:
-                look = _look(theme, OURS if row["score"] == "FutureBridge" else row["score"])
+                look = _look(theme, PUBLISHED if row["score"] == "reranker" else row["score"])
                 _dot(axis, Interval(*row["pairwise"]), scores.index(row["score"]), *look)
         axis.axvline(50, color=theme.faint, linestyle=":", linewidth=1.2, zorder=1)
         axis.set(xlim=(-3, 103), xticks=(0, 50, 100), ylim=(len(scores) - 0.5, -0.5))
@@ -147,7 +148,7 @@ def curve(run: Run, theme: Theme, table: str, name: str) -> Figure | None:
     if len({row.x for row in rows}) < 2:
         return None
     groups = by_benchmark(rows)
-    series = [row.key if table in BY_METHOD else OURS for row in rows]
+    series = [row.key if table in BY_METHOD else PUBLISHED for row in rows]
     order = list(dict.fromkeys(series))
     tried = [key for key in order if len({row.x for row, own in zip(rows, series, strict=True) if own == key}) > 1]
     figure, axes = _panels(len(groups), 2, 3.4, sharey=True)
@@ -159,8 +160,8 @@ def curve(run: Run, theme: Theme, table: str, name: str) -> Figure | None:
                 sorted(points),
                 *([100 * points[x][part] for x in sorted(points)] for part in range(3)),
             )
-            colour = _look(theme, key)[1] if key in (OURS, "direct") else colour  # as in all figures
-            label = _shown(own[0].label if table in BY_METHOD else "FutureBridge")
+            colour = _look(theme, key)[1] if key in (PUBLISHED, "direct") else colour  # as in all figures
+            label = _shown(own[0].label if table in BY_METHOD else LABELS["published"])
             axis.plot(xs, means, color=colour, marker=MARKERS[tried.index(key) % 8], linestyle=dashes, label=label)
             axis.fill_between(xs, lows, highs, color=colour, alpha=0.12, linewidth=0)
         for row in run.of("methods"):
@@ -206,7 +207,7 @@ def frontier(run: Run, theme: Theme) -> Figure | None:
         axis.set_xlabel(f"{cost}, per problem (square-root scale)")
         axis.set_ylabel(f"accuracy on {_shown(rows[0].benchmark)}, %")
     key = [
-        Line2D([], [], color=theme.ours, marker="o", linestyle="none", label="FutureBridge"),
+        Line2D([], [], color=theme.ours, marker="o", linestyle="none", label="FutureBridge, published recipe"),
         Line2D([], [], color=theme.others, marker="s", linestyle="none", label="other methods"),
         Line2D([], [], color=theme.faint, marker="D", linestyle="--", label="takeover on a share of the problems"),
         *([Line2D([], [], color=theme.others, marker=".", linestyle=":", label="R2R by threshold")] if swept else []),

@@ -20,7 +20,7 @@ from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
 from benchmarks.paper.rollouts import HeldOutRolloutStage, token_kind
 from benchmarks.paper.rows import DEPLOYED, Run, decoded, finished, long_table, results, timed
 from benchmarks.paper.settings import PaperSettings
-from benchmarks.paper.tables import OURS, TABLES, Plan, Table, plan_of, settings_of_variant
+from benchmarks.paper.tables import PUBLISHED, TABLES, Plan, Table, plan_of, settings_of_variant
 from fb_core import explain, statistics
 from fb_core.stages.choose import CHOICE, ChoiceStage, RerankerStage, SelectionStage
 from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
@@ -51,7 +51,7 @@ OFFLINE: tuple[type[Stage], ...] = (
     RouterLabelStage,
     RouterStage,
 )
-COMPARED = (OURS, DEPLOYED)  # with greedy decoding, problem by problem
+COMPARED = (DEPLOYED, PUBLISHED)  # with greedy decoding, problem by problem
 LISTED = 10  # changed problems listed per method, direction and kind of event
 
 Part = list[dict[str, Any]]
@@ -133,10 +133,10 @@ def agreement(plan: Plan) -> Part:
     rows = [{"where": "validation", **row} for row in agreement_rows(judged_states(plan.settings, plan.run))]
     for variant in TABLES["quantiles"].rows(plan):
         folder = plan.run / variant.path
-        if variant.key == OURS and variant.inside is not None and finished(folder, AgreementStage.name):
+        if variant.key == PUBLISHED and variant.inside is not None and finished(folder, AgreementStage.name):
             states = judged_states(settings_of_variant(plan.settings, variant), folder)
             where = f"validation, quantile {variant.x:g}"
-            rows += [{"where": where, **row} for row in agreement_rows(states, ("SLM", "LLM", "FutureBridge"))]
+            rows += [{"where": where, **row} for row in agreement_rows(states, ("SLM", "LLM", "reranker"))]
     for name, (settings, folder) in _benchmarks(plan):
         rows += [{"where": name, **row} for row in agreement_rows(judged_states(settings, folder))]
     for row in rows:

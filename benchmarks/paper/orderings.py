@@ -10,7 +10,7 @@ from benchmarks.paper.figures import by_benchmark
 from benchmarks.paper.page import Block, Paragraph, Span, Text
 from benchmarks.paper.published import averages
 from benchmarks.paper.rows import Result, Run
-from benchmarks.paper.tables import OURS
+from benchmarks.paper.tables import PUBLISHED
 from fb_core.page import Table
 from fb_core.statistics import Interval
 
@@ -30,17 +30,17 @@ NOTE = (
 )
 TABLES = {  # by table: a row, and those that it is above in the paper
     "methods": {
-        OURS: ("takeover", "r2r", "s2t", "s2t-local", "direct", "distilled", "greedy"),
+        PUBLISHED: ("takeover", "r2r", "s2t", "s2t-local", "direct", "distilled", "greedy"),
         "s2t": ("takeover", "direct", "greedy"),
         "takeover": ("r2r", "direct", "greedy"),
     },
     "pools": {
-        OURS: ("pool-slm", "pool-llm", "pool-slm-wide"),
+        PUBLISHED: ("pool-slm", "pool-llm", "pool-slm-wide"),
         "pool-llm": ("pool-slm",),
         "pool-slm-wide": ("pool-slm",),
     },
     "futures": {
-        OURS: ("future-greedy",),
+        PUBLISHED: ("future-greedy",),
         "future-verified": ("future-unverified", "future-incorrect", "future-cross-state", "future-shuffled"),
         "future-unverified": ("future-incorrect",),
         "future-incorrect": ("future-cross-state",),
@@ -48,7 +48,7 @@ TABLES = {  # by table: a row, and those that it is above in the paper
     },
 }
 NAMES = {
-    OURS: "FutureBridge",
+    PUBLISHED: "published recipe",
     "s2t": "S2T",
     "r2r": "R2R",
     "s2t-local": "S2T-Local",
@@ -133,7 +133,11 @@ def orderings(rows: Sequence[Result]) -> Iterator[Ordering]:
                 ours = left
                 if left == "future-verified" and right in SAMPLES and "future-sampled" in by_key:
                     ours = "future-sampled"  # both are samples: only the answer differs
-                name = {"pools": "joint pool", "futures": "verified greedy future"}.get(table) if left == OURS else None
+                name = (
+                    {"pools": "joint pool", "futures": "verified greedy future"}.get(table)
+                    if left == PUBLISHED
+                    else None
+                )
                 name = name or NAMES.get(ours, ours)
                 words = f"{name} > {NAMES.get(right, right)}"
                 yield Ordering(words, paper[left] - paper[right], *_difference(by_key, ours, right))
@@ -142,7 +146,7 @@ def orderings(rows: Sequence[Result]) -> Iterator[Ordering]:
 
 def _horizons(rows: Sequence[Result]) -> Iterator[Ordering]:
     """The run's own horizon is above the shorter ones, and the longer ones are not below it."""
-    own = next((row for row in rows if row.key == OURS), None)
+    own = next((row for row in rows if row.key == PUBLISHED), None)
     if own is None or len(rows) == 1:
         yield Ordering("horizon > shorter horizons", None, None)
         return

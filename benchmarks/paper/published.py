@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from benchmarks.paper.settings import PaperSettings
-from benchmarks.paper.tables import OURS
+from benchmarks.paper.tables import PUBLISHED
 from fb_core.config import AVERAGE, ModelSettings
 
 LLM = "Qwen/Qwen3-32B"
@@ -73,7 +73,7 @@ class Published:
         whole = set(figures()["benchmarks"]) - {AVERAGE}
         if self.slm is None or table not in TABLES or (benchmark == AVERAGE and set(self._benchmarks) != whole):
             return None
-        if key == OURS and table in ("horizons", "futures"):
+        if key == PUBLISHED and table in ("horizons", "futures"):
             key = f"horizon-{x:g}" if x is not None else ""  # what stands beside the futures is no row of the paper's
         row = dict(zip(figures()["benchmarks"], figures()["accuracy"][self.slm].get(key, ()), strict=False))
         percent = row.get(benchmark)

@@ -30,7 +30,7 @@ from benchmarks.paper.figures import by_benchmark, panels, primary
 from benchmarks.paper.orderings import ordering_blocks
 from benchmarks.paper.page import Block, Document, Figure, Items, Link, Paragraph, Section, Span, Text
 from benchmarks.paper.rows import DEPLOYED, Result, Run, in_order, rows_bytes, tables_bytes
-from benchmarks.paper.tables import OURS, TABLES
+from benchmarks.paper.tables import PUBLISHED, TABLES
 from benchmarks.paper.tables import Table as Experiment
 from benchmarks.theme import Picture
 from fb_core.atomic import write_file
@@ -40,8 +40,8 @@ from fb_core.statistics import Interval
 
 FIGURES = "figures"  # folder beside report.html
 FOREST = (
-    "Accuracy with 95% intervals. The dashed line is greedy decoding with the SLM. Circles are FutureBridge as "
-    "published and as deployed, diamonds greedy decoding and takeover, squares all other methods."
+    "Accuracy with 95% intervals. The dashed line is greedy decoding with the SLM. Circles are FutureBridge and "
+    "the published recipe, diamonds greedy decoding and takeover, squares all other methods."
 )
 HOW = (
     "Accuracies are in percent, differences in percentage points (pp). Brackets hold 95% bootstrap intervals: problems "
@@ -56,7 +56,7 @@ POSITIONS = (
     "LLM positions are those that the LLM computes, each once, as if it kept its cache: prompt, text that it reads or "
     "writes, rejected drafts; a position costs about two FLOPs a parameter. "
 )
-REFERENCES = {"greedy": "greedy", "direct": "the direct LLM score", OURS: "FutureBridge"}
+REFERENCES = {"greedy": "greedy", "direct": "the direct LLM score", PUBLISHED: "the published recipe"}
 RIVALS = {"greedy": "greedy decoding", "direct": "the direct LLM score", "takeover": "takeover"}
 NO_EVENT = "no event"
 
@@ -112,7 +112,7 @@ def render(runs: Sequence[Run], tables: Mapping[str, Experiment] = TABLES) -> Do
 
 
 def in_short(runs: Sequence[Run], rows_by_head: Mapping[str, Sequence[Result]]) -> list[Block]:
-    """Three sentences: what was compared, which method was most accurate at what cost, where FutureBridge is worse."""
+    """Three sentences: what was compared, which method was most accurate at what cost, where ours are worse."""
     if not rows_by_head:
         return []
     methods = {row.label for rows in rows_by_head.values() for row in rows}
@@ -125,7 +125,7 @@ def in_short(runs: Sequence[Run], rows_by_head: Mapping[str, Sequence[Result]]) 
     texts = [
         f"{len(methods)} methods were compared on {where}{pair}.",
         f"Most accurate apart from takeover (picked on these same problems): {best}.",
-        *(f"{words}." for key in (OURS, DEPLOYED) if (words := _losses(key, rows_by_head))),
+        *(f"{words}." for key in (DEPLOYED, PUBLISHED) if (words := _losses(key, rows_by_head))),
     ]
     return [Items(texts)]
 
@@ -147,7 +147,7 @@ def _best(head: str, rows: Sequence[Result]) -> str:
 
 
 def _losses(key: str, rows_by_head: Mapping[str, Sequence[Result]]) -> str:
-    """Than what FutureBridge, as published or as deployed, is significantly worse, and where."""
+    """Than what FutureBridge, or the published recipe, is significantly worse, and where."""
     lost: dict[str, list[str]] = {}
     label = ""
     for head, rows in rows_by_head.items():
@@ -311,8 +311,8 @@ def _rows_table(run: Run, rows: Sequence[Result], caption: str) -> Table:
         columns["quantile"] = lambda row: "" if row.quantile is None else f"{row.quantile:g}"
         columns["threshold, nats"] = lambda row: number(row.threshold, 3)
     columns["accuracy, % [95%]"] = lambda row: percent(row.accuracy) or "see below" * bool(row.note)
-    for name in dict.fromkeys(["greedy", "direct", OURS, *(name for row in rows for name in row.minus)]):
-        columns[f"minus {'FutureBridge' if name == OURS else name}, pp [95%]"] = minus(name)
+    for name in dict.fromkeys(["greedy", "direct", PUBLISHED, *(name for row in rows for name in row.minus)]):
+        columns[f"minus {'published recipe' if name == PUBLISHED else name}, pp [95%]"] = minus(name)
     if any(row.published is not None for row in rows):
         columns[f"{run.published}, %"] = lambda row: share(row.published)
     columns["events per problem"] = lambda row: number(row.events, 2)
@@ -362,7 +362,7 @@ def _frontier(run: Run, prefix: str) -> list[Block]:
     stand = [
         f"{row.label} is right on {percent(row.accuracy)}% of the problems with {spread(row.llm_tokens)} LLM tokens "
         f"and {spread(row.calls, 2)} LLM calls per problem"
-        for row in (by_key.get("takeover"), by_key.get(DEPLOYED, by_key.get(OURS)))
+        for row in (by_key.get("takeover"), by_key.get(DEPLOYED, by_key.get(PUBLISHED)))
         if row
     ]
     points += [f"{stand[0]}; {stand[1]}."] if len(stand) == 2 else []
@@ -399,7 +399,7 @@ def _changes(run: Run, _: str) -> list[Block]:
         groups.setdefault((row["method"], row["gained"]), []).append(row["kind"] or NO_EVENT)
     if not groups:
         compared = {row.key for row in run.of("methods") if row.accuracy}
-        same = "greedy" in compared and compared & {OURS, DEPLOYED}
+        same = "greedy" in compared and compared & {DEPLOYED, PUBLISHED}
         return [Paragraph("No problem has another outcome than with greedy decoding.")] if same else []
 
     def way(gained: bool) -> Span:

@@ -17,7 +17,7 @@ from benchmarks.paper import intervals
 from benchmarks.paper.comparison import CompareStage, DeploymentStage
 from benchmarks.paper.methods import label_of
 from benchmarks.paper.published import Published
-from benchmarks.paper.tables import OURS, PROBLEM, TABLES, Plan, Table, Variant, settings_of_variant
+from benchmarks.paper.tables import PROBLEM, PUBLISHED, TABLES, Plan, Table, Variant, settings_of_variant
 from fb_core import statistics
 from fb_core.config import AVERAGE
 from fb_core.stages.collect import PolicyStage
@@ -28,7 +28,7 @@ from fb_core.statistics import Interval
 
 DEPLOYED = "deployed"  # key of the recipe that the run chose
 FIRST = ("greedy", "majority", "random", "slm-preference", "s2t", "direct", "one-token-takeover")
-LAST = (OURS, DEPLOYED, "takeover")  # after all other peers
+LAST = (DEPLOYED, PUBLISHED, "takeover")  # after all other peers
 BY_METHOD = ("methods", "quantiles")  # tables whose rows are methods, in their order
 UNSEEN = {
     "TaH": "changes the SLM itself: name a checkpoint under compare.external",

@@ -23,7 +23,7 @@ from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
 from benchmarks.paper.rollouts import HeldOutRolloutStage
 from benchmarks.paper.s2t_local import SelectionTrainStage
 from benchmarks.paper.settings import PaperSettings
-from benchmarks.paper.tables import OURS, PROBLEM, TABLES, Plan, Table, Variant, plan_of, settings_of_variant
+from benchmarks.paper.tables import PROBLEM, PUBLISHED, TABLES, Plan, Table, Variant, plan_of, settings_of_variant
 from fb_core.atomic import write_file
 from fb_core.processes import processes
 from fb_core.progress import Board
@@ -112,7 +112,7 @@ def waves(tables: Iterable[Table], plan: Plan) -> Iterator[list[tuple[Variant, b
     for table in tables:
         rows = {variant.path: variant for variant in table.rows(plan) if not variant.borrowed}
         made |= rows
-        judged |= {path for path, variant in rows.items() if table.judged and variant.method == OURS}
+        judged |= {path for path, variant in rows.items() if table.judged and variant.method == PUBLISHED}
     for variant in list(made.values()):
         while (outer := variant.inside) is not None:
             if variant.path in judged:
@@ -203,7 +203,7 @@ def instead(settings: PaperSettings) -> Mapping[type[Stage], type[Stage]]:
 
 def _stages(variant: Variant, settings: PaperSettings, judge: bool) -> list[type[Stage]]:
     """All stages that a variant's rows need, in order."""
-    trained = variant.method in (OURS, None)
+    trained = variant.method in (PUBLISHED, None)
     commands: tuple[Command, ...] = ("collect", "futures", "score", "train") if trained else ("collect",)
     kinds = [kind for command in commands for kind in with_futures(command, settings)]
     if judge:

@@ -23,7 +23,7 @@ EXTERNAL = "external:"  # before the name of a checkpoint, which is not a listed
 
 def names() -> tuple[str, ...]:
     """All methods, by their files; none is loaded. Greedy decoding is first, ours are last."""
-    first, ours = "greedy", ("futurebridge", "deployed")
+    first, ours = "greedy", ("deployed", "published")
     stems = {module.name.replace("_", "-") for module in iter_modules(METHODS)}
     return (first, *sorted(stems - {first, *ours, EXTERNAL.rstrip(":")}), *ours)
 

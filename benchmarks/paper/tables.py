@@ -13,9 +13,9 @@ from benchmarks.paper.settings import EXTERNAL, PaperSettings
 from fb_core.config import Changes, changed
 from fb_core.stages.files import Artefact
 
-OURS = "futurebridge"  # key of the run's own reranker
+PUBLISHED = "published"  # key of the published recipe with the run's own reranker
 PROBLEM = "problem.json"  # why a variant could not be made, in its folder
-REFERENCES = ("greedy", "direct", OURS)  # every row is compared with these methods
+REFERENCES = ("greedy", "direct", PUBLISHED)  # every row is compared with these methods
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Variant:
     key: str
     label: str
     changes: Changes = field(default_factory=dict)
-    method: str | None = OURS
+    method: str | None = PUBLISHED
     x: float | None = None
     inside: Variant | None = None
     borrowed: bool = False
@@ -82,7 +82,7 @@ class Plan:
 
     def own(self, label: str, x: float | None = None) -> Variant:
         """The run's own reranker, with the label that it has in this table."""
-        return replace(self.method("futurebridge"), label=label, x=x, borrowed=True)
+        return replace(self.method("published"), label=label, x=x, borrowed=True)
 
     def recipe(
         self, key: str, label: str, x: float | None = None, inside: Variant | None = None, **changes: dict[str, Any]
@@ -149,10 +149,10 @@ def settings_of_variant(settings: PaperSettings, variant: Variant) -> PaperSetti
 
 
 def _methods(plan: Plan) -> list[Variant]:
-    apart = ("futurebridge", *(() if plan.settings.problems.certification else ("deployed",)))
+    apart = ("published", *(() if plan.settings.problems.certification else ("deployed",)))
     methods = [plan.method(name) for name in plan.settings.compare.methods if name not in apart]
     external = [Variant(f"external-{name}", name, method=EXTERNAL + name) for name in plan.settings.compare.external]
-    return [*methods, *_distilled(plan), *external, plan.method("futurebridge")]
+    return [*methods, *_distilled(plan), *external, plan.method("published")]
 
 
 def _distilled(plan: Plan) -> list[Variant]:
@@ -232,7 +232,7 @@ def _recalls(plan: Plan) -> list[Variant]:
 
 def _quantiles(plan: Plan) -> list[Variant]:
     """Peers and FutureBridge at every request quantile; at other quantiles they have their own states and rerankers."""
-    peers = ("takeover", "s2t", "direct", "futurebridge")
+    peers = ("takeover", "s2t", "direct", "published")
     here = plan.settings.collect.quantile
     there = [variant.key for variant in (*_methods(plan), *plan.references())]
     variants = [plan.method(name, here) for name in (*peers, "deployed") if name in there]

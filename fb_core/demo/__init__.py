@@ -6,6 +6,7 @@ from importlib import resources
 from typing import Literal
 
 DEMO = "demo:"  # before the name of a world
+SETTINGS = {"plans": "tiny", "helpful": "tiny-helpful", "control": "tiny-control"}  # by world, the slowest first
 Part = Literal["slm", "llm"]
 MODELS: dict[tuple[str, Part], str] = {  # folders of weights, by world and part
     ("plans", "slm"): "plans-slm",

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,15 @@ from rich.text import Text
 
 from fb_core.atomic import write_file
 from fb_core.config import Changes, RunSettings, changed
-from fb_core.demo import DEMO, pairs
+from fb_core.demo import SETTINGS, pairs
 from fb_core.explain import find_rows, html_page, print_rows
 from fb_core.processes import processes
 from fb_core.progress import Board
 from fb_core.stages.commands import Command, run_command
-from fb_core.stages.evaluate import EvaluateStage
+from fb_core.stages.evaluate import EvaluateStage, tables_of
 from fb_core.stages.files import Artefact, json_bytes
 from fb_core.stages.models import LABELS, models_of
 
-WORLDS = ("tiny", "tiny-helpful", "tiny-control")  # the slowest first
 COMMANDS: tuple[Command, ...] = ("collect", "futures", "score", "train", "evaluate")
 LOG = "log.txt"
 
@@ -36,8 +36,8 @@ LOG = "log.txt"
 def demo_settings(seed: int) -> dict[str, RunSettings]:
     """The shipped worlds by name, with fresh problems of a seed and one reranker."""
     worlds = {}
-    for name in WORLDS:
-        shipped = RunSettings.load(name)
+    for name, file in SETTINGS.items():
+        shipped = RunSettings.load(file)
         once: Changes = {
             "problems": {"seed": seed},
             "train": {"seeds": (seed,), "horizons": (shipped.score.horizon,)},
@@ -50,7 +50,7 @@ def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = Fa
     """Run every world, write results.json, accuracy.png and problem.html into `out`, and print the tables.
 
     Args:
-        worlds: by the names of their configurations.
+        worlds: their settings by name.
         out: folder for the results, created if missing. It holds one run per world; finished work is not repeated.
         retrain: first train the model pairs from scratch into `out`/weights, and use them.
 
@@ -69,12 +69,9 @@ def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = Fa
     _work_through({runs[name]: world for name, world in worlds.items()})
     console, results = Console(), dict[str, Any]()
     for name, run in runs.items():
-        stage = EvaluateStage(worlds[name], run)
-        manifest = Artefact(run, EvaluateStage.name).finished()
-        results[name] = manifest["summary"]["table"]
-        console.print(f"\n[bold]{name}[/bold]")
-        table = stage.report(manifest)
-        console.print(Markdown(table) if console.is_terminal else Text(table), soft_wrap=not console.is_terminal)
+        results[name] = Artefact(run, EvaluateStage.name).finished()["summary"]["table"]
+    tables = tables_of([row for rows in results.values() for row in rows])
+    console.print(Markdown(tables) if console.is_terminal else Text(tables), soft_wrap=not console.is_terminal)
     files = {"results.json": json_bytes(results), "accuracy.png": _picture(results)}
     files |= _explained(worlds, runs, console)
     for name, data in files.items():
@@ -86,13 +83,14 @@ def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = Fa
 def _explained(worlds: Mapping[str, RunSettings], runs: Mapping[str, Path], console: Console) -> dict[str, bytes]:
     """The page of the first problem that FutureBridge solves and greedy decoding does not; none if there is none."""
     for name, run in runs.items():
+        ours = "deployed" if worlds[name].problems.certification else "published"
         right: dict[str, set[str]] = {}
         for row in EvaluateStage(worlds[name], run).rows():
             right.setdefault(row.problem, set()).update({row.method} if row.correct else ())
-        solved = [problem for problem, by in right.items() if "futurebridge" in by and "greedy" not in by]
+        solved = [problem for problem, by in right.items() if ours in by and "greedy" not in by]
         if solved:
             rows, tokenizer = find_rows(run, solved[0]), models_of(worlds[name].models).tokenizer
-            print_rows([row for row in rows if row.method in ("greedy", "futurebridge")], tokenizer, console)
+            print_rows([row for row in rows if row.method in ("greedy", ours)], tokenizer, console)
             return {"problem.html": html_page(rows, tokenizer).encode()}
     return {}
 
@@ -105,7 +103,7 @@ def _picture(results: Mapping[str, list[dict[str, Any]]]) -> bytes:
     for panel, (name, rows) in zip(panels, results.items(), strict=True):
         for row in rows:
             mean, low, high = (100 * part for part in row["accuracy"])
-            colour = "#d55e00" if row["method"].startswith("FutureBridge") else "#0072b2"
+            colour = "#d55e00" if row["method"] in (LABELS["deployed"], LABELS["published"]) else "#0072b2"
             height = labels.index(row["method"])
             panel.errorbar(mean, height, xerr=[[mean - low], [high - mean]], fmt="o", color=colour, capsize=2)
             if row["method"] == LABELS["greedy"]:
@@ -121,7 +119,6 @@ def _picture(results: Mapping[str, list[dict[str, Any]]]) -> bytes:
 
 def _retrained(worlds: Mapping[str, RunSettings], weights: Path) -> dict[str, RunSettings]:
     """The worlds' settings with newly trained pairs, which are ordinary checkpoints."""
-    names = {name: world.models.slm.removeprefix(DEMO) for name, world in worlds.items()}
     with Board(TimeElapsedColumn(), transient=True) as board:
 
         def show(step: tuple[str, int, int]) -> None:
@@ -129,10 +126,10 @@ def _retrained(worlds: Mapping[str, RunSettings], weights: Path) -> dict[str, Ru
             board.show(model, done, of)
             board.say(model, "training")
 
-        pairs.retrain(weights, worlds=set(names.values()), progress=show)
+        pairs.retrain(weights, worlds=set(worlds), progress=show)
     retrained = {}
     for name, world in worlds.items():
-        slm, llm = map(str, pairs.folders(names[name], weights))
+        slm, llm = map(str, pairs.folders(name, weights))
         retrained[name] = changed(world, {"models": {"slm": slm, "llm": llm, "device": "cpu", "dtype": "float32"}})
     return retrained
 
@@ -148,6 +145,10 @@ def _work_through(runs: Mapping[Path, RunSettings]) -> None:
         try:
             for job in jobs:
                 job.result()
+        except KeyboardInterrupt:  # not after the stages that run, which may take minutes
+            for worker in active_children():
+                worker.kill()
+            raise
         except BrokenProcessPool:
             raise OSError(
                 "demo: expected its worker processes to finish, got one that was killed, perhaps for lack of memory; "

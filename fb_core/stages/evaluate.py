@@ -1,4 +1,4 @@
-"""Stage 5: the chosen rerankers on benchmarks, as published and as deployed, compared with greedy decoding."""
+"""Stage 5: FutureBridge, as `train` deploys it, and the published recipe on benchmarks, next to greedy decoding."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from fb_core import statistics
 from fb_core.atomic import write_file
 from fb_core.config import AVERAGE
+from fb_core.demo import DEMO
 from fb_core.page import Table, markdown_table, page
 from fb_core.stages.choose import ChoiceStage, RerankerStage
 from fb_core.stages.collect import PolicyStage
@@ -20,19 +21,23 @@ from fb_core.stages.models import DEPLOYED, LABELS, benchmark_problems, file_ste
 from fb_core.stages.problems import BENCHMARKS, Benchmark
 from fb_core.stages.run import Stage
 
-SEEDED = ("futurebridge", "deployed")  # run once per reranker seed
+SEEDED = ("deployed", "published")  # run once per reranker seed
 REFERENCES = ("greedy", "direct")  # which every method is compared with
 PAGE = "evaluation.html"  # in the run's folder
+NOTE = (
+    "In brackets 95% intervals by resampling problems and training seeds; differences are paired. Calls and tokens are "
+    "per problem. FutureBridge is the recipe that `train` deploys, the published recipe the paper's."
+)
 
 log = logging.getLogger(__name__)
 
 
 class EvaluateStage(DecodeStage):
-    """Greedy decoding, S2T, the direct LLM score and the rerankers on the benchmarks: as published and as deployed.
+    """Greedy decoding, S2T, the direct LLM score, FutureBridge and the published recipe on the benchmarks.
 
-    The last is there if `train` chose a recipe. FutureBridge runs once for every reranker seed; with the three
-    published seeds these are AIME's three repeats. On a benchmark with repeats greedy decoding has as many runs,
-    although they are all alike; on others it has one.
+    FutureBridge is what `train` deploys, and is there if it chose a recipe. It and the published recipe run once for
+    every reranker seed; with the three published seeds these are AIME's three repeats. On a benchmark with repeats
+    greedy decoding has as many runs, although they are all alike; on others it has one.
     """
 
     name = "evaluation"
@@ -111,8 +116,22 @@ class EvaluateStage(DecodeStage):
         return {name: [name] for name in names} | ({AVERAGE: names} if len(names) > 1 else {})
 
     def report(self, manifest: dict[str, Any]) -> str:
-        table = table_of(manifest["summary"]["table"])
-        return "\n".join(markdown_table(table.head, table.rows, table.sides))
+        return tables_of(manifest["summary"]["table"])
+
+
+def tables_of(results: Sequence[dict[str, Any]]) -> str:
+    """A table in Markdown for each benchmark of an evaluation's rows; on a terminal of 80 columns no word is cut."""
+    parts = []
+    for name in dict.fromkeys(row["benchmark"] for row in results):
+        own = [row for row in results if row["benchmark"] == name]
+        table = table_of(own)
+        several = ", ".join(f"{row['runs']} runs of {row['method']}" for row in own if row["runs"] > 1)
+        title = f"**{table.rows[0][0]}**, {own[0]['problems']} problems{several and f'; {several}'}"
+        cells = [
+            [cell.replace(", ", ",") for cell in (row[1], *row[3:])] for row in table.rows
+        ]  # an interval is a word
+        parts += [title, "", *markdown_table((table.head[1], *table.head[3:]), cells, "l" + table.sides[3:]), ""]
+    return "\n".join([*parts, NOTE])
 
 
 def table_of(results: Sequence[dict[str, Any]]) -> Table:
@@ -121,14 +140,14 @@ def table_of(results: Sequence[dict[str, Any]]) -> Table:
     head = ("benchmark", "method", "problems x runs", "accuracy, %", *differences, "LLM calls", "tokens")
     rows = []
     for row in results:
-        spread = [
-            "" if value is None else "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in value))
-            for value in (row["accuracy"], *(row[f"minus {name}"] for name in REFERENCES))
-        ]
+        spread = [_percent(row["accuracy"]), *(_percent(row[f"minus {name}"], sign="+") for name in REFERENCES)]
         size, calls, tokens = f"{row['problems']} x {row['runs']}", f"{row['calls']:.2f}", f"{row['tokens']:.1f}"
-        rows.append((row["benchmark"], row["method"], size, *spread, calls, tokens))
-    note = (
-        "In brackets 95% intervals by resampling problems and training seeds; differences are paired. Calls and tokens "
-        "are per problem."
-    )
-    return Table("Evaluation", head, rows, note, "ll" + "r" * (len(head) - 2))
+        rows.append((row["benchmark"].removeprefix(DEMO), row["method"], size, *spread, calls, tokens))
+    return Table("Evaluation", head, rows, NOTE, "ll" + "r" * (len(head) - 2))
+
+
+def _percent(interval: Sequence[float] | None, sign: str = "") -> str:
+    if interval is None:
+        return ""
+    mean, low, high = (f"{100 * share:{sign}.1f}" for share in interval)
+    return f"{mean} [{low}, {high}]"

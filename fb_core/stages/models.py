@@ -274,8 +274,8 @@ LABELS = {
     "greedy": "Greedy",
     "s2t": "S2T",
     "direct": "Direct LLM score",
-    "futurebridge": "FutureBridge",
-    "deployed": "FutureBridge, as deployed",
+    "deployed": "FutureBridge",
+    "published": "Published recipe",
 }
 
 Generate: TypeAlias = Callable[[Sequence[Tensor], int], Sequence[Generation]]

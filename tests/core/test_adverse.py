@@ -101,10 +101,10 @@ def test_failures_are_counted_with_exact_intervals():
     assert adverse.share(0, 50) == "0 of 50: 0% [0.0%, 7.1%]"  # 1 - 0.025 ** (1 / 50)
     rows = {line.split(" | ")[1]: line for line in adverse.failures(Cells(records, WORLDS), 0.02)[2:]}
     assert "| 3 of 3: 100% [" in rows["direct LLM score"]
-    assert "| 0 of 3: 0% [" in rows["FutureBridge, published"]
-    assert "| 2 of 3: 67% [" in rows["FutureBridge, value"]
-    assert "| 1 of 3: 33% [" in rows["**FutureBridge, as deployed**"]
-    assert rows["**FutureBridge, as deployed**"].endswith("| -3.0 |")
+    assert "| 0 of 3: 0% [" in rows["published recipe"]
+    assert "| 2 of 3: 67% [" in rows["value"]
+    assert "| 1 of 3: 33% [" in rows["**FutureBridge**"]
+    assert rows["**FutureBridge**"].endswith("| -3.0 |")
     page = adverse.page(records)
     assert "The small model alone is right on 60.0% in harm; takeover on 20.0% in harm." in page
     assert "Deployed: harm: value 2, greedy 1." in page

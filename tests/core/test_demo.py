@@ -16,7 +16,7 @@ from warm import context
 
 from fb_core import CollaborativeDecoder, FutureBridgeSelector, RandomChoice, RequestPolicy, TokenReranker, statistics
 from fb_core.config import RunSettings
-from fb_core.demo import pairs, run
+from fb_core.demo import SETTINGS, pairs, run
 from fb_core.demo.run import demo_settings, run_demo
 from fb_core.stages.evaluate import PAGE
 from fb_core.stages.files import Artefact
@@ -44,7 +44,7 @@ def small(seed, world="plans"):
 def demo(tmp_path_factory):
     """(folder, rows by world, settings by world) of two worlds."""
     out = tmp_path_factory.mktemp("demo")
-    worlds = {"tiny": small(0), "tiny-control": small(0, "control")}
+    worlds = {"plans": small(0), "control": small(0, "control")}
     return out, run_demo(worlds, out), worlds
 
 
@@ -64,11 +64,11 @@ def test_every_promised_row_is_there(demo):
 def test_results_a_picture_and_a_solved_problem_are_written(demo):
     out, found, _ = demo
     assert {path.name for path in out.iterdir()} == FILES | {"runs"}
-    assert {path.name for path in (out / "runs").iterdir()} == {"tiny-seed-0", "tiny-control-seed-0"}
+    assert {path.name for path in (out / "runs").iterdir()} == {"plans-seed-0", "control-seed-0"}
     assert json.loads((out / "results.json").read_bytes()) == found
     assert (out / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     assert "Event 1: step" in (out / "problem.html").read_text()
-    assert all(label in (out / "runs" / "tiny-seed-0" / PAGE).read_text() for label in METHODS)
+    assert all(label in (out / "runs" / "plans-seed-0" / PAGE).read_text() for label in METHODS)
 
 
 @pytest.mark.slow
@@ -87,18 +87,18 @@ def test_a_second_call_makes_nothing_anew(demo, capsys):
 @pytest.mark.slow
 def test_two_seeds_give_different_rows_of_the_same_methods(demo):
     out, found, _ = demo
-    (second,) = run_demo({"tiny": small(1)}, out).values()
+    (second,) = run_demo({"plans": small(1)}, out).values()
     assert [row["method"] for row in second] == METHODS
-    assert second != found["tiny"]
-    assert (out / "runs" / "tiny-seed-1").is_dir()
+    assert second != found["plans"]
+    assert (out / "runs" / "plans-seed-1").is_dir()
 
 
 @pytest.mark.slow
 def test_a_broken_off_demo_goes_on(tmp_path):
     chosen, out = small(0), tmp_path / "out"
-    process = context().Process(target=run_demo, args=({"tiny": chosen}, out))
+    process = context().Process(target=run_demo, args=({"plans": chosen}, out))
     process.start()
-    place = out / "runs" / "tiny-seed-0"
+    place = out / "runs" / "plans-seed-0"
     try:
         while not (place / "states" / "manifest.json").exists():
             assert process.is_alive()
@@ -114,7 +114,7 @@ def test_a_broken_off_demo_goes_on(tmp_path):
         time.sleep(0.1)
     before = receipts(place)
     assert before
-    (found,) = run_demo({"tiny": chosen}, out).values()
+    (found,) = run_demo({"plans": chosen}, out).values()
     assert [row["method"] for row in found] == METHODS
     after = receipts(place)
     assert {path: after[path] for path in before} == before
@@ -123,7 +123,7 @@ def test_a_broken_off_demo_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_random_reranker_falls_to_the_random_pick():
-    """Nothing but what was learned lifts FutureBridge: random weights choose as well as a random pick does."""
+    """Nothing but what was learned lifts the reranker: random weights choose as well as a random pick does."""
     torch.manual_seed(0)
     pair = pairs.load_pair("plans")
     problems = pair.world.problems(300, 0, "test")
@@ -155,7 +155,7 @@ def test_random_reranker_falls_to_the_random_pick():
 
 def test_the_demo_is_the_shipped_settings_with_one_reranker():
     for name, chosen in demo_settings(5).items():
-        shipped, values = RunSettings.load(name), json.loads(chosen.model_dump_json())
+        shipped, values = RunSettings.load(SETTINGS[name]), json.loads(chosen.model_dump_json())
         assert (values["problems"].pop("seed"), values["train"].pop("seeds")) == (5, [5])
         assert values["train"].pop("horizons") == [shipped.score.horizon]
         for section, value in values.items():
@@ -168,17 +168,17 @@ def test_retrained_pairs_are_checkpoints_like_others(monkeypatch, tmp_path):
     found = run._retrained(demo_settings(0), tmp_path)
     assert made == [(tmp_path, {"plans", "helpful", "control"})]
     places = {name: (one.models.slm, one.models.llm) for name, one in found.items()}
-    assert places["tiny-control"] == (str(tmp_path / "style-slm"), str(tmp_path / "control-llm"))
+    assert places["control"] == (str(tmp_path / "style-slm"), str(tmp_path / "control-llm"))
     assert {(one.models.device, one.models.dtype) for one in found.values()} == {("cpu", "float32")}
-    assert found["tiny"].problems.train == "demo:plans"
+    assert found["plans"].problems.train == "demo:plans"
 
 
 def test_a_folder_of_other_settings_is_named(tmp_path):
-    folder = Artefact(tmp_path / "runs" / "tiny-seed-0", "trajectories")
+    folder = Artefact(tmp_path / "runs" / "plans-seed-0", "trajectories")
     with folder.locked():
         folder.begin({"settings": {"problems": {"limit": 7}}}, {})
     with pytest.raises(ValueError, match=r"settings.problems.limit 7, got 48"):
-        run_demo({"tiny": small(0)}, tmp_path)
+        run_demo({"plans": small(0)}, tmp_path)
 
 
 def test_only_base_weights_ship():

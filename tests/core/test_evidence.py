@@ -17,7 +17,7 @@ N = 100
 BEFORE = [
     {
         "recipe": "as it was deployed",
-        "world": "tiny",
+        "world": "plans",
         "minus value": [-0.01, -0.02, 0.0],
         "calls minus value": -0.5,
         "lowest minus greedy or direct": -0.09,
@@ -30,7 +30,7 @@ def row(right: int, tokens: float = 0.0) -> dict[str, Any]:
     return {"correct": "1" * right + "0" * (N - right), "calls": tokens, "llm_tokens": tokens}
 
 
-def cell(seed: int, deployed: str, value: int, world: str = "tiny") -> dict[str, Any]:
+def cell(seed: int, deployed: str, value: int, world: str = "plans") -> dict[str, Any]:
     rights = {"greedy": (50, 0.0), "direct": (60, 3.0), TAKEOVER: (100, 50.0), "published": (40, 3.0)}
     rights |= {"value": (value, 3.0), ALONE: (70, 3.0)}
     about = {"world": world, "seed": seed, "quantile": 0.9, "threshold": 1.0, "words": "", "processor_seconds": 36.0}
@@ -40,17 +40,17 @@ def cell(seed: int, deployed: str, value: int, world: str = "tiny") -> dict[str,
 @pytest.fixture
 def cells() -> Cells:
     """The value is best in the first, and 5 points below the direct score, where that is deployed, in the second."""
-    return Cells([cell(2, "value", 55, "tiny-control"), cell(2, "direct", 55), cell(1, "value", 80)])
+    return Cells([cell(2, "value", 55, "control"), cell(2, "direct", 55), cell(1, "value", 80)])
 
 
 def test_cells_below_are_counted_by_world(cells):
-    assert evidence.below(cells, "tiny", "deployed", 0.02) == (2, 0, 0, 0.0)
-    assert evidence.below(cells, "tiny", "published", 0.02) == (2, 2, 2, pytest.approx(-0.2))
-    assert evidence.below(cells, "tiny-control", "deployed", 0.02) == (1, 1, 0, pytest.approx(-0.05))
-    assert evidence.below(cells, "tiny", TAKEOVER, 0.02).worst == pytest.approx(0.4)  # above both everywhere
+    assert evidence.below(cells, "plans", "deployed", 0.02) == (2, 0, 0, 0.0)
+    assert evidence.below(cells, "plans", "published", 0.02) == (2, 2, 2, pytest.approx(-0.2))
+    assert evidence.below(cells, "control", "deployed", 0.02) == (1, 1, 0, pytest.approx(-0.05))
+    assert evidence.below(cells, "plans", TAKEOVER, 0.02).worst == pytest.approx(0.4)  # above both everywhere
     assert evidence.times_below(cells, "deployed", 0.02) == 1
     page = evidence.page(cells, BEFORE)
-    assert "| tiny-control | **FutureBridge, as deployed** | 1 of 1 | 0 of 1 | -5.0 |" in page
+    assert "| control | **FutureBridge** | 1 of 1 | 0 of 1 | -5.0 |" in page
     text = "\n".join(evidence.goals(cells, 0.02, 0.95))
     assert (
         "in 1 of 3 cells (33.3%; goal: at most 5%): **missed**. The difference is statistically significant in 0."
@@ -59,11 +59,11 @@ def test_cells_below_are_counted_by_world(cells):
 
 
 def test_means_and_differences_by_hand(cells):
-    assert cells.mean("tiny", "deployed", "llm_tokens") == 3.0
-    found = cells.interval("tiny", lambda one: cells.correct(one, "deployed"))
+    assert cells.mean("plans", "deployed", "llm_tokens") == 3.0
+    found = cells.interval("plans", lambda one: cells.correct(one, "deployed"))
     assert found.mean == pytest.approx((0.80 + 0.60) / 2)
-    assert [evidence.best_in_hindsight(cells, one) for one in cells.of("tiny")] == ["value", "direct"]
-    above = evidence.above_the_line(cells, cells.of("tiny")[0])
+    assert [evidence.best_in_hindsight(cells, one) for one in cells.of("plans")] == ["value", "direct"]
+    above = evidence.above_the_line(cells, cells.of("plans")[0])
     assert above.mean() == pytest.approx(0.80 - (0.50 + 3 / 50 * 0.50))
 
 
@@ -79,12 +79,12 @@ def test_intervals_hold_the_variance_of_training():
 
 def test_the_page_shows_what_was_deployed_missed_and_dropped(cells):
     page = evidence.page(cells, BEFORE)
-    assert "3 runs: worlds tiny, tiny-control, seeds 1, 2" in page
+    assert "3 runs: worlds plans, control, seeds 1, 2" in page
     assert "none passed in 0 of these runs, which therefore say nothing about that case" in page
     assert "with one recipe in all cells the number would be 2 for value" in page
     assert "1 of 2 seeds have such a cell; with 95% confidence, at most 97% of all seeds do." in page
-    assert "Deployed: tiny: value 1, direct 1; tiny-control: value 1." in page
-    assert "| tiny | all | -2.5 [" in page  # value minus the head without the reranker: (80 + 55) / 2 - 70
+    assert "Deployed: plans: value 1, direct 1; control: value 1." in page
+    assert "| plans | all | -2.5 [" in page  # value minus the head without the reranker: (80 + 55) / 2 - 70
     assert "| as it was deployed | -1.0 [-2.0, +0.0]; -0.50; -9.0 |" in page
 
 
@@ -117,10 +117,10 @@ def test_cells_are_made_once_over_one_set_of_trajectories(tmp_path, monkeypatch)
     begun = []
     watched = SimpleNamespace(rmtree=lambda run, **_: begun.append((run / "trajectories").is_symlink()))
     monkeypatch.setattr(evidence, "shutil", watched)
-    evidence.make("tiny", 5, small, tmp_path)
+    evidence.make("plans", 5, small, tmp_path)
     assert begun == [False, True]
     found = sorted((tmp_path / "cells").glob("*.json"))
-    assert [path.stem for path in found] == ["tiny-5-0.9", "tiny-5-0.92"]
+    assert [path.stem for path in found] == ["plans-5-0.9", "plans-5-0.92"]
     cells = [json.loads(path.read_text()) for path in found]
     for one in cells:
         assert one["rows"].keys() == {"greedy", "direct", "published", "value", TAKEOVER, ALONE}
@@ -128,6 +128,6 @@ def test_cells_are_made_once_over_one_set_of_trajectories(tmp_path, monkeypatch)
         assert all(len(row["correct"]) == 8 for row in one["rows"].values())
     assert cells[0]["rows"]["greedy"] == cells[1]["rows"]["greedy"]
     times = [path.stat().st_mtime_ns for path in found]
-    evidence.make("tiny", 5, small, tmp_path)
+    evidence.make("plans", 5, small, tmp_path)
     assert [path.stat().st_mtime_ns for path in found] == times
     assert "2 runs" in evidence.page(Cells(cells), BEFORE)

@@ -77,7 +77,7 @@ def row(tokens, events=(), **changes):
     ]
     plain = {
         "benchmark": "b",
-        "method": "futurebridge",
+        "method": "published",
         "seed": 0,
         "loop": "fast",
         "problem": "p",
@@ -145,7 +145,7 @@ def test_rows_are_those_on_disk_greedy_first(run):
     stored = lines(run)
     for problem in {row["problem"] for row in stored}:
         found = find_rows(run, problem)
-        assert [(row.method, row.seed) for row in found] == [*METHODS, ("futurebridge", 0), ("futurebridge", 1)]
+        assert [(row.method, row.seed) for row in found] == [*METHODS, ("published", 0), ("published", 1)]
         wanted = [row for row in stored if row["problem"] == problem]
         assert sorted(json.dumps(json.loads(row.model_dump_json())) for row in found) == sorted(map(json.dumps, wanted))
 
@@ -165,7 +165,7 @@ def test_a_part_of_an_id_is_enough_where_it_is_unique(run):
 
 def rewrite(run: Path, change) -> Path:
     """One shard with its rows changed and a receipt that agrees."""
-    path = next(iter(sorted(run.glob("evaluation/*futurebridge-0*.jsonl"))))
+    path = next(iter(sorted(run.glob("evaluation/*published-0*.jsonl"))))
     data = "".join(change(json.loads(line)) + "\n" for line in path.read_bytes().splitlines()).encode()
     path.write_bytes(data)
     receipt = json.loads(path.with_suffix(".json").read_bytes())
@@ -233,9 +233,9 @@ def test_lines_that_are_no_rows_are_named(copy, text):
 
 def test_damaged_shards_are_named_and_unfinished_evaluations_shown(copy):
     problem = lines(copy)[0]["problem"]
-    for path in copy.glob("evaluation/*futurebridge-1*.json"):
+    for path in copy.glob("evaluation/*published-1*.json"):
         path.unlink()
-    assert [(row.method, row.seed) for row in find_rows(copy, problem)] == [*METHODS, ("futurebridge", 0)]
+    assert [(row.method, row.seed) for row in find_rows(copy, problem)] == [*METHODS, ("published", 0)]
     damaged = copy / "evaluation" / "demo-plans.greedy.00001.jsonl"
     damaged.write_bytes(damaged.read_bytes().replace(b"plans", b"plane", 1))
     with pytest.raises(ValueError, match=r"greedy\.00001\.jsonl: expected the .* bytes of its receipt, got others"):
@@ -269,7 +269,7 @@ def test_both_outputs_hold_every_candidate_with_its_score(run):
         for words in (row.verdict, f"gold answer {row.gold}, {len(row.tokens)} tokens"):
             assert words in text
             assert words in html_page(rows, tokenizer)
-        assert f"FutureBridge, seed {row.seed}" in text or row.seed is None
+        assert f"Published recipe, seed {row.seed}" in text or row.seed is None
     timed = [rows[0].model_copy(update={"seconds": 1.254})]
     assert ", 1.25 s" in html_page(timed, tokenizer)
     assert ", 1.25 s" not in html_page(rows[:1], tokenizer)

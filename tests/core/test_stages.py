@@ -181,7 +181,7 @@ def test_every_problem_has_its_row(run):
     ]
     for seed in (None, 0, 1):
         mine = [row for row in rows if row["seed"] == seed]
-        assert {row["method"] for row in mine} == ({"greedy", "s2t", "direct"} if seed is None else {"futurebridge"})
+        assert {row["method"] for row in mine} == ({"greedy", "s2t", "direct"} if seed is None else {"published"})
         assert {row["problem"].removeprefix("plans/") for row in mine} == problems
         for row in mine:
             assert (row["verdict"] == "correct") == (f"\\boxed{{{row['gold']}}}" in row["text"])
@@ -193,7 +193,7 @@ def test_every_problem_has_its_row(run):
         ("Greedy", 9, 1),
         ("S2T", 9, 1),
         ("Direct LLM score", 9, 1),
-        ("FutureBridge", 9, 2),
+        ("Published recipe", 9, 2),
     ]
 
 
@@ -680,7 +680,7 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
             **{"tokens": [0] * (3 if benchmark == "a" else 9), **none},
         )
         for (benchmark, seed), verdicts in right.items()
-        for method in (("greedy", "s2t", "direct") if seed is None else ("futurebridge",))
+        for method in (("greedy", "s2t", "direct") if seed is None else ("published",))
         for problem, verdict in enumerate(verdicts)
     ]
     monkeypatch.setattr("fb_core.stages.evaluate.benchmark_problems", lambda _: {"a": [], "b": []})
@@ -690,7 +690,7 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
     assert [(row["benchmark"], row["method"], row["problems"], row["runs"]) for row in summary["table"]] == [
         (benchmark, method, problems, 1 if method in once else 2)
         for benchmark, problems in (("a", 2), ("b", 1), ("average", 3))
-        for method in (*once, "FutureBridge")
+        for method in (*once, "Published recipe")
     ]
     average = summary["table"][-1]
     assert average["accuracy"] == list(statistics.average_interval(known := [[[1, 1], [1, 0]], [[1, 1]]]))
@@ -698,7 +698,8 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
     assert average["minus direct"] == average["minus greedy"]  # which are right on the same problems here
     assert average["accuracy"][0] == (0.75 + 1) / 2
     assert average["tokens"] == 6  # a benchmark counts alike, however many problems it has
-    assert "| average | FutureBridge | 3 x 2 | 87.5 [" in stage.report({"summary": summary})
+    assert "**average**, 3 problems; 2 runs of Published recipe\n" in (shown := stage.report({"summary": summary}))
+    assert "\n| Published recipe | 87.5 [" in shown
 
 
 def test_a_set_that_is_repeated_has_as_many_runs_of_greedy_decoding(monkeypatch, tmp_path, caplog):
@@ -712,11 +713,11 @@ def test_a_set_that_is_repeated_has_as_many_runs_of_greedy_decoding(monkeypatch,
         ("aime-2024=a.jsonl", "greedy"): [4, 5, 6],
         ("aime-2024=a.jsonl", "s2t"): [None],
         ("aime-2024=a.jsonl", "direct"): [None],
-        ("aime-2024=a.jsonl", "futurebridge"): [4, 5, 6],
+        ("aime-2024=a.jsonl", "published"): [4, 5, 6],
         ("gsm8k", "greedy"): [None],
         ("gsm8k", "s2t"): [None],
         ("gsm8k", "direct"): [None],
-        ("gsm8k", "futurebridge"): [4, 5, 6],
+        ("gsm8k", "published"): [4, 5, 6],
     }
     assert not caplog.records
     EvaluateStage(settings(evaluate={"benchmarks": ["aime-2024=a.jsonl"]}), tmp_path).trials  # noqa: B018

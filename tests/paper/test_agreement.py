@@ -190,10 +190,10 @@ def test_the_command_shows_agreement(run, tmp_path):
     done = CliRunner().invoke(app, called, catch_exceptions=False)
     assert done.exit_code == 0
     assert agreement_table(settings(), place) in done.stdout
-    assert "| all | FutureBridge |" in done.stdout
+    assert "| all | reranker |" in done.stdout
     rows = {row["score"]: row for row in agreement_rows(judged_states(settings(), place)) if row["kind"] == "all"}
-    assert rows["FutureBridge"]["states"] == 45
-    assert rows["FutureBridge"]["pairs"] == rows["SLM"]["pairs"]
+    assert rows["reranker"]["states"] == 45
+    assert rows["reranker"]["pairs"] == rows["SLM"]["pairs"]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_the_chosen_rerankers_are_held_against_them(run):
         for state in states:
             one = state.rolled.state
             scores = reranker.scores(one.prefix, one.pool.ids)
-            torch.testing.assert_close(state.scores["FutureBridge"][seed], scores.detach(), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(state.scores["reranker"][seed], scores.detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_no_test_problem_is_read_before_the_choice(tmp_path, monkeypatch):
@@ -105,12 +105,12 @@ def test_they_stand_beside_the_validation_problems(run, tmp_path):
     found, states = gather(CHOSEN, run), judged_states(chosen, folder)
     rows = [row for row in found.parts["agreement"] if row["where"] == "demo:plans"]
     assert rows == [{"where": "demo:plans", **row} for row in agreement_rows(states)]
-    assert {"SLM", "LLM", "Direct-B_8", "FutureBridge"} == {row["score"] for row in rows}
+    assert {"SLM", "LLM", "Direct-B_8", "reranker"} == {row["score"] for row in rows}
     known = [("validation", judged_states(CHOSEN, run)), ("demo:plans", states)]
     assert found.parts["coverage"] == [{"where": name, **row} for name, of in known for row in coverage_rows(of)]
     page = Page(render([found]).html())
     shown = {tuple(row[:2]) for table in page.tables for row in table}
-    assert {("FutureBridge", "validation"), ("FutureBridge", "demo:plans")} <= shown
+    assert {("reranker", "validation"), ("reranker", "demo:plans")} <= shown
     assert "All events, demo:plans." in page.text
 
 

@@ -100,7 +100,7 @@ def written(rows):
 
 
 def test_every_method_has_a_row_for_every_problem_and_seed(rows, chosen, pair):
-    assert SEEDED == ["majority", "r2r", "r2r-events", "random", "futurebridge"]
+    assert SEEDED == ["majority", "r2r", "r2r-events", "random", "published"]
     (problems,) = benchmark_problems(chosen).values()
     wanted = {(name, seed) for name in METHODS for seed in ((0, 1) if name in SEEDED else (None,))}
     assert set(rows) == wanted | {("external:tuned", None)}
@@ -137,7 +137,7 @@ def test_decoders_have_the_pools_policy_and_budget_of_the_run(rows, prompts, pai
         (("direct", None), LLMPreference(), "joint"),
         (("slm-preference", None), SLMPreference(), "joint"),
         (("random", 1), RandomChoice(1), "joint"),
-        (("futurebridge", 1), FutureBridgeSelector(reranker), "joint"),
+        (("published", 1), FutureBridgeSelector(reranker), "joint"),
     ):
         options = {"pool": pool, "slm_k": 3, "llm_k": 3, "max_events": 8, "tokenizer": pair.world.tokenizer}
         decoder = CollaborativeDecoder(pair.slm, pair.llm, selector, frozen_policy(run), **options)
@@ -151,7 +151,7 @@ def test_decoders_have_the_pools_policy_and_budget_of_the_run(rows, prompts, pai
             assert row["pool"] == (pytest.approx(sum(sizes) / len(sizes)) if sizes else None)
     assert written(rows["slm-preference", None]) == written(rows["greedy", None])
     assert max(len(row["steps"]) for row in rows["s2t", None]) > 2
-    for seeded in ("random", "majority", "futurebridge"):
+    for seeded in ("random", "majority", "published"):
         assert rows[seeded, 0] != rows[seeded, 1]
 
 
@@ -306,7 +306,7 @@ def no_llm(monkeypatch):
 
 @pytest.mark.parametrize("pool", ["slm", "slm-wide"])
 def test_the_slms_own_candidates_need_no_llm(no_llm, prompts, pair, run, pool):
-    generations = generator("futurebridge", settings(score={"pool": pool}), run, 0)(prompts, 45)
+    generations = generator("published", settings(score={"pool": pool}), run, 0)(prompts, 45)
     events = [event for one in generations for event in one.events]
     assert {len(event.pool) for event in events} == {3 if pool == "slm" else 6}
     assert all(math.isnan(value) for event in events for value in event.llm_logprob)
@@ -352,7 +352,7 @@ def test_a_checkpoint_that_was_trained_again_is_refused(pair, checkpoints, run, 
 def test_a_budget_of_events_binds_all_methods_at_events(prompts, run, chosen):
     few = settings(evaluate={"max_events": 2}, collect={"slm_k": 2})
     rules = ("s2t", "direct", "one-token-takeover", "slm-preference", "random")
-    for method in (*rules, "futurebridge", "r2r-events", "spans"):
+    for method in (*rules, "published", "r2r-events", "spans"):
         found = generator(method, few, run, 0 if method in SEEDED else None)(prompts, 45)
         assert max(len(one.events) for one in found) == 2
         if method == "s2t":
@@ -407,7 +407,7 @@ def timed(run, chosen) -> DeploymentStage:
 
 
 SPECULATIVE = ("speculative", "speculative-probability", "speculative-top-k")
-FAST = ("greedy", "direct", "one-token-takeover", "random", "s2t", "slm-preference", "takeover", "futurebridge")
+FAST = ("greedy", "direct", "one-token-takeover", "random", "s2t", "slm-preference", "takeover", "published")
 ROUTED = ("r2r", "r2r-entropy", "r2r-events")
 PLAIN = (
     "greedy",
@@ -418,7 +418,7 @@ PLAIN = (
     "spec-reason",
     *SPECULATIVE,
     "takeover",
-    "futurebridge",
+    "published",
 )
 
 

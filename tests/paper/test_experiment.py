@@ -38,7 +38,7 @@ from fb_core.stages.files import Artefact
 from fb_core.stages.models import frozen_policy, models_of
 
 ROOT = Path(__file__).resolve().parents[2]
-METHODS = ["greedy", "majority", "one-token-takeover", "direct", "spans", "futurebridge"]
+METHODS = ["greedy", "majority", "one-token-takeover", "direct", "spans", "published"]
 PROGRAM = "benchmarks.paper.__main__"
 
 
@@ -68,11 +68,11 @@ def state_of(run):
     return {stage.name: contents(stage.resolve()) for stage in stages}, times
 
 
-MADE = ("greedy", "majority", "direct", "one-token-takeover", "spans", "futurebridge")
-MADE += ("alpha-0.5", "pool-slm", "q0.92", "q0.92/direct", "q0.92/futurebridge")
+MADE = ("greedy", "majority", "direct", "one-token-takeover", "spans", "published")
+MADE += ("alpha-0.5", "pool-slm", "q0.92", "q0.92/direct", "q0.92/published")
 
 
-JUDGED = ("q0.92", "q0.92/futurebridge")
+JUDGED = ("q0.92", "q0.92/published")
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +99,12 @@ LEARNED = {"training", "selection", "reranker"}
     [
         ("greedy", COLLECTED, set()),
         ("direct", COLLECTED, set()),
-        ("futurebridge", COLLECTED | {"futures", "scores"} | LEARNED, set()),
+        ("published", COLLECTED | {"futures", "scores"} | LEARNED, set()),
         ("alpha-0.5", COLLECTED | {"futures", "scores"}, LEARNED),
         ("pool-slm", COLLECTED | {"futures"}, LEARNED | {"scores"}),
         ("spans", COLLECTED, set()),
         ("q0.92/direct", COLLECTED, set()),
-        ("q0.92/futurebridge", COLLECTED | {"futures", "scores", "held-out-rollouts"} | LEARNED, {"agreement"}),
+        ("q0.92/published", COLLECTED | {"futures", "scores", "held-out-rollouts"} | LEARNED, {"agreement"}),
     ],
 )
 def test_what_is_not_changed_is_a_link(made, key, links, own):
@@ -189,21 +189,21 @@ def test_a_row_is_what_its_files_say(made, found):
     assert row.accuracy == statistics.average_interval([list(own.values())])
     assert (row.events, row.tokens) == (pytest.approx(events), pytest.approx(tokens))
     assert (row.seeds, row.x, row.label, row.benchmark) == ((0, 1), 0.5, "alpha = 0.5", "demo:plans")
-    for name in ("greedy", "direct", "futurebridge"):
+    for name in ("greedy", "direct", "published"):
         theirs, _, _ = outcomes(run, name)
         wanted = statistics.average_interval([list(own.values())], [[theirs[problem] for problem in own]])
         assert row.minus[name] == wanted
-    assert list(row.minus) == ["greedy", "direct", "futurebridge"]
-    ours = rows_of(found, "alpha")["futurebridge", None]
+    assert list(row.minus) == ["greedy", "direct", "published"]
+    ours = rows_of(found, "alpha")["published", None]
     assert (ours.x, ours.label) == (1.0, "alpha = 1")
-    assert ours.accuracy == statistics.average_interval([list(outcomes(run, "futurebridge")[0].values())])
-    assert "futurebridge" not in ours.minus
+    assert ours.accuracy == statistics.average_interval([list(outcomes(run, "published")[0].values())])
+    assert "published" not in ours.minus
 
 
 def test_methods_have_their_rows_and_those_unseen_their_reason(made, found):
     _, _, problems = made
     rows = {row.key: row for row in found.of("methods")}
-    assert {"greedy", "majority", "one-token-takeover", "direct", "futurebridge", "external-lost"} <= rows.keys()
+    assert {"greedy", "majority", "one-token-takeover", "direct", "published", "external-lost"} <= rows.keys()
     assert rows.keys() >= UNSEEN.keys() | {"distilled", "s2t-local", "s2t-local-original"}
     assert rows["external-lost"].note == problems["external-lost"]
     assert rows["distilled"].note == "not run"
@@ -213,36 +213,36 @@ def test_methods_have_their_rows_and_those_unseen_their_reason(made, found):
     assert (rows["majority"].label, rows["majority"].tokens) == ("Maj@2", None)
     assert rows["direct"].accuracy == rows["one-token-takeover"].accuracy
     assert rows["one-token-takeover"].minus["direct"] == (0.0, 0.0, 0.0)
-    for key in ("greedy", "direct", "futurebridge"):
+    for key in ("greedy", "direct", "published"):
         assert key not in rows[key].minus
 
 
 def test_rows_of_a_quantile_are_beside_the_methods_at_that_quantile(made, found, chosen):
     run, _, _ = made
     rows = rows_of(found, "quantiles")
-    there, here = rows["futurebridge", 0.92], rows["futurebridge", 0.9]
-    own, direct = outcomes(run, "q0.92/futurebridge")[0], outcomes(run, "q0.92/direct")[0]
+    there, here = rows["published", 0.92], rows["published", 0.9]
+    own, direct = outcomes(run, "q0.92/published")[0], outcomes(run, "q0.92/direct")[0]
     assert there.accuracy == statistics.average_interval([list(own.values())])
     assert there.minus["direct"] == statistics.average_interval([list(own.values())], [[direct[p] for p in own]])
     greedy = outcomes(run, "greedy")[0]
     assert there.minus["greedy"] == statistics.average_interval([list(own.values())], [[greedy[p] for p in own]])
-    assert "futurebridge" not in there.minus
-    assert rows["direct", 0.92].minus["futurebridge"].mean == pytest.approx(-there.minus["direct"].mean)
+    assert "published" not in there.minus
+    assert rows["direct", 0.92].minus["published"].mean == pytest.approx(-there.minus["direct"].mean)
     assert there.threshold == frozen_policy(run / "variants" / "q0.92").threshold
     assert here.threshold == frozen_policy(run).threshold
-    assert here.accuracy == statistics.average_interval([list(outcomes(run, "futurebridge")[0].values())])
+    assert here.accuracy == statistics.average_interval([list(outcomes(run, "published")[0].values())])
     quantiles = [row.quantile for row in found.of("quantiles")]
     assert quantiles == sorted(quantiles)
     keys = {q: [key for key, quantile in rows if quantile == q] for q in (0.9, 0.92)}
     assert keys[0.9] == [key for key in keys[0.92] if key not in ("takeover", "s2t")]  # not among the methods here
-    assert keys[0.92] == ["s2t", "direct", "futurebridge", "takeover"]
+    assert keys[0.92] == ["s2t", "direct", "published", "takeover"]
 
 
 def test_tables_that_were_not_asked_for_are_left_out(found):
     assert {row.table for row in found.results} == {"methods", "pools", "alpha", "quantiles"}
     pools = rows_of(found, "pools")
-    assert list(pools) == [("futurebridge", None), ("pool-slm", None), ("pool-llm", None), ("pool-slm-wide", None)]
-    assert pools["futurebridge", None].label == "joint pool"
+    assert list(pools) == [("published", None), ("pool-slm", None), ("pool-llm", None), ("pool-slm-wide", None)]
+    assert pools["published", None].label == "joint pool"
     assert pools["pool-llm", None].note == "not run"
 
 
@@ -253,7 +253,7 @@ def test_what_a_run_shows_is_finite_and_complete(made, found, chosen):
     assert {row["stage"] for row in found.parts["offline"]} == set(TRAINED)
     assert all(row["published"] is None for row in found.parts["offline"])
     assert found.timed == ()
-    quantile = {"validation, quantile 0.92": {"SLM", "LLM", "FutureBridge"}, "validation": {"SLM", "LLM", "Direct-B_8"}}
+    quantile = {"validation, quantile 0.92": {"SLM", "LLM", "reranker"}, "validation": {"SLM", "LLM", "Direct-B_8"}}
     scores = {where: set() for where in quantile}
     for row in found.parts["agreement"]:
         scores[row["where"]].add(row["score"])
@@ -300,12 +300,12 @@ def test_a_text_parts_at_the_event_whose_token_differs(tokens, step):
 def test_changed_problems_are_told_by_the_event_at_which_the_texts_part(made, found, chosen, tmp_path):
     run, _, _ = made
     rows = {}
-    for key in ("greedy", "futurebridge"):
+    for key in ("greedy", "published"):
         for file in sorted((run / "variants" / key / "comparison").glob("*.jsonl")):
             for row in map(json.loads, file.read_text().splitlines()):
                 rows.setdefault(key, {})[row["problem"], row["seed"]] = row
     wanted = []
-    for (problem, seed), row in rows["futurebridge"].items():
+    for (problem, seed), row in rows["published"].items():
         greedy = rows["greedy"][problem, None]
         if (row["verdict"] == "correct") != (greedy["verdict"] == "correct"):
             both = zip(greedy["tokens"], row["tokens"], strict=False)
@@ -316,7 +316,7 @@ def test_changed_problems_are_told_by_the_event_at_which_the_texts_part(made, fo
             wanted.append((problem, seed, row["verdict"] == "correct", step, kind))
     assert wanted
     changes = found.parts["changes"]
-    assert {row["method"] for row in changes} == {"FutureBridge"}
+    assert {row["method"] for row in changes} == {"Published recipe"}
     names = ("problem", "seed", "gained", "step", "kind")
     assert sorted(tuple(row[name] for name in names) for row in changes) == sorted(wanted)
     assert set(found.pages) == {row["page"] for row in changes}
@@ -327,7 +327,7 @@ def test_changed_problems_are_told_by_the_event_at_which_the_texts_part(made, fo
         page = (tmp_path / row["page"]).read_text()
         assert f"<h1>{escape(row['problem'])}</h1>" in page
         assert "Greedy <span" in page
-        assert f"FutureBridge, seed {row['seed']}" in page
+        assert f"Published recipe, seed {row['seed']}" in page
     assert 'href="problems' not in render([replace(found, pages={})]).html()  # no page, no link
 
 
@@ -347,7 +347,7 @@ def test_a_new_ablation_is_one_entry(made, chosen, monkeypatch):
     ours, new = found.of("events")
     assert (ours.label, new.label) == ("all events", "one event")
     assert new.accuracy == statistics.average_interval([list(outcomes(run, "events-1")[0].values())])
-    assert set(new.minus) == {"greedy", "direct", "futurebridge"}
+    assert set(new.minus) == {"greedy", "direct", "published"}
     (section,) = [section for section in render([found]).sections if section.title == "Number of events"]
     assert [block.caption for block in section.blocks if hasattr(block, "rows")] == ["Number of events on demo:plans"]
 
@@ -358,7 +358,7 @@ def test_a_benchmark_has_its_own_events_and_tokens(trained, tmp_path):
     lines = [{"problem": f"{n}*9+7;", "answer": str(n)} for n in range(3)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     both = settings(evaluate={"benchmarks": ["demo:plans", str(path)], "limit": 3}, compare={"methods": ["direct"]})
-    for name in ("greedy", "direct", "futurebridge"):
+    for name in ("greedy", "direct", "published"):
         assert make(variants_of(both, place)[name], both.model_dump_json(), place, False) is None
     found = gather(both, place)
     rows = [row for row in found.of("methods") if row.key == "direct"]
@@ -390,7 +390,7 @@ def test_a_benchmark_has_its_own_events_and_tokens(trained, tmp_path):
 
 def test_a_row_tells_the_llms_tokens_and_what_taking_over_on_a_share_would_bring(trained, tmp_path):
     place = linked(trained, tmp_path / "run", *TRAINED)
-    keys = ("greedy", "direct", "futurebridge", "takeover", "s2t-local")
+    keys = ("greedy", "direct", "published", "takeover", "s2t-local")
     chosen = settings(compare={"methods": [key for key in keys if key != "s2t-local"]})
     for name in keys:
         assert make(variants_of(chosen, place)[name], chosen.model_dump_json(), place, False) is None
@@ -415,7 +415,7 @@ def test_a_row_tells_the_llms_tokens_and_what_taking_over_on_a_share_would_bring
             assert rows[key].above_line is None
         else:
             assert rows[key].above_line == line
-    assert rows["futurebridge"].llm_tokens.mean == rows["futurebridge"].calls.mean > 1
+    assert rows["published"].llm_tokens.mean == rows["published"].calls.mean > 1
     assert rows["takeover"].llm_tokens.mean > 10 > rows["takeover"].calls.mean
     assert (rows["s2t-local"].events > 1, rows["s2t-local"].llm_tokens) == (True, (0, 0, 0))  # it asks no LLM
     (place / "variants" / "takeover").rename(tmp_path / "elsewhere")
@@ -483,7 +483,7 @@ def test_changes_go_on_top_of_those_around_them():
     inner = Variant("b", "b", {"train": {"rank": 2}, "evaluate": {"max_events": 7}}, inside=outer)
     found = settings_of_variant(base, inner)
     assert (found.collect.quantile, found.train.alpha, found.train.rank) == (0.5, 0.5, 2)
-    assert (found.evaluate.max_events, found.compare.methods) == (7, ("futurebridge",))
+    assert (found.evaluate.max_events, found.compare.methods) == (7, ("published",))
     assert settings_of_variant(base, outer).compare.methods == ()
     assert inner.path == Path("variants/a/variants/b")
     assert found.collect.model_dump() == base.collect.model_dump() | {"quantile": 0.5}
@@ -595,7 +595,7 @@ def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
     again = futurebridge(*called, program=PROGRAM)
     assert again.returncode == 0, again.stderr
     assert {path.name for path in variants.iterdir()} == {
-        *("greedy", "direct", "futurebridge", "pool-slm", "pool-llm", "pool-slm-wide")
+        *("greedy", "direct", "published", "pool-slm", "pool-llm", "pool-slm-wide")
     }
     assert not list(variants.rglob(PROBLEM))
     assert {path: receipts(path) for path in done} == before
@@ -629,7 +629,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
         mean, low, high = row.accuracy
         assert 0 <= low <= mean <= high <= 1
         assert row.problems == 6
-        assert row.minus.keys() >= {"greedy", "direct", "futurebridge"} - {row.key}
+        assert row.minus.keys() >= {"greedy", "direct", "published"} - {row.key}
         if row.table == "futures" and row.key != "future-verified":
             assert "verified" in row.minus
         assert ("first correct sample" in row.minus) == (row.key in ("future-unverified", "future-incorrect"))
@@ -640,15 +640,15 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     by_quantile = {}
     for row in found.of("quantiles"):
         by_quantile.setdefault(row.quantile, []).append(row.key)
-    assert by_quantile[0.92] == ["s2t", "direct", "futurebridge", "takeover"]
-    assert by_quantile[0.9] == ["s2t", "direct", "futurebridge", "deployed", "takeover"]
+    assert by_quantile[0.92] == ["s2t", "direct", "published", "takeover"]
+    assert by_quantile[0.9] == ["s2t", "direct", "deployed", "published", "takeover"]
     scores = {row["score"] for row in found.parts["agreement"] if row["where"] == "validation"}
-    assert {"SLM", "LLM", "Direct-B_4", "Direct-B_8", "FutureBridge"} <= scores
+    assert {"SLM", "LLM", "Direct-B_4", "Direct-B_8", "reranker"} <= scores
     quality = found.parts["future_quality"]
     assert quality[0]["states"] > 3
     assert all(row.keys() == {"future", "states", "4", "8"} for row in quality)
     judged = {(row["where"], row["score"]) for row in found.parts["agreement"] if row["kind"] == "all"}
-    assert judged >= {("validation, quantile 0.92", score) for score in ("SLM", "LLM", "FutureBridge")}
+    assert judged >= {("validation, quantile 0.92", score) for score in ("SLM", "LLM", "reranker")}
     assert len(found.timed) == 9 + 14  # in the fast loop, in the plain one
     swept = found.of("recalls")
     assert [row.x for row in swept] == [0.2, 0.5, 0.8, 0.95, 1.0]
@@ -657,7 +657,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     assert {"samples", "router", "rollouts", "held-out-rollouts"} <= {row["stage"] for row in found.parts["offline"]}
     for kind in ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"):
         assert (run / "variants" / f"future-{kind}" / "samples").is_symlink()  # sampled once
-    assert (run / "variants/q0.92/variants/futurebridge/held-out-rollouts").is_symlink()
+    assert (run / "variants/q0.92/variants/published/held-out-rollouts").is_symlink()
 
 
 @pytest.fixture
@@ -680,7 +680,7 @@ def test_an_experiment_goes_on_where_a_router_cannot_be_trained(trained, tmp_pat
     rows = {row.key: row for row in found.of("methods")}
     assert "label more trajectories" in rows["r2r"].note
     assert rows["greedy"].accuracy
-    assert rows["futurebridge"].accuracy
+    assert rows["published"].accuracy
     assert (run / "variants" / "r2r" / "router-labels").is_symlink()
-    assert {row["score"] for row in found.parts["agreement"]} >= {"FutureBridge"}
+    assert {row["score"] for row in found.parts["agreement"]} >= {"reranker"}
     assert {row.key for row in found.timed} == {"greedy"}  # without a router's rows

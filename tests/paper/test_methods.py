@@ -57,7 +57,7 @@ def test_a_file_in_the_package_is_a_method(tmp_path, monkeypatch):
         assert one.token_ids.tolist() == other.token_ids.tolist()
     monkeypatch.undo()
     sys.modules.pop("benchmarks.paper.methods.last_candidate")
-    with pytest.raises(ValueError, match=r"Input should be 'greedy', 'direct', .* 'futurebridge' or 'deployed'"):
+    with pytest.raises(ValueError, match=r"Input should be 'greedy', 'direct', .* 'deployed' or 'published'"):
         CompareSettings(methods=["last-candidate"])
 
 

@@ -20,16 +20,16 @@ def test_a_loss_is_told_where_a_win_would_be():
         return [block.text for block in ordering_blocks(read(tiny(shift=shift))) if isinstance(block, Paragraph)]
 
     against, counts = paragraphs(0.6)
-    assert against.startswith("Reversed: FutureBridge > takeover (paper +2.0, here -63.4 [")  # before the counts
-    assert "FutureBridge > direct LLM score (paper +3.2, here -" in against
+    assert against.startswith("Reversed: published recipe > takeover (paper +2.0, here -63.4 [")  # before the counts
+    assert "published recipe > direct LLM score (paper +3.2, here -" in against
     assert counts.startswith("Verdicts on the paper's orderings: reversed ")
-    assert "FutureBridge > direct LLM score" not in paragraphs(0.0)[0]
+    assert "published recipe > direct LLM score" not in paragraphs(0.0)[0]
 
 
 def test_orderings_are_the_papers_and_none_is_against_its_averages():
     """Its table of all methods, its ablations, horizons and futures, in percent."""
     paper = averages()
-    main = ["futurebridge", "s2t", "takeover", "r2r", "s2t-local", "majority", "greedy"]
+    main = ["published", "s2t", "takeover", "r2r", "s2t-local", "majority", "greedy"]
     assert [paper[key] for key in main] == [50.38, 49.14, 48.40, 47.70, 40.20, 38.40, 37.30]
     pools = ["pool-slm", "pool-llm", "pool-slm-wide", "direct", "distilled"]
     assert [paper[key] for key in pools] == [47.9, 48.3, 48.0, 47.2, 46.7]
@@ -38,14 +38,14 @@ def test_orderings_are_the_papers_and_none_is_against_its_averages():
     assert [paper[f"future-{kind}"] for kind in futures] == [50.38, 48.2, 46.1, 44.3, 43.2]
     lengths = [
         {"table": "horizons", "benchmark": "b", "key": key, "label": key, "x": x}
-        for key, x in (("h16", 16), ("h32", 32), ("futurebridge", 64), ("h128", 128))
+        for key, x in (("h16", 16), ("h32", 32), ("published", 64), ("h128", 128))
     ]
     found = {one.words: one.paper for one in orderings(rows_read(lengths))}
     assert all(difference > 0 for difference in found.values())
     wanted = {
-        "FutureBridge > takeover": 1.98,
-        "FutureBridge > R2R": 2.68,
-        "FutureBridge > S2T": 1.24,
+        "published recipe > takeover": 1.98,
+        "published recipe > R2R": 2.68,
+        "published recipe > S2T": 1.24,
         "S2T > takeover": 0.74,
         "S2T > direct LLM score": 1.94,
         "takeover > R2R": 0.7,
@@ -65,33 +65,35 @@ def test_orderings_are_the_papers_and_none_is_against_its_averages():
     [([0.1, 0.01, 0.2], "holds"), ([-0.1, -0.2, -0.01], "reversed"), ([0.1, 0.0, 0.2], "not decided")],
 )
 def test_an_ordering_holds_where_its_interval_says_so(difference, verdict):
-    row = {"table": "methods", "benchmark": "b", "key": "futurebridge", "label": "o", "minus": {"direct": difference}}
+    row = {"table": "methods", "benchmark": "b", "key": "published", "label": "o", "minus": {"direct": difference}}
     found = {ordering.words: ordering for ordering in orderings(rows_read([row]))}
-    assert found["FutureBridge > direct LLM score"].verdict() == verdict
-    assert {o.verdict() for words, o in found.items() if words != "FutureBridge > direct LLM score"} == {"not measured"}
+    assert found["published recipe > direct LLM score"].verdict() == verdict
+    assert {o.verdict() for words, o in found.items() if words != "published recipe > direct LLM score"} == {
+        "not measured"
+    }
     assert "horizon > shorter horizons" in found
     assert "joint pool > LLM pool" in found
 
 
 def test_orderings_are_turned_the_right_way_round():
     def row(table, key, difference, x=None, **minus):
-        minus |= {"futurebridge": difference} if difference else {}
+        minus |= {"published": difference} if difference else {}
         return {"table": table, "benchmark": "b", "key": key, "label": key, "x": x, "minus": minus}
 
     rows = [
-        row("pools", "futurebridge", None),
+        row("pools", "published", None),
         row("pools", "pool-slm", [-0.2, -0.3, -0.1]),
         row("futures", "future-shuffled", [-0.2, -0.3, -0.1], verified=[0.2, 0.1, 0.4]),
         row("horizons", "h8", [-0.2, -0.3, 0.0], x=8),
         row("horizons", "h32", [-0.2, -0.3, -0.1], x=32),
         row("horizons", "h64", [0.1, 0.0, 0.2], x=64),
-        row("horizons", "futurebridge", None, x=16),
+        row("horizons", "published", None, x=16),
         row("methods", "takeover", [0.2, 0.1, 0.3]),
         row("methods", "s2t", None, direct=[-0.2, -0.3, -0.1]),
     ]
     found = {o.words: (o.difference, o.verdict()) for o in orderings(rows_read(rows)) if o.difference}
     assert found == {
-        "FutureBridge > takeover": ((-0.2, -0.3, -0.1), "reversed"),
+        "published recipe > takeover": ((-0.2, -0.3, -0.1), "reversed"),
         "S2T > direct LLM score": ((-0.2, -0.3, -0.1), "reversed"),
         "joint pool > SLM pool": ((0.2, 0.1, 0.3), "holds"),
         "verified future > shuffled future": ((-0.2, -0.4, -0.1), "reversed"),

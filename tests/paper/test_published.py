@@ -45,7 +45,7 @@ def report(chosen: PaperSettings, tmp_path, **more) -> Page:
     timed = [
         {"method": name, "key": name, "loop": "fast", "problems": 9, "calls": 9.0, "seconds": 9.0}
         | {"published": paper.row("deployment", name)}
-        for name in ("greedy", "s2t", "futurebridge")
+        for name in ("greedy", "s2t", "published")
     ]
     wheres = ("validation", "gsm8k", "math-500", "olympiadbench")
     agreement = [
@@ -53,7 +53,7 @@ def report(chosen: PaperSettings, tmp_path, **more) -> Page:
         | dict.fromkeys(("pairwise", "top1", "top1_mixed", "top1_minus_slm", "top1_minus_llm"))
         | {"published": paper.row("agreement", score).get("pairwise" if where == "validation" else where)}
         for where in wheres
-        for score in ("SLM", "LLM", "Direct-B_64", "FutureBridge")
+        for score in ("SLM", "LLM", "Direct-B_64", "reranker")
     ]
     coverage = [
         {"where": where, "pool": pool, "states": 9, "mixed_states": 9, "mean_size": 9.0}
@@ -135,7 +135,7 @@ def test_an_average_is_that_of_the_papers_benchmarks_alone():
     assert whole.accuracy("methods", "s2t", None, AVERAGE) == pytest.approx(0.4914)
     assert one.accuracy("methods", "s2t", None, AVERAGE) is None
     assert one.accuracy("methods", "s2t", None, "math-500") == pytest.approx(0.797)
-    assert whole.accuracy("horizons", "futurebridge", 128.0, "gsm8k") == pytest.approx(0.969)
-    assert whole.accuracy("futures", "futurebridge", None, "gsm8k") is None
+    assert whole.accuracy("horizons", "published", 128.0, "gsm8k") == pytest.approx(0.969)
+    assert whole.accuracy("futures", "published", None, "gsm8k") is None
     assert whole.accuracy("alpha", "distilled", 0.0, "gsm8k") is None
     assert whole.accuracy("methods", "majority", None, "my.jsonl") is None

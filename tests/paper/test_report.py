@@ -70,7 +70,7 @@ def test_every_number_of_a_table_is_the_runs(single):
 
 def test_rows_of_methods_are_as_found(single):
     found = table(single, "Methods on demo:plans")
-    assert rows_of(found)["FutureBridge"] == [
+    assert rows_of(found)["Published recipe"] == [
         *("95.8 [92.8, 98.8]", "+24.6 [+20.9, +28.3]", "+8.8 [+5.1, +12.5]", "", "1.91", "1.91", "41.8")
     ]
     assert rows_of(found)["GRPO"] == ["see below", *[""] * 6]
@@ -94,11 +94,11 @@ def test_unequal_problem_counts_are_shown():
 def test_verdicts_follow_the_intervals(single):
     first, *more = items(single, "Methods")
     assert first == (
-        "Significantly above greedy: Direct LLM score; R2R; FutureBridge; Takeover. Significantly below greedy: Random "
-        "choice. Not significantly different from greedy: Maj@8; S2T."
+        "Significantly above greedy: Direct LLM score; R2R; Published recipe; Takeover. Significantly below greedy: "
+        "Random choice. Not significantly different from greedy: Maj@8; S2T."
     )
     assert len(more) == 3
-    assert "Significantly below greedy: FutureBridge at quantile 0.9." in items(single, "Request quantiles")[0]
+    assert "Significantly below greedy: Published recipe at quantile 0.9." in items(single, "Request quantiles")[0]
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -106,24 +106,25 @@ def test_three_sentences_say_what_was_compared_what_won_and_what_is_lost():
     compared, won, lost = items(render(tiny()), "")
     assert compared == "8 methods were compared on demo:plans (400 problems), SLM demo:plans, LLM demo:plans."
     assert won.endswith(
-        ": FutureBridge on demo:plans, 95.8% with 1.9 LLM tokens per problem "
+        ": Published recipe on demo:plans, 95.8% with 1.9 LLM tokens per problem "
         "(greedy 71.2% with 0.0, takeover 99.2% with 40.2)."
     )
-    assert lost == "FutureBridge: nowhere significantly worse than greedy decoding or the direct LLM score or takeover."
+    nowhere = "nowhere significantly worse than greedy decoding or the direct LLM score or takeover."
+    assert lost == f"Published recipe: {nowhere}"
     _, won, lost = items(render(tiny("good"), tiny("bad", 0.5)), "")
-    assert "FutureBridge on good, demo:plans, 95.8%" in won
+    assert "Published recipe on good, demo:plans, 95.8%" in won
     assert "R2R on bad, demo:plans, 90.1%" in won
-    assert (
-        "FutureBridge: significantly worse than greedy decoding on bad, demo:plans (-25.4 [-29.1, -21.7] pp)," in lost
+    assert lost.startswith(
+        "Published recipe: significantly worse than greedy decoding on bad, demo:plans (-25.4 [-29.1, -21.7] pp),"
     )
     assert "good, demo:plans" not in lost
     found = tiny()
     takeover = next(row for row in found["results"] if row["key"] == "takeover")
-    takeover["minus"]["futurebridge"] = [0.034, 0.02, 0.05]  # known from its side alone
+    takeover["minus"]["published"] = [0.034, 0.02, 0.05]  # known from its side alone
     by_key = {row["key"]: row for row in found["results"] if row["table"] == "methods"}
-    by_key["direct"] |= {"accuracy": by_key["futurebridge"]["accuracy"], "llm_tokens": [1.5, 1.4, 1.6]}
+    by_key["direct"] |= {"accuracy": by_key["published"]["accuracy"], "llm_tokens": [1.5, 1.4, 1.6]}
     _, won, lost = items(render(found), "")
-    assert "FutureBridge: significantly worse than takeover on demo:plans (-3.4 [-5.0, -2.0] pp)." in lost
+    assert "Published recipe: significantly worse than takeover on demo:plans (-3.4 [-5.0, -2.0] pp)." in lost
     assert ": Direct LLM score on demo:plans, 95.8% with 1.5 LLM tokens per problem (" in won  # of equals the cheapest
 
 
@@ -132,7 +133,7 @@ def test_the_frontier_tells_what_is_worth_more_than_taking_over(single):
     rows = rows_of(table(single, "Accuracy and the LLM's work on demo:plans"))
     distance = 95.8 - 71.2 - 1.91 / 40.2 * 28
     last = f"{distance:+.1f} [{distance - 3:+.1f}, {distance + 3:+.1f}]"
-    assert rows["FutureBridge"] == [
+    assert rows["Published recipe"] == [
         *("95.8 [92.8, 98.8]", "1.9 [1.8, 2.0]", "1.91 [1.72, 2.10]", "31.9 [31.9, 31.9]"),
         *("0.048, 1.55 [1.50, 1.61] × greedy, fast", last, "+4.6 [+1.6, +7.6]"),
     ]
@@ -140,12 +141,12 @@ def test_the_frontier_tells_what_is_worth_more_than_taking_over(single):
     takeover, worth, read = items(single, "Accuracy against the LLM's work")
     assert takeover.startswith("Takeover is right on 99.2 [96.2, 100.0]% of the problems with 40.2 [40.1, 40.3] LLM ")
     more, less = worth.split("Significantly worse: ")
-    assert more.endswith("LLM tokens: Direct LLM score; R2R; FutureBridge. ")
+    assert more.endswith("LLM tokens: Direct LLM score; R2R; Published recipe. ")
     assert less == "Random choice; S2T. Not significantly different: Maj@8."
     assert read.startswith(
         "Significantly better than takeover on a share of the problems with the same number of LLM pos"
     )
-    assert "positions: FutureBridge. Significantly worse: " in read
+    assert "positions: Published recipe. Significantly worse: " in read
     found = tiny()
     found["results"] = [row | {"llm_tokens": None} for row in found["results"]]
     assert "Accuracy against the LLM's work" not in [section.title for section in render(found).sections]
@@ -156,8 +157,8 @@ def test_changed_problems_are_counted_and_lead_to_their_pages(single):
     counts = table(single, "Changed outcomes by kind of event")
     assert [plain(cell) for cell in counts.head] == ["", "greedy → method", "no event", "digit", "all"]
     assert [[plain(cell) for cell in row] for row in counts.rows] == [
-        ["FutureBridge", "right → wrong", "2", "1", "3"],
-        ["FutureBridge", "wrong → right", "4", "5", "9"],
+        ["Published recipe", "right → wrong", "2", "1", "3"],
+        ["Published recipe", "wrong → right", "4", "5", "9"],
     ]
     shown = table(single, "Changed problems")
     assert [plain(row[0]) for row in shown.rows] == [f"plans/test/{number}" for number in range(9)]
@@ -177,7 +178,7 @@ def test_scores_are_better_or_worse_than_chance(single):
     (section,) = [one for one in single.sections if one.title == "Agreement with rollouts"]
     texts = [block.text for block in section.blocks if isinstance(block, Paragraph)]
     assert texts[1] == (
-        "All events, validation. Better than chance: LLM; Direct-B_16; FutureBridge. Not significantly different from "
+        "All events, validation. Better than chance: LLM; Direct-B_16; reranker. Not significantly different from "
         "chance: SLM."
     )
     assert rows_of(table(single, "Agreement with rollouts, mark events"))["SLM"][2] == ""  # known nowhere
@@ -202,7 +203,7 @@ def test_several_runs_are_compared(runs):
     assert titles == ["All runs", "tiny", "control", "several", "How to read the numbers"]
     found = table(runs, "Accuracy, % [95%], by run")
     assert list(found.head) == ["", "tiny: demo:plans", "control: demo:plans", "several: gsm8k", "several: math-500"]
-    assert rows_of(found)["FutureBridge"][:2] == ["95.8 [92.8, 98.8]", "35.8 [32.8, 38.8] ▼▽"]
+    assert rows_of(found)["Published recipe"][:2] == ["95.8 [92.8, 98.8]", "35.8 [32.8, 38.8] ▼▽"]
     assert [row[0] for row in found.rows] == [label for label, *_ in METHODS.values()]
     names = [figure.name for figure in runs.figures()]
     assert len(set(names)) == len(names) > 10

@@ -107,13 +107,13 @@ def test_curves_go_through_the_means_of_their_rows():
     axis = drawn("curve", read(tiny())).axes[0]
     lines = {line.get_label(): line for line in axis.lines}
     wanted = [(quantile, 100 * accuracies[1]) for quantile, accuracies in SWEPT.items()]
-    assert np.allclose(lines["FutureBridge"].get_xydata(), wanted)
+    assert np.allclose(lines["Published recipe"].get_xydata(), wanted)
     assert lines["Greedy"].get_ydata()[0] == pytest.approx(71.2)
-    assert (lines["FutureBridge"].get_color(), lines["Direct LLM score"].get_color()) == (
+    assert (lines["Published recipe"].get_color(), lines["Direct LLM score"].get_color()) == (
         theme.LIGHT.ours,
         theme.LIGHT.others,
     )
-    (line,) = [one for one in drawn("horizons", read(tiny())).axes[0].lines if one.get_label() == "FutureBridge"]
+    (line,) = [one for one in drawn("horizons", read(tiny())).axes[0].lines if one.get_label() == "Published recipe"]
     assert np.allclose(line.get_xydata(), [(4, 59.2), (16, 95.8)])
 
 
@@ -131,7 +131,7 @@ def test_the_line_of_the_frontier_ends_at_greedy_and_takeover():
     assert (len(tokens.containers), len(time.containers)) == (len(METHODS), 4)
     assert [text.get_text() for text in time.texts][-1] == "Takeover, plain loop"
     colours = {text.get_text(): text.get_color() for text in tokens.texts}
-    assert colours["FutureBridge"] == theme.LIGHT.ours
+    assert colours["Published recipe"] == theme.LIGHT.ours
     assert {colours[name] for name in ("Direct LLM score", "R2R", "Maj@8")} == {theme.LIGHT.others}
     looks = {figures._look(theme.LIGHT, key) for key in ("greedy", "s2t", "deployed")}
     assert len({marker for marker, _ in looks}) == len({colour for _, colour in looks}) == 3

@@ -25,7 +25,7 @@ from fb_core.config import AVERAGE
 def decoded() -> list[Decoded]:
     """Two benchmarks of 7 and 5 problems, decoded by four methods (one with two seeds), and three problems timed."""
     draw, rows = np.random.default_rng(0), []
-    for method, seeds in (("greedy", [None]), ("direct", [None]), ("futurebridge", [0, 1]), ("takeover", [None])):
+    for method, seeds in (("greedy", [None]), ("direct", [None]), ("published", [0, 1]), ("takeover", [None])):
         for benchmark, count in (("demo:plans", 7), ("b", 5)):
             for problem, seed in itertools.product(range(count), seeds):
                 verdict = "correct" if draw.random() < 0.6 else "wrong"
@@ -62,7 +62,7 @@ def test_a_tables_numbers_are_groups_of_the_rows(decoded, plan):
 
     found = {(row.key, row.benchmark): row for row in results(plan, decoded, {"methods": TABLES["methods"]})}
     for members, name in ((["demo:plans"], "demo:plans"), (["b"], "b"), (["demo:plans", "b"], AVERAGE)):
-        for method in ("greedy", "direct", "futurebridge", "takeover"):
+        for method in ("greedy", "direct", "published", "takeover"):
             own = {part: [column(method, part, one) for one in members] for part in ("correct", "calls", "llm_tokens")}
             row = found[method, name]
             assert row.problems == sum(map(len, own["correct"]))
@@ -72,13 +72,13 @@ def test_a_tables_numbers_are_groups_of_the_rows(decoded, plan):
                 map(statistics.average_interval, (own["calls"], own["llm_tokens"]))
             )
             assert row.tokens == pytest.approx(np.mean([np.mean(column(method, "tokens", one)) for one in members]))
-            for other in {"greedy", "direct", "futurebridge"} - {method}:
+            for other in {"greedy", "direct", "published"} - {method}:
                 theirs = [column(other, "correct", one) for one in members]
                 assert row.minus[other] == statistics.average_interval(own["correct"], theirs)
             ends = [[column(end, part, one) for one in members] for end, part in ENDS_OF_LINE]
             line = intervals.above_line_interval(own["correct"], own["llm_tokens"], *ends)
             assert row.above_line == (None if method in ENDS else line)
-            assert row.seeds == ((0, 1) if method == "futurebridge" else ())
+            assert row.seeds == ((0, 1) if method == "published" else ())
     assert found["distilled", "b"].note == "not run"
     assert found["TaH", "b"].note.startswith("changes the SLM itself")
     assert list(results(plan, decoded, {"pools": TABLES["pools"]})) == []  # none of its own rows was tried

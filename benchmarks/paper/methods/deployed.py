@@ -1,7 +1,7 @@
-"""FutureBridge as deployed: the recipe that `train` chose on held-out problems, with its evidence.
+"""FutureBridge: the recipe that `train` chose on held-out problems, with its evidence.
 
 Definition: validation and certification (`fb_core.stages.choose`) choose, for each seed, one of greedy decoding, the
-direct LLM score, the published reranker and the value of its scores.
+direct LLM score, the published recipe and the value of the reranker's scores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FutureBridge: at every admitted state the candidate that the SLM is expected to continue from best.
+"""The published recipe: at every admitted state the candidate that the SLM is expected to continue from best.
 
 Definition: of the pool that the reranker was trained on, the candidate with the reranker's highest score; the run chose
 the reranker on validation problems, one per seed.
@@ -10,9 +10,9 @@ from benchmarks.paper.methods import Method
 from fb_core.stages.models import LABELS
 
 METHOD = Method(
-    name="futurebridge",
-    label=LABELS["futurebridge"],
-    decode=lambda run, seed: run.named("futurebridge", seed).generate_many,
+    name="published",
+    label=LABELS["published"],
+    decode=lambda run, seed: run.named("published", seed).generate_many,
     seeded=True,
     timed=("fast", "plain"),
 )
