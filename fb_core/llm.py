@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import chain, islice
 from numbers import Integral
 from typing import NamedTuple
 
@@ -199,6 +200,18 @@ def _check_branches(prefixes: Sequence[Ids], branches: Sequence[Ids]) -> None:
         )
 
 
+def _chains(prompts: Sequence[list[int]]) -> Iterator[list[int]]:
+    """The indices of all prompts, in chains: each prompt of a chain begins the next one."""
+    rows: list[int] = []
+    for index in sorted(range(len(prompts)), key=prompts.__getitem__):  # what begins a prompt comes before it
+        if rows and prompts[index][: len(prompts[rows[-1]])] != prompts[rows[-1]]:
+            yield rows
+            rows = []
+        rows.append(index)
+    if rows:
+        yield rows
+
+
 def _listed(ids: Ids) -> list[int]:
     return ids.tolist() if isinstance(ids, Tensor) else list(ids)
 
@@ -277,13 +290,30 @@ class LocalLLM(LLM):
     def candidates_many(
         self, prompts: Sequence[Ids], k: int, score_ids: Sequence[Ids] | None = None
     ) -> list[Candidates]:
-        """As `LLM.candidates_many`, in left-padded batches without a cache; raises as `candidates`."""
+        """As `LLM.candidates_many`, without a cache; raises as `candidates`.
+
+        With a native decoder (`fb_core.native`) prompts run packed, and one that begins another costs nothing: so all
+        states of a trajectory cost one forward. Other models run left-padded batches.
+        """
         checked, scored = self._checked(prompts, k, score_ids)
         answers: dict[int, Candidates] = {}
-        for rows in hf.batches([len(ids) for ids in checked], 0, self.batch_tokens):
-            logits = hf.last_logits(self.model, *hf.left_padded([checked[row] for row in rows]))
+        for rows, logits in self._after(checked):
             answers.update(zip(rows, self._candidates(logits, k, [scored[row] for row in rows]), strict=True))
         return [answers[row] for row in range(len(checked))]
+
+    @torch.no_grad()
+    def _after(self, prompts: Sequence[Tensor]) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """(which prompts, float32 logits [n, V] after them), until all are done."""
+        if NativeDecoder.of(self.model) is None:
+            for rows in hf.batches([len(ids) for ids in prompts], 0, self.batch_tokens):
+                yield rows, hf.last_logits(self.model, *hf.left_padded([prompts[row] for row in rows]))
+            return
+        chains = list(_chains([ids.tolist() for ids in prompts]))
+        last = [[len(prompts[row]) - 1 for row in rows] for rows in chains]
+        order = chain.from_iterable(chains)
+        for states in hf.hidden_states(self.model, [prompts[rows[-1]] for rows in chains], last, self.batch_tokens):
+            for hidden in torch.cat(states).split(hf.MAX_ROWS):
+                yield list(islice(order, len(hidden))), hf.logits(self.model, hidden)
 
     def complete(self, ids: Ids, max_new_tokens: int) -> Tensor:
         """As `LLM.complete`; raises as `complete_many`."""

@@ -55,6 +55,7 @@ from fb_core.hf.models import (
     vocabulary,
 )
 from fb_core.hf.packed import (
+    ROWS,
     Layout,
     Prefix,
     PrefixKV,
@@ -62,6 +63,7 @@ from fb_core.hf.packed import (
     check_packed_forward,
     check_supported,
     forward_through_modules,
+    hidden_states,
     packed_forward,
     packs,
     prefill_packed,

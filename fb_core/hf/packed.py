@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, starmap
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from fb_core.hf.models import checking, lm_head, misfit, text_config, unfit, voc
 from fb_core.native import NativeDecoder
 from fb_kernels import BranchLayout, branch_attention, linear_logprob
 
+ROWS = 16_384  # of a packed forward of whole sequences
 ATTENTION = "fb_branch"  # transformers would treat a name with "flash" in it as its own
 
 
@@ -246,15 +247,44 @@ def _sliding_layers(model: PreTrainedModel) -> list[bool]:
 
 def prefill_packed(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Prefix]:
     """The sequences' keys and values from one packed forward without gradients, as slices of one flat buffer."""
-    device = model.device
-    lengths = [len(tokens) for tokens in sequences]
-    layout = Layout.build([([length], 0, 0) for length in lengths], device, capture=True)
-    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-    with torch.no_grad():
-        packed_forward(model, torch.cat(list(sequences)), positions, layout, rows=positions[:0])
+    _, layout = _whole(model, sequences, [[]] * len(sequences), capture=True)
     kv = PrefixKV([layout.captured[layer] for layer in sorted(layout.captured)])
+    lengths = [len(tokens) for tokens in sequences]
     starts = accumulate(lengths, initial=0)
     return [Prefix(kv, start, length) for start, length in zip(starts, lengths, strict=False)]
+
+
+def hidden_states(
+    model: PreTrainedModel, sequences: Sequence[Tensor], rows: Sequence[Sequence[int]], budget: int = ROWS
+) -> Iterator[list[Tensor]]:
+    """Some hidden states (after the final norm) of whole sequences, without gradients, one packed forward at a time.
+
+    Args:
+        model: a causal LM that `check_supported` accepts.
+        sequences: [T] int64 each.
+        rows: which states of each sequence are wanted; state i is that after token i.
+        budget: most tokens of a forward; a longer sequence has one of its own.
+
+    Yields:
+        [n, D] for each of the next sequences.
+    """
+    for pack in starmap(slice, packs([len(tokens) for tokens in sequences], budget)):
+        hidden, _ = _whole(model, sequences[pack], rows[pack])
+        yield list(hidden.split([len(wanted) for wanted in rows[pack]]))
+
+
+@torch.no_grad()
+def _whole(
+    model: PreTrainedModel, sequences: Sequence[Tensor], rows: Sequence[Sequence[int]], **options: Any
+) -> tuple[Tensor, Layout]:
+    """(hidden states [n, D] of the wanted rows of all sequences, layout) of one packed forward of them."""
+    device, lengths = model.device, [len(tokens) for tokens in sequences]
+    layout = Layout.build([([length], 0, 0) for length in lengths], device, **options)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    starts = accumulate(lengths, initial=0)
+    wanted = [start + row for start, own in zip(starts, rows, strict=False) for row in own]
+    at = torch.tensor(wanted, dtype=torch.int64, device=device)
+    return packed_forward(model, torch.cat(list(sequences)), positions, layout, at), layout
 
 
 def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:

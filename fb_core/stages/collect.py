@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,6 @@ from fb_core.stages.records import Examples, State, Trajectory, example_files
 from fb_core.stages.run import Cost, Output, Stage
 from fb_core.verify import Verdict, Verifier, tally
 
-ROWS = 16_384  # of a teacher-forced forward
 LOGIT_ROWS = 1024  # of logits [rows, V] held at once
 
 
@@ -47,35 +47,23 @@ def collect(
     policy = RequestPolicy(float("inf"), top_k)
     outputs = (write or slm.complete_many)(prompts, max_new_tokens)
     whole = [torch.cat([prompt, output.to(prompt)]) for prompt, output in zip(prompts, outputs, strict=True)]
-    trajectories: list[Trajectory] = []
-    for start, rows in teacher_forced(slm.model, whole, [len(prompt) - 1 for prompt in prompts]):
-        for index, hidden in enumerate(rows, start):
-            tokens, length = whole[index], len(prompts[index])
-            blocks = hidden[:-1].split(LOGIT_ROWS)
-            entropy = torch.cat([policy.entropy(logits_of(slm, block)) for block in blocks])
-            trajectories.append(Trajectory(problems[index], tokens, length, entropy))
+    before = [range(len(prompt) - 1, len(tokens) - 1) for prompt, tokens in zip(prompts, whole, strict=True)]
+    entropies: list[Tensor] = []
+    for rows in hf.hidden_states(slm.model, whole, before):
+        blocks = torch.cat(rows).split(LOGIT_ROWS)
+        entropy = torch.cat([policy.entropy(logits_of(slm, block)) for block in blocks])
+        entropies += entropy.split([len(hidden) for hidden in rows])
         if on_done is not None:
-            on_done(len(trajectories))
-    return trajectories
+            on_done(len(entropies))
+    return [
+        Trajectory(problem, tokens, len(prompt), entropy)
+        for problem, tokens, prompt, entropy in zip(problems, whole, prompts, entropies, strict=True)
+    ]
 
 
 def logits_of(slm: LocalLLM, hidden: Tensor) -> Tensor:
     """Logits [n, V] from hidden states [n, D], without padding ids."""
     return hf.logits(slm.model, hidden)[:, : slm.vocabulary]
-
-
-@torch.no_grad()
-def teacher_forced(
-    model: hf.CausalLM, sequences: Sequence[Tensor], first: Sequence[int]
-) -> Iterator[tuple[int, list[Tensor]]]:
-    """(index of the first sequence, hidden states from row `first` on of each) for packs of whole sequences."""
-    for start, stop in hf.packs([len(tokens) for tokens in sequences], ROWS):
-        pack = sequences[start:stop]
-        layout = hf.Layout.build([([len(tokens)], 0, 0) for tokens in pack], model.device)
-        positions = torch.cat([torch.arange(len(tokens), device=model.device) for tokens in pack])
-        hidden = hf.packed_forward(model, torch.cat(list(pack)), positions, layout)
-        rows = hidden.split([len(tokens) for tokens in pack])
-        yield start, [states[skip:] for states, skip in zip(rows, first[start:stop], strict=True)]
 
 
 def texts_of(outputs: Sequence[Tensor], tokenizer: hf.Tokenizer) -> list[str]:
@@ -183,16 +171,13 @@ def _admitted_logits(
     wanted = [(trajectory, admitted(trajectory, policy, max_states)) for trajectory in trajectories]
     wanted = [(trajectory, positions) for trajectory, positions in wanted if positions]
     prefixes = [trajectory.tokens[: positions[-1]] for trajectory, positions in wanted]
-    for start, rows in teacher_forced(slm.model, prefixes, [0] * len(prefixes)):
-        packed = wanted[start : start + len(rows)]
-        hidden = torch.cat(
-            [
-                hidden[torch.tensor(positions, device=hidden.device) - 1]
-                for hidden, (_, positions) in zip(rows, packed, strict=True)
-            ]
+    before, left = [[position - 1 for position in positions] for _, positions in wanted], iter(wanted)
+    for rows in hf.hidden_states(slm.model, prefixes, before):
+        packed = islice(left, len(rows))
+        yield (
+            [(trajectory, position) for trajectory, positions in packed for position in positions],
+            logits_of(slm, torch.cat(rows)),
         )
-        states = [(trajectory, position) for trajectory, positions in packed for position in positions]
-        yield states, logits_of(slm, hidden)
 
 
 class PolicyStage(Stage):

@@ -8,6 +8,7 @@ from tiny import EOS, FAMILIES, V, prompts, tiny
 from fb_core import hf
 from fb_core.hf import batches
 from fb_core.llm import LLM, Candidates, LocalLLM
+from fb_core.native import NativeDecoder
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -94,6 +95,21 @@ def test_batches_equal_single_queries(family):
     assert [len(rest) for rest in llm.complete_many(asked, 3)] == [len(llm.complete(ids, 3)) for ids in asked]
     for ids, new in zip(asked, llm.complete_many(asked, 10), strict=True):
         assert new.tolist() == greedy(model, ids, 10)
+
+
+def test_the_states_of_a_trajectory_cost_one_forward(monkeypatch):
+    """In any order, repeated or not, among others; a prompt that only shares a beginning is another trajectory."""
+    forward = mock.Mock(side_effect=NativeDecoder.forward, autospec=True)
+    monkeypatch.setattr(NativeDecoder, "forward", lambda *arguments: forward(*arguments))
+    model, (ids, other) = tiny("qwen3"), prompts(20, 9)
+    asked = [ids[:3], other, ids, ids[:11], ids[:3], torch.cat([ids[:5], other])]
+    scored = [[place] for place in range(len(asked))]
+    for got, prompt, scores in zip(LocalLLM(model).candidates_many(asked, 4, scored), asked, scored, strict=True):
+        check(got, model, prompt, 4, scores)
+    assert [len(call.args[1]) for call in forward.call_args_list] == [20 + 9 + 14]
+    forward.reset_mock()
+    LocalLLM(model, batch_tokens=30).candidates_many(asked, 4)
+    assert sorted(len(call.args[1]) for call in forward.call_args_list) in ([14, 29], [20, 23])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
