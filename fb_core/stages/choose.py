@@ -19,6 +19,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib import resources
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -240,26 +241,31 @@ class ValueStage(SeedStage):
 def reranked(
     slm: hf.CausalLM, rerankers: Mapping[Key, TokenReranker], states: Sequence[State]
 ) -> Iterator[tuple[State, Key, Tensor]]:
-    """(state, reranker's key, its scores float32 [K] on the CPU) for all; prefixes are computed once per trajectory."""
+    """(state, reranker's key, its scores float32 [K] on the CPU) for all; each trajectory's prefix is computed once."""
     members: dict[str, list[State]] = {}
     for state in states:
         members.setdefault(state.trajectory.problem.id, []).append(state)
-    for of_trajectory in members.values():
-        longest = max(of_trajectory, key=lambda state: state.position).prefix
-        whole = hf.prefill_packed(slm, [longest])[0]
+    trajectories = list(members.values())
+    longest = [max(state.position for state in own) for own in trajectories]
+    for pack in starmap(slice, hf.packs(longest, hf.ROWS)):
+        packed = trajectories[pack]
+        wholes = hf.prefill_packed(
+            slm, [own[0].trajectory.tokens[:end] for own, end in zip(packed, longest[pack], strict=True)]
+        )
+        prefixes = [(whole, state) for whole, own in zip(wholes, packed, strict=True) for state in own]
         for key, reranker in rerankers.items():
-            for state, scores in zip(of_trajectory, _scores(reranker, whole, of_trajectory), strict=True):
+            for (_, state), scores in zip(prefixes, _scores(reranker, prefixes), strict=True):
                 yield state, key, scores
 
 
 @torch.no_grad()
-def _scores(reranker: TokenReranker, whole: hf.Prefix, states: Sequence[State]) -> list[Tensor]:
-    """Scores float32 [K] of every state of one trajectory; the prefix `whole` reaches to the last of them."""
-    pools = [state.pool.ids.to(reranker.base.device) for state in states]
+def _scores(reranker: TokenReranker, states: Sequence[tuple[hf.Prefix, State]]) -> list[Tensor]:
+    """Scores float32 [K] of every state, given with a prefix that reaches to it or further."""
+    pools = [state.pool.ids.to(reranker.base.device) for _, state in states]
     if reranker.scope == "candidate":
-        scored = reranker.scores_many([replace(whole, length=state.position) for state in states], pools)
+        scored = reranker.scores_many([replace(whole, length=state.position) for whole, state in states], pools)
     else:
-        scored = [reranker.scores(state.prefix, pool) for state, pool in zip(states, pools, strict=True)]
+        scored = [reranker.scores(state.prefix, pool) for (_, state), pool in zip(states, pools, strict=True)]
     return [scores.cpu() for scores in scored]
 
 
