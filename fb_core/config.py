@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from fb_core import judges
+
 
 def _server_url(url: str) -> str:
     from fb_core.http import checked_url
@@ -36,6 +38,8 @@ MOST_LEVELS = 32
 LONGEST_NUMBER = 1000  # characters
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 NOT_IN_IDENTITY = "changes no result"  # marks a setting that is not part of a stage's identity
+AS_BEFORE = "at its default as before there was such a setting"  # marks one that is part of it at other values only
+BESIDE = "a file or folder"  # marks one that may name something beside the settings file
 Settings = TypeVar("Settings", bound=BaseModel)
 Changes = Mapping[str, Mapping[str, Any]]  # new values, by section and key
 
@@ -229,6 +233,9 @@ class CollectSettings(Section):
     """Maximum states of a trajectory."""
     slm_k: int = Field(default=8, ge=1)
     """The SLM's candidates in a pool."""
+    unread: Annotated[Literal["warn", "stop"], NOT_IN_IDENTITY] = "warn"
+    """What happens if no answer of the first shard has the form that the judge reads: a warning, or an error that
+    stops the command."""
 
 
 class FutureSettings(Section):
@@ -354,7 +361,11 @@ class EvaluateSettings(Section):
 
 
 class VerifierSettings(Section):
-    """The processes that judge answers."""
+    """What a right answer is, and the processes that judge."""
+
+    judge: Annotated[str, AS_BEFORE] = Field(default="boxed", description=judges.described())
+    pattern: Annotated[str | None, AS_BEFORE] = None
+    """For the judge "number": a regular expression whose last match, or its first group, is the number."""
 
     workers: Annotated[int, NOT_IN_IDENTITY] = Field(default=2, ge=1)
     """Number of processes."""
@@ -362,6 +373,11 @@ class VerifierSettings(Section):
     """Seconds of CPU time for one answer."""
     memory_bytes: int = Field(default=2 << 30, ge=256 << 20)
     """Address space of one process."""
+
+    @model_validator(mode="after")
+    def _is_a_judge(self) -> VerifierSettings:
+        judges.judge_of(self.judge, pattern=self.pattern)
+        return self
 
 
 class RunSettings(Section):
@@ -433,11 +449,13 @@ class Slice:
 
 def identity_of(part: BaseModel | Slice) -> dict[str, Any]:
     """The settings that results depend on, by name."""
-    kind = vars(part)["_kind"] if isinstance(part, Slice) else type(part)
+    fields = (vars(part)["_kind"] if isinstance(part, Slice) else type(part)).model_fields
     return {
         name: identity_of(value) if isinstance(value, BaseModel | Slice) else value
         for name, value in vars(part).items()
-        if name != "_kind" and NOT_IN_IDENTITY not in kind.model_fields[name].metadata
+        if name != "_kind"
+        and NOT_IN_IDENTITY not in fields[name].metadata
+        and not (AS_BEFORE in fields[name].metadata and value == fields[name].default)
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
+from fb_core.judges import Judge
 from fb_core.llm import LLM, LocalLLM
 from fb_core.policy import RequestPolicy
 from fb_core.pool import PoolKind, candidate_pool
@@ -19,9 +21,11 @@ from fb_core.stages.models import frozen_policy, problems_hash, splits_of, verif
 from fb_core.stages.problems import Problem
 from fb_core.stages.records import Examples, State, Trajectory, example_files
 from fb_core.stages.run import Cost, Output, Stage
-from fb_core.verify import Verdict, Verifier, tally
+from fb_core.verify import Verdict, Verifier
 
 LOGIT_ROWS = 1024  # of logits [rows, V] held at once
+
+log = logging.getLogger(__name__)
 
 
 def collect(
@@ -86,7 +90,13 @@ class TrajectoryStage(Stage):
 
     name = "trajectories"
     command = "futurebridge collect"
-    slice: ClassVar[Sequence[str]] = ("problems", "collect.max_new_tokens", "collect.top_k", "verify")
+    slice: ClassVar[Sequence[str]] = (
+        "problems",
+        "collect.max_new_tokens",
+        "collect.top_k",
+        "collect.unread",
+        "verify",
+    )
 
     def data(self) -> dict[str, Any]:
         return {split: problems_hash(problems) for split, problems in self.splits.items()}
@@ -128,9 +138,23 @@ class TrajectoryStage(Stage):
         outputs = [trajectory.output for trajectory in trajectories]
         texts = texts_of(outputs, tokenizer)
         golds = [problem.answer for problem in problems]
-        verdicts = verifier_of(self.settings.verify).verify_many(texts, golds, bad_golds="unparsable")
+        verifier = verifier_of(self.settings.verify)
+        verdicts = verifier.verify_many(texts, golds, bad_golds="unparsable")
+        if shard == next(iter(self._problems)) and set(verdicts) == {"unparsable"}:
+            self._unread(texts, golds, verifier.judge)
         counts = {"trajectories": len(outputs), "tokens": sum(map(len, outputs))}
-        return Output(example_files(shard, Trajectory, trajectories), counts | tally(texts, verdicts))
+        return Output(example_files(shard, Trajectory, trajectories), counts | verifier.tally(texts, verdicts))
+
+    def _unread(self, texts: Sequence[str], golds: Sequence[str], judge: Judge) -> None:
+        """Say that the judge could read no answer of the first shard, as a warning or a ValueError."""
+        got, remedy = f"the first ends in {texts[0][-80:]!r}", "ask for it in problems.prompt, or set verify.judge"
+        if all(judge.gold(gold) is None for gold in golds):
+            got = f"and no gold answer can be read, such as {golds[0][:80]!r}"
+            remedy = "correct the data, or set verify.judge"
+        words = f"{self.name}: expected answers with {judge.form}, got none of {len(texts)} that can be judged, {got}"
+        if self.settings.collect.unread == "stop":
+            raise ValueError(f"{words}; {remedy}")
+        log.warning("%s; %s (collect.unread: stop would stop here)", words, remedy)
 
     def cost(self) -> Cost:
         return Cost("generated and teacher-forced, prompts included", 2 * self.longest)

@@ -20,7 +20,6 @@ from fb_core.stages.models import Context, Generate, together_of, verifier_of
 from fb_core.stages.problems import Problem
 from fb_core.stages.run import Cost, Output, Stage
 from fb_core.terminal import escaped
-from fb_core.verify import tally
 
 ASKED = (
     "evaluate.benchmarks",
@@ -169,7 +168,8 @@ class DecodeStage(Stage):
             for each, _, _ in decoded
         ]
         golds = [problem.answer for problem in trial.problems]
-        verdicts = verifier_of(self.settings.verify).verify_many(texts, golds, bad_golds="unparsable")
+        verifier = verifier_of(self.settings.verify)
+        verdicts = verifier.verify_many(texts, golds, bad_golds="unparsable")
         rows = [
             Row(
                 **{name: getattr(trial, name) for name in ("benchmark", "method", "seed", "loop")},
@@ -188,7 +188,11 @@ class DecodeStage(Stage):
                 trial.problems, prompts, decoded, texts, verdicts, strict=True
             )
         ]
-        counts = {"decoded": len(rows), "tokens": sum(len(row.tokens) for row in rows), **tally(texts, verdicts)}
+        counts = {
+            "decoded": len(rows),
+            "tokens": sum(len(row.tokens) for row in rows),
+            **verifier.tally(texts, verdicts),
+        }
         return Output({f"{shard}.jsonl": "".join(row.model_dump_json() + "\n" for row in rows).encode()}, counts)
 
     def decoded(self, trial: Trial, prompts: Sequence[Tensor]) -> list[Decoded]:

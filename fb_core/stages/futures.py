@@ -12,7 +12,7 @@ from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage, judg
 from fb_core.stages.models import verifier_of
 from fb_core.stages.records import Examples, Future, State, example_files
 from fb_core.stages.run import Cost, Output
-from fb_core.verify import Verifier, tally
+from fb_core.verify import Verifier
 
 
 def verified(
@@ -62,9 +62,10 @@ class FutureStage(OverStates):
         states, llm = list(Examples(self.run, shard).states.values()), self.models.llm
         prefixes = [state.prefix.to(llm.device) for state in states]
         written = llm.complete_many(prefixes, self.settings.futures.max_new_tokens)
-        texts, futures = verified(states, written, self.models.tokenizer, verifier_of(self.settings.verify))
+        verifier = verifier_of(self.settings.verify)
+        texts, futures = verified(states, written, self.models.tokenizer, verifier)
         counts = {"futures": len(futures), "tokens": sum(len(new) for new in written)}
-        counts |= tally(texts, [future.verdict for future in futures])
+        counts |= verifier.tally(texts, [future.verdict for future in futures])
         return Output(example_files(shard, Future, futures), counts)
 
     @property

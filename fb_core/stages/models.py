@@ -175,7 +175,7 @@ def models_of(settings: ModelSettings) -> Models:
 @lru_cache(maxsize=1)
 def verifier_of(settings: VerifierSettings) -> Verifier:
     """This process's verifier; its workers end with the process."""
-    return Verifier(workers=settings.workers, timeout=settings.timeout, memory_bytes=settings.memory_bytes)
+    return Verifier(**settings.model_dump())
 
 
 @lru_cache(maxsize=1)
@@ -247,8 +247,7 @@ def _benchmark_problems(
     judged, verifier = {}, verifier_of(verify)
     for name in benchmarks:
         problems = read_problems(name, limit, "test", seed)
-        golds = [problem.answer for problem in problems]
-        verdicts = verifier.verify_many([f"\\boxed{{{gold}}}" for gold in golds], golds, bad_golds="unparsable")
+        verdicts = verifier.judged_by_themselves([problem.answer for problem in problems])
         if "timeout" in verdicts:
             late = problems[verdicts.index("timeout")].id
             raise ValueError(f"{name}: expected gold answers judged in time, got {late} not; raise verify.timeout")

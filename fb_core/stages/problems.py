@@ -14,7 +14,7 @@ from typing import Any
 
 from fb_core import hf
 from fb_core.extras import require
-from fb_core.verify import boxed
+from fb_core.judges import boxed
 
 log = logging.getLogger(__name__)
 

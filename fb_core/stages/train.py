@@ -25,6 +25,7 @@ from fb_core.reranker import TokenReranker
 from fb_core.stages.collect import StateStage, TrajectoryStage
 from fb_core.stages.files import Artefact, tensor_bytes
 from fb_core.stages.futures import FutureStage
+from fb_core.stages.models import verifier_of
 from fb_core.stages.records import Examples, Group
 from fb_core.stages.run import Cost, Output, Stage
 from fb_core.stages.scores import ScoreStage
@@ -231,8 +232,9 @@ class TrainStage(Stage):
                 counts[kind.name].update(receipt.counts)
         futures, scored = counts[FutureStage.name], counts[ScoreStage.name]
         horizon = self.input(ScoreStage).settings.score.horizon
-        prompt = self.input(TrajectoryStage).settings.problems.prompt
-        remedy = f'see that the LLM answers as the prompt asks, in \\boxed{{}} (problems.prompt is "{prompt}")'
+        asked = self.input(TrajectoryStage).settings
+        form = verifier_of(asked.verify).judge.form
+        remedy = f'see that the LLM is asked for and gives {form} (problems.prompt is "{asked.problems.prompt}")'
         if not scored["admitted"]:
             remedy = "lower collect.quantile or take more problems"
         elif scored["long_enough"]:

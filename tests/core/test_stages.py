@@ -358,9 +358,7 @@ def test_nothing_to_validate_on_is_said_before_training(undisturbed, tmp_path):
         counts = {"futures": len(rows), "wrong": 1, "unparsable": len(rows) - 1, "unboxed": len(rows) - 1}
         Artefact(run, "futures").put(path.stem, {path.name: buffer.getvalue()}, counts, 1.0, "cpu")
     run_command("score", settings(), run, show=lambda text: None)
-    words = (
-        r"expected scored groups of the validation problems, got none of \d+ states with futures: .*\\boxed{}.*prompt"
-    )
+    words = r"expected scored groups of the validation problems, got none of \d+ states with futures: .*boxed{.*prompt"
     with pytest.raises(ValueError, match=words) as raised:
         run_command("train", settings(), run, show=lambda text: None)
     assert "horizon" not in str(raised.value)
@@ -478,15 +476,26 @@ def test_verdicts_are_told_while_futures_and_trajectories_are_made(tmp_path, cap
         assert "correct" in lines[-1]
 
 
-def test_a_pair_that_never_boxes_shows_at_once(tmp_path, capsys, monkeypatch):
+def test_a_pair_that_never_boxes_shows_at_once(tmp_path, capsys, monkeypatch, caplog):
     monkeypatch.setattr("fb_core.stages.collect.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
-    chosen = settings(problems={"limit": 12, "validation": 6})
+    small = {"limit": 12, "validation": 6}
+    refused = {
+        "boxed": r"expected answers with a closed \\boxed\{...\}, got none of 6 .*, the first ends in '34'; ask for it",
+        "choice": "got none of 6 that can be judged, and no gold answer can be read, such as '.*'; correct",
+    }
+    for judge, words in refused.items():
+        stopping = settings(problems=small, collect={"unread": "stop"}, verify={"judge": judge})
+        with pytest.raises(ValueError, match=f"trajectories: .*{words}"):
+            run_command("collect", stopping, tmp_path / judge)
+    chosen = settings(problems=small)
+    run_command("collect", chosen, tmp_path, show=lambda text: None)
+    assert caplog.text.count("got none of 6 that can be judged") == 1  # of the first shard
     for command in ("collect", "futures", "score"):
         run_command(command, chosen, tmp_path, show=lambda text: None)
         out = capsys.readouterr().out
         assert command == "score" or re.search(r"; (\d+) unparsable \(\1 without a closed box\)", out)
     with pytest.raises(
-        ValueError, match=r"futures: (\d+) unparsable \(\1 without a closed box\); see .*prompt is \"\{problem"
+        ValueError, match=r"futures: (\d+) unparsable \(\1 without a closed box\); see .*boxed.*prompt is \"\{problem"
     ):
         run_command("train", chosen, tmp_path, show=lambda text: None)
 

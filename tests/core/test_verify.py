@@ -18,7 +18,8 @@ import pytest
 from limits import HANG
 
 from fb_core import verify
-from fb_core.verify import LONGEST_CONTENT, Verifier, boxed
+from fb_core.judges import LONGEST_CONTENT, boxed
+from fb_core.verify import Verifier
 
 LIMIT = 0.5  # seconds of CPU for one answer
 HANGING = r"\boxed{9^{9^{9^{9}}}}"
@@ -217,7 +218,7 @@ def test_integers_need_no_math_verify() -> None:
 
 
 def test_workers_parse_quickly() -> None:
-    code = "from fb_core.verify import _quicken, _judge; _quicken(); print(_judge('\\\\boxed{x^2-1}', '-1+x^2'))"
+    code = "from fb_core import judges; judges.quicken(); print(judges.by_math_verify('\\\\boxed{x^2-1}', '-1+x^2'))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, check=False)
     assert ran.stdout == "correct\n", ran.stderr  # an unknown latex2sympy would only make the workers slow
 
@@ -233,7 +234,7 @@ def test_a_tally_tells_what_the_prompt_must_mend() -> None:
         (r"\boxed{?!}", "unparsable"),
         ("x", "timeout"),
     ]
-    counts = verify.tally([answer for answer, _ in judged], [verdict for _, verdict in judged])
+    counts = Verifier().tally([answer for answer, _ in judged], [verdict for _, verdict in judged])
     assert counts == {"correct": 1, "wrong": 3, "unparsable": 3, "timeout": 1, "unboxed": 2, "worded": 1}
     words = "1 correct, 3 wrong (1 with words in the box), 3 unparsable (2 without a closed box), 1 timeout"
     assert verify.tally_words(counts) == words

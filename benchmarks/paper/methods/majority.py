@@ -10,9 +10,10 @@ from torch import Tensor
 from benchmarks.paper.methods import Context, Method
 from fb_core import hf
 from fb_core.decoding import Generation
+from fb_core.judges import boxed
 from fb_core.llm import Ids, LocalLLM
 from fb_core.stages.models import Generate, verifier_of
-from fb_core.verify import Verifier, boxed
+from fb_core.verify import Verifier
 
 
 def majority_vote(answers: Sequence[str | None], equivalent: Callable[[str, str], bool]) -> int | None:
