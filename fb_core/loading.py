@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 from fb_core import hf
@@ -13,6 +14,8 @@ from fb_core.policy import RequestPolicy
 from fb_core.recipe import deployment_of, thinking_of
 from fb_core.selectors import Selector
 from fb_core.server import ServerLLM, key_in
+
+log = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
@@ -42,7 +45,13 @@ def load(settings: PairSettings) -> Loaded:
         max_events=settings.max_events,
     )
     thinking = thinking_of(settings.adapter) if settings.thinking is None else settings.thinking
-    if deployment.selector is None:  # the recipe never asks the LLM
+    if deployment.selector is None:
+        log.warning(
+            "%s: training chose greedy decoding, so the small model answers alone: %s is neither loaded nor asked; "
+            "recipe published decodes with the reranker all the same",
+            settings.adapter,
+            settings.llm or settings.server,
+        )
         return Loaded(Pair(slm, None, tokenizer), tokenizer, *deployment, thinking)
     llm, other = _llm(settings, tokenizer)
     return Loaded(Pair(slm, llm, (tokenizer, other)), tokenizer, *deployment, thinking)

@@ -427,6 +427,36 @@ def _words(chosen: Tried, safe: int, tests: int, delta: float, level: float) -> 
     )
 
 
+def least_lead(problems: int, delta: float, level: float, tests: int = len(LABELS)) -> int | None:
+    """On how many of so many problems a recipe must beat another one to pass beside it, if it loses on none.
+
+    None if too few problems are too little evidence even then.
+    """
+    other = np.zeros(problems)
+    for won in range(problems + 1):
+        bound = statistics.paired_lower_bound(np.arange(problems) < won, other, level=1 - (1 - level) / tests)
+        if bound.low > -delta:
+            return won
+    return None
+
+
+def weakness(problems: int, delta: float, level: float) -> str:
+    """What so few certification problems cannot show; "" if they are enough for recipes that never lose to pass."""
+    lead = least_lead(problems, delta, level)
+    if lead == 0:
+        return ""
+    passing = "no recipe can pass its test"
+    if lead is not None:
+        passing = (
+            f"a recipe passes its test only if it is right on {lead} or more that greedy decoding gets wrong, and "
+        )
+        passing += "loses none, and likewise beside the direct LLM score"
+    return (
+        f"problems.certification: with {problems} problems {passing}; where none passes, the more accurate of these "
+        "two is deployed. Set aside some hundreds of problems, or 0 for no test"
+    )
+
+
 def choice_table(chosen: RecipeName, evidence: Sequence[tuple[RecipeName, Evidence]], seed: int) -> str:
     """The tested recipes of a seed in Markdown: why one was chosen, then a table with the chosen one in bold."""
     head = ["recipe", "accuracy, %", "minus greedy, pp [lower bound]", "minus direct, pp [lower bound]"]

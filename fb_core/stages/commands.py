@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Literal, get_args
 
 from fb_core.atomic import write_file
 from fb_core.config import SETTINGS, RunSettings
-from fb_core.stages.choose import CHOICE, RerankerStage, SelectionStage
+from fb_core.stages.choose import CHOICE, RerankerStage, SelectionStage, weakness
 from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
 from fb_core.stages.evaluate import EvaluateStage
 from fb_core.stages.futures import FutureStage
+from fb_core.stages.models import verifier_of
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import Engine, Stage, plan, run_stage
 from fb_core.stages.scores import ScoreStage
@@ -20,6 +22,8 @@ from fb_core.stages.train import TrainStage
 
 Command = Literal["collect", "futures", "score", "train", "evaluate"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
+
+log = logging.getLogger(__name__)
 
 
 def stages_of(command: Command, settings: RunSettings) -> tuple[type[Stage], ...]:
@@ -66,6 +70,12 @@ def run_command(
             f'score.pool: expected "joint" with problems.certification, since rollouts are of the joint pool, got '
             f'"{settings.score.pool}"; set problems.certification to 0 to choose no recipe'
         )
+    if is_main and command in ("collect", "train") and settings.problems.certification:
+        choice = settings.choice
+        if words := weakness(settings.problems.certification, choice.delta, choice.level):
+            log.warning(words)
+    if is_main and not dry_run and command != "score":
+        verifier_of(settings.verify).prepare()
     for kind in stages_of(command, settings):
         stage = kind(settings, run)
         if is_main and dry_run:

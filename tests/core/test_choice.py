@@ -84,6 +84,20 @@ def test_a_recipe_must_hold_against_both():
     assert decide(swapped, 0.02, 0.95)[0] == "greedy"
 
 
+@pytest.mark.parametrize(("problems", "lead"), [(2, None), (5, 5), (40, 5), (246, 1), (247, 0)])
+def test_what_too_few_problems_cannot_show_is_said_before_the_run(problems, lead, tmp_path, caplog):
+    chosen = settings(problems={"limit": 500, "certification": problems})
+    lost = tried("greedy", first(0, problems)), tried("direct", first(0, problems))
+    for won in {0, max(0, (lead or 0) - 1), lead or 0, problems}:
+        best = tried("published", first(won, problems))
+        evidence = dict(decide([*lost, best, best], chosen.choice.delta, chosen.choice.level)[1])["published"]
+        assert (evidence.minus_greedy.low > -chosen.choice.delta) == (lead is not None and won >= lead)
+    with pytest.raises(ValueError, match="expected finished"):
+        run_command("train", chosen, tmp_path)
+    assert ("no recipe can pass its test" in caplog.text) == (lead is None)
+    assert (f"only if it is right on {lead} or more" in caplog.text) == bool(lead)
+
+
 def test_too_few_problems_show_nothing():
     """Twenty problems on which the recipes differ: none is shown to be safe, the direct score neither."""
     rng = np.random.default_rng(0)
@@ -430,7 +444,9 @@ def test_an_adapter_with_a_head_is_not_changed_for_another(run, chosen_settings,
     decoder.load_adapter(published)
 
 
-def test_a_recipe_that_asks_nobody_needs_no_large_model(run, chosen_settings, tmp_path):
+def test_a_recipe_that_asks_nobody_needs_no_large_model_and_says_so(run, chosen_settings, tmp_path, caplog):
     folder = deployed_as(run, tmp_path / "greedy", "greedy", chosen_settings)
     pair = PairSettings(slm="demo:plans", llm="no/such/model", adapter=str(folder))
     assert load(pair).pair.llm is None
+    assert "training chose greedy decoding" in caplog.text
+    assert "no/such/model is neither loaded nor asked" in caplog.text
