@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fb_core import hf, statistics
 from fb_core.config import ProblemSettings
+from fb_core.demo import DEMO
 from fb_core.page import markdown_table
 from fb_core.recipe import LABELS, Deployed, Difference, Evidence, Pools, RecipeName
 from fb_core.reranker import TokenReranker
@@ -177,6 +178,8 @@ class RerankerStage(SeedStage):
         return template.read_text(encoding="utf-8").format(
             slm=_public(models.slm),
             llm=_public(models.llm),
+            slm_path=_loadable(models.slm),
+            llm_path=_loadable(models.llm),
             base=f"base_model: {models.slm}\n" if hf.is_hub_id(models.slm) else "",  # the hub refuses other names
             horizon=chosen["horizon"],
             epoch=chosen["epoch"],
@@ -521,6 +524,11 @@ def _seed(shard: str) -> int:
 def _public(name: str) -> str:
     """A hub id or a known name as it is; only the last part of a path, since cards are published."""
     return name if hf.is_hub_id(name) else Path(name).name
+
+
+def _loadable(name: str) -> str:
+    """What loads a model in a card: its name, or a placeholder for a folder of that name."""
+    return name if hf.is_hub_id(name) or name.startswith(DEMO) else f"path/to/{_public(name)}"
 
 
 def selection_table(chosen: dict[str, Any]) -> str:

@@ -66,6 +66,7 @@ def test_the_card_names_a_base_model_only_where_the_hub_knows_one(folder, undist
         card = stage._card(0, chosen)
         assert ModelCard(card).data.base_model == base
         assert str(folder.parent) not in card
+        assert ("path/to/" + Path(slm).name in card) == (base is None)  # a folder must be told from a name
     assert hf.is_hub_id("Qwen/Qwen3-1.7B")
     assert not any(map(hf.is_hub_id, ("demo:plans", str(folder), "seed-0", "./a/b", "a/b/c")))
 
