@@ -159,13 +159,15 @@ def _cells(event: Event, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, ...]]:
 
 
 def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console) -> None:
-    """Print all rows of a problem, with ⟦event⟧¹ in the text and one table per event.
+    """Print a problem and all its rows, with ⟦event⟧¹ in the text and one table per event.
 
     Args:
         rows: as from `find_rows`.
         tokenizer: of the run.
         console: where to print.
     """
+    if rows[0].question:
+        console.print(Text(f"Question: {escaped(rows[0].question, IN_TEXT)}"), soft_wrap=True)
     if any(row.events for row in rows):
         console.print(Text(LEGEND, "italic"), soft_wrap=True)
     for row in rows:
@@ -214,4 +216,4 @@ def html_page(rows: Sequence[Row], tokenizer: hf.Tokenizer) -> str:
         for row in rows
     ]
     note = LEGEND if any(row.events for row in rows) else ""
-    return page("explain.html", title=rows[0].problem, note=note, runs=runs)
+    return page("explain.html", title=rows[0].problem, question=rows[0].question, note=note, runs=runs)

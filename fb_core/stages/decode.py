@@ -47,6 +47,7 @@ class Row(BaseModel):
         loop: in which it decoded.
         problem: the problem's id.
         prompt_sha256: hash of the prompt's ids.
+        question: the problem's text; empty in rows of earlier versions.
         tokens: the new tokens, including end-of-sequence; empty for a method that keeps only a text.
         events: of the generation.
         text: the answer.
@@ -66,6 +67,7 @@ class Row(BaseModel):
     loop: Loop
     problem: str
     prompt_sha256: str
+    question: str = ""
     tokens: list[Id]
     events: list[Event]
     text: str
@@ -175,6 +177,7 @@ class DecodeStage(Stage):
                 **{name: getattr(trial, name) for name in ("benchmark", "method", "seed", "loop")},
                 problem=problem.id,
                 prompt_sha256=hashlib.sha256(str(prompt.tolist()).encode()).hexdigest(),
+                question=problem.text,
                 tokens=generation.token_ids.tolist(),
                 events=generation.events,
                 text=text,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import io
 import json
 import re
@@ -274,6 +275,15 @@ def test_both_outputs_hold_every_candidate_with_its_score(run):
     assert ", 1.25 s" in html_page(timed, tokenizer)
     assert ", 1.25 s" not in html_page(rows[:1], tokenizer)
     assert text.count(": Greedy, ") == 1
+
+
+def test_the_question_is_shown_as_it_was_asked(run, hostile):
+    rows = find_rows(run, lines(run)[0]["problem"])
+    assert rows[0].question == rows[0].problem.partition("/")[2]  # as the demo names its problems
+    for question in (rows[0].question, HOSTILE[0]):
+        asked = [row.model_copy(update={"question": question}) for row in rows]
+        assert printed(asked, hostile).startswith(f"Question: {question}\n")
+        assert f'<p class="question">{html.escape(question)}</p>' in html_page(asked, hostile)
 
 
 def test_the_text_is_whole_with_its_events_in_place(run):
