@@ -61,9 +61,9 @@ class Section(BaseModel):
 class PairSettings(Section):
     """A pair of models that decodes from the command line."""
 
-    slm: str
+    slm: Annotated[str, BESIDE]
     """Folder or hub id of the small model; "demo:plans" is a pair of the demo."""
-    llm: str | None = None
+    llm: Annotated[str | None, BESIDE] = None
     """Folder or hub id of the large model; with a server, the model's name there, if the server needs one."""
     server: ServerUrl | None = None
     """URL of an inference server to use instead of a large model in this process."""
@@ -71,7 +71,7 @@ class PairSettings(Section):
     """The kind of server."""
     api_key_variable: str | None = None
     """Environment variable that holds the server's key, if the server needs one."""
-    adapter: str | None = None
+    adapter: Annotated[str | None, BESIDE] = None
     """Folder of a reranker; without one, the LLM's own preference decides."""
     recipe: Literal["chosen", "published"] = "chosen"
     """For an adapter that `train` wrote, the recipe that it chose or the published one."""
@@ -121,7 +121,7 @@ class PairSettings(Section):
             OSError: no such file.
             ValueError: as for `RunSettings.load`.
         """
-        values = {} if file is None else _read_yaml(file, str(file))
+        values = {} if file is None else _beside(_read_yaml(file, str(file)), cls, file)
         values |= {name: value for name, value in given.items() if value is not None}
         return checked(cls, values, str(file or ""))
 
@@ -177,9 +177,9 @@ class ServerSettings(Section):
 class ModelSettings(Section):
     """The pair of a run."""
 
-    slm: str
+    slm: Annotated[str, BESIDE]
     """Folder or hub id of the small model; "demo:plans" is the demo's own pair."""
-    llm: str
+    llm: Annotated[str, BESIDE]
     """Folder or hub id of the large model; with `llm_server`, its name in the results."""
     slm_server: ServerSettings | None = None
     """Server that writes the SLM's own trajectories; the SLM is still loaded here for teacher forcing."""
@@ -196,9 +196,9 @@ class ModelSettings(Section):
 class ProblemSettings(Section):
     """Which problems the states come from, and how they are asked."""
 
-    train: str = "math-train"
+    train: Annotated[str, BESIDE] = "math-train"
     """A known set ("math-train"), a local file, or the demo's own ("demo:plans")."""
-    held_out: tuple[str, ...] = ("math-500",)
+    held_out: Annotated[tuple[str, ...], BESIDE] = ("math-500",)
     """Sets whose problems are removed from `train`."""
     limit: int | None = Field(default=None, ge=2)
     """Use only this many problems, the first ones."""
@@ -338,7 +338,7 @@ class SelectionSettings(Section):
 class EvaluateSettings(Section):
     """What the chosen reranker is evaluated on."""
 
-    benchmarks: tuple[str, ...] = ("gsm8k", "math-500", "olympiadbench", "aime-2024", "aime-2025")
+    benchmarks: Annotated[tuple[str, ...], BESIDE] = ("gsm8k", "math-500", "olympiadbench", "aime-2024", "aime-2025")
     """Known sets, local files, or the demo's own, each once."""
     limit: int | None = Field(default=None, ge=1)
     """Use only this many problems of each benchmark, the first ones."""
@@ -419,9 +419,10 @@ class RunSettings(Section):
             OSError: no such file, and none shipped under that name.
             ValueError: not YAML, too large, a key given twice, or settings that do not fit.
         """
-        values = _read_yaml(_file(source), source)
+        path = _file(source)
+        values = _beside(_read_yaml(path, source), cls, path)
         if "base" in values:
-            values = _over(_base(source, values.pop("base")), values)
+            values = _over(_base(cls, source, _there(values.pop("base"), path)), values)
         return checked(cls, reduce(_over, map(_change, changes), values), source)
 
 
@@ -497,11 +498,38 @@ def _read_yaml(path: Path | Traversable, source: str) -> dict[str, Any]:
     return values
 
 
-def _base(source: str, name: Any) -> dict[str, Any]:
+def _beside(values: Any, kind: Any, file: Path | Traversable) -> Any:
+    """Values of a file's section in which names of files and folders beside it stand for these."""
+    if not isinstance(values, dict):
+        return values
+    placed = {}
+    for name, value in values.items():
+        field = kind.model_fields.get(name)
+        if field is not None and BESIDE in field.metadata:
+            value = [_there(each, file) for each in value] if isinstance(value, list) else _there(value, file)
+        elif field is not None and hasattr(field.annotation, "model_fields"):
+            value = _beside(value, field.annotation, file)
+        placed[name] = value
+    return placed
+
+
+def _there(name: Any, file: Path | Traversable) -> Any:
+    """The path of a file or folder that lies beside a settings file under this name; any other value as it is."""
+    if not isinstance(name, str) or not isinstance(file, Path) or file.parent == Path():
+        return name
+    known_set, equals, inner = name.rpartition("=")  # as in gsm8k=test.jsonl
+    for before, path in (("", name), (known_set + equals, inner)):
+        if path and os.path.exists(file.parent / path):
+            return f"{before}{file.parent / path}"
+    return name
+
+
+def _base(kind: Any, source: str, name: Any) -> dict[str, Any]:
     """The settings that a file names as its base."""
     if not isinstance(name, str):
         raise ValueError(f"{source}: base: expected a file or a shipped name, got {type(name).__name__}; name one")
-    values = _read_yaml(_file(name), name)
+    path = _file(name)
+    values = _beside(_read_yaml(path, name), kind, path)
     if "base" in values:
         raise ValueError(f"{name}: expected a base of {source} without a base of its own, got one; name that one")
     return values

@@ -464,6 +464,35 @@ def test_wrong_options_of_a_pair_are_a_line(options, words):
     assert result.stderr.count("\n") == 1
 
 
+def test_names_of_files_are_looked_for_beside_the_settings_file(tmp_path, monkeypatch):
+    """Anything else is as it was given: a hub id, a known set, a file of the current folder, what --set says."""
+    (tmp_path / "own").mkdir()
+    for name in ("train.jsonl", "test.jsonl", "a=b.jsonl", "small"):
+        (tmp_path / "own" / name).touch()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own" / "base.yaml").write_text("models: {slm: small, llm: me/large}\nverify: {workers: 3}\n")
+    (tmp_path / "own" / "my.yaml").write_text(
+        "base: base.yaml\nproblems: {train: train.jsonl, held_out: [gsm8k=test.jsonl, math-500, a=b.jsonl]}\n"
+        "evaluate: {benchmarks: [test.jsonl, there.jsonl]}\n"
+    )
+    settings = RunSettings.load("own/my.yaml", ["problems.validation=7"])
+    assert (settings.models.slm, settings.models.llm) == ("own/small", "me/large")
+    assert settings.problems.train == "own/train.jsonl"
+    assert settings.problems.held_out == ("gsm8k=own/test.jsonl", "math-500", "own/a=b.jsonl")
+    assert settings.evaluate.benchmarks == ("own/test.jsonl", "there.jsonl")
+    assert settings.verify.workers == 3
+    assert RunSettings.load("own/my.yaml", ["problems.train=train.jsonl"]).problems.train == "train.jsonl"
+    monkeypatch.chdir(tmp_path / "own")
+    assert RunSettings.load("my.yaml").problems.train == "train.jsonl"
+    (tmp_path / "own" / "pair.yaml").write_text("slm: small\nllm: demo:plans\nadapter: test.jsonl\n")
+    pair = PairSettings.load(tmp_path / "own" / "pair.yaml")
+    assert (pair.slm, pair.llm, pair.adapter) == (
+        str(tmp_path / "own" / "small"),
+        "demo:plans",
+        str(tmp_path / "own" / "test.jsonl"),
+    )
+
+
 def test_a_pair_is_a_file_that_options_override(tmp_path):
     file = tmp_path / "pair.yaml"
     file.write_text("slm: a\nserver: http://b\nthreshold: 0.5\nmax_length: 64\n")
