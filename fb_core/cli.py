@@ -63,6 +63,9 @@ def demo(
     retrain: Annotated[bool, typer.Option("--retrain", help="First retrain the model pairs from scratch.")] = False,
 ) -> None:
     """Run the whole method on tiny trained SLM/LLM pairs and compare it with baselines."""
+    from fb_core.processes import import_ahead
+
+    import_ahead("fb_core.demo.run")  # takes seconds, as it does here
     from fb_core.demo.run import demo_settings, run_demo
 
     with _goes_on(out):
