@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -62,8 +62,18 @@ class Picture(NamedTuple):
 
     @property
     def alone(self) -> str:
-        """The light version with a white background, to be shown on a page of any colour."""
-        return self.light.replace("<svg ", '<svg style="background:#ffffff" ', 1)
+        """One file with its own background, in the colours of the reader's scheme where that shows it."""
+        dark = {getattr(LIGHT, part.name): getattr(DARK, part.name) for part in fields(Theme) if part.name != "series"}
+        dark = dict(zip(LIGHT.series, DARK.series, strict=True)) | dark
+        rules = "".join(
+            f'[style*="{property}: {light}"]{{{property}:{colour}!important}}'
+            for light, colour in dark.items()
+            for property in ("fill", "stroke")
+        )
+        night = f"@media(prefers-color-scheme:dark){{svg{{background:{DARK.ground}}}{rules}}}"
+        style = f"svg{{background:{LIGHT.ground}}}{night}"
+        end = self.light.index(">") + 1
+        return f"{self.light[:end]}<style>{style}</style>{self.light[end:]}"
 
 
 def pictured(draw: Callable[..., Figure | None]) -> Callable[..., Picture | None]:

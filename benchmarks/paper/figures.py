@@ -30,6 +30,7 @@ TIME = "time as a multiple of greedy decoding's in the same loop"
 COSTS = ("LLM tokens", "LLM calls", "LLM positions", TIME)
 
 Panels = Mapping[str, Sequence[Result]]  # by the panel's title
+Label = tuple[float, float, str, str]  # of a point: x, y, text, colour
 
 
 def by_benchmark(rows: Sequence[Result]) -> dict[str, list[Result]]:
@@ -227,7 +228,8 @@ def times(run: Run) -> dict[str, Timed]:
 def _frontier(axis: Axes, points: Sequence[tuple[Interval, Result, str]], theme: Theme, height: float) -> None:
     """Points with both intervals, sorted by accuracy, labelled at the right, and the line to takeover."""
     axis.set_xscale("function", functions=(_root, _square))  # most cost far less than takeover
-    ends, labels = {}, []
+    ends: dict[str, tuple[float, float]] = {}
+    labels: list[Label] = []
     for x, row, label in points:
         assert row.accuracy
         (y, reach), (marker, colour) = _percent(row.accuracy), _look(theme, row.key)
@@ -242,17 +244,19 @@ def _frontier(axis: Axes, points: Sequence[tuple[Interval, Result, str]], theme:
         line = (1 - share) * np.array(ends["greedy"]) + share * np.array(ends["takeover"])
         axis.plot(*line.T, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
     low, high = axis.get_ylim()
-    text_ys = spread([y for _, y, _, _ in labels], (high - low) * 12 / (0.8 * height * 72))
-    for (x_mean, y, text, colour), text_y in zip(labels, text_ys, strict=True):
-        line = {"arrowstyle": "-", "color": theme.line, "linewidth": 0.8, "shrinkB": 4, "relpos": (0, 0.5)}
-        look: dict[str, Any] = {
-            "va": "center",
-            "fontsize": 8,
-            "color": colour,
-            "annotation_clip": False,
-            "arrowprops": line,
-        }
-        axis.annotate(text, (x_mean, y), (1.02, text_y), textcoords=axis.get_yaxis_transform(), **look)
+    groups = together(labels, (0.03 * max(x for x, *_ in labels) ** 0.5, 0.02 * (high - low)))
+    text_ys = iter(spread([y for y, members in groups for _ in members], (high - low) * 12 / (0.8 * height * 72)))
+    beside = axis.get_yaxis_transform()
+    for y, members in groups:  # one line leads to the names of all the points that lie together
+        heights = [next(text_ys) for _ in members]
+        axis.plot(
+            [1.02, 1.02], [heights[0], heights[-1]], color=theme.faint, linewidth=0.8, transform=beside, clip_on=False
+        )
+        line = {"arrowstyle": "-", "color": theme.faint, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 4}
+        look: dict[str, Any] = {"textcoords": beside, "annotation_clip": False, "arrowprops": line}
+        axis.annotate("", (members[0][0], y), (1.02, (heights[0] + heights[-1]) / 2), **look)
+        for (_, _, text, colour), text_y in zip(members, heights, strict=True):
+            axis.text(1.035, text_y, text, va="center", fontsize=8, color=colour, transform=beside)
     most, ticks = max(x.high for x, *_ in points), [0.0]
     for tick in (step * 10.0**power for power in range(-2, 7) for step in (1, 2, 4)):
         if tick <= most and tick**0.5 - ticks[-1] ** 0.5 > 0.05 * most**0.5:
@@ -268,6 +272,20 @@ def _root(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _square(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.sign(x) * np.square(x)
+
+
+def together(labels: Sequence[Label], near: tuple[float, float]) -> list[tuple[float, list[Label]]]:
+    """Labels of points at most `near` apart on the axes, with their mean height; from the lowest on."""
+    groups: list[list[Label]] = []
+    for label in labels:  # sorted by height
+        for group in groups:
+            x, y, *_ = group[0]
+            if abs(x**0.5 - label[0] ** 0.5) <= near[0] and label[1] - y <= near[1]:
+                group.append(label)
+                break
+        else:
+            groups.append([label])
+    return sorted((sum(y for _, y, *_ in group) / len(group), group) for group in groups)
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:

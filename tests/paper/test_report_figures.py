@@ -137,6 +137,13 @@ def test_the_line_of_the_frontier_ends_at_greedy_and_takeover():
     assert len({marker for marker, _ in looks}) == len({colour for _, colour in looks}) == 3
 
 
+def test_points_that_lie_together_share_one_line_to_their_names():
+    labels = [(0.0, 70.0, "greedy", ""), (4.0, 90.0, "a", ""), (9.0, 90.2, "apart", ""), (4.1, 90.6, "b", "")]
+    groups = figures.together(labels, (0.1, 1.0))
+    assert [[text for _, _, text, _ in members] for _, members in groups] == [["greedy"], ["apart"], ["a", "b"]]
+    assert [height for height, _ in groups] == pytest.approx([70.0, 90.2, 90.3])
+
+
 def written_in(figure):
     """Every text of a figure with its place."""
     texts = [text for legend in figure.legends for text in legend.get_texts()]
