@@ -194,7 +194,7 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         "",
         *failures(cells, choice.delta),
         "",
-        f"Deployed: {counted}. None passed the test in {unpassed} of {len(cells.records)} runs.",
+        f"Deployed: {counted}. In {unpassed} of {len(cells.records)} runs no recipe passed its test.",
     ]
     return "\n".join(lines) + "\n"
 
