@@ -29,7 +29,8 @@ from fb_kernels import backend, bench, calls, cpu
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
-RUN = ("own_decoder.md", "scoring.md", "decoding.md", "shared_prefix.md")  # blocks with a literal `(...)` are skipped
+# Blocks with a literal `(...)` are skipped.
+RUN = ("own_decoder.md", "reproduce.md", "scoring.md", "decoding.md", "shared_prefix.md")
 ELSEWHERE = {  # pages whose Python is run elsewhere, or is a fragment of what an example or a test runs
     "serving.md": "tests/core/test_serve_clients.py",
     "shared_prefix.md": "examples/grpo.py",
