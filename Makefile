@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install test test-real demo bench figures docs aot ptx wheel kernels-hub tune gpu-wheels gpu-check gpu-sanitize check clean
+.PHONY: install test test-real test-servers demo bench figures docs aot ptx wheel kernels-hub tune gpu-wheels gpu-check gpu-sanitize check clean
 
 install: $(STAMP)
 
@@ -34,6 +34,19 @@ $(VENV)/.real: $(STAMP)
 
 test-real: $(VENV)/.real
 	$(BIN)/python -m pytest tests/real
+
+# Tests against a real vLLM, in an environment of its own of 3.5 GB, on the same model. What vLLM requires for pictures and
+# sound is built for another torch and breaks it.
+SERVERS ?= .venv-servers
+
+$(SERVERS)/.installed: tests/servers/pyproject.toml
+	test -x $(SERVERS)/bin/python || $(PYTHON) -m venv $(SERVERS)
+	$(SERVERS)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) ./tests/servers
+	$(SERVERS)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-servers: $(VENV)/.real $(SERVERS)/.installed
+	VLLM=$(abspath $(SERVERS))/bin/vllm $(BIN)/python -m pytest tests/servers
 
 demo: $(STAMP)
 	$(BIN)/futurebridge demo
@@ -115,4 +128,4 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(DOCS) $(SERVERS) build dist *.egg-info tests/servers/build tests/servers/*.egg-info

@@ -15,8 +15,9 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel, Qwen3Config, StaticCache
 
-from benchmarks import harness, llama_cpp, peers, shapes
+from benchmarks import harness, peers, shapes
 from benchmarks.harness import OURS, Goal, Implementation
+from benchmarks.live_server import LlamaCpp, write_gguf
 from benchmarks.shapes import CANDIDATES
 from fb_core import (
     FutureBridgeSelector,
@@ -230,9 +231,13 @@ def test_generate_beside_llama_cpp(compare: Callable, tmp_path: Path, dtype: tor
     with ExitStack() as stack:
         try:
             file = tmp_path / "model.gguf"
-            llama_cpp.write_gguf(model, file)
-            theirs = stack.enter_context(llama_cpp.serving(file, ids.tolist(), new, torch.get_num_threads()))
-            runs["llama.cpp"] = Implementation(theirs, expected)
+            write_gguf(file, model)
+            live = stack.enter_context(LlamaCpp(file, slots=1, threads=torch.get_num_threads(), exact=False))
+            asked = {"prompt": ids.tolist(), "n_predict": new, "temperature": 0, "samplers": ["temperature"]}
+            asked |= {"cache_prompt": False, "ignore_eos": True, "return_tokens": True}
+            runs["llama.cpp"] = Implementation(
+                lambda: torch.tensor(live.post("/completion", asked)["tokens"]), expected
+            )
         except ImportError as reason:
             skipped["llama.cpp"] = str(reason)
         compare(

@@ -58,7 +58,8 @@ class ServerLLM(LLM):
 
     Samples are drawn by the server, one request per sample, each with its own seed. They are not those of a `LocalLLM`,
     and whether they can be reproduced depends on the server, where each batch may round differently. SGLang applies
-    `top_p` to all probabilities instead of those of the `top_k`; vLLM raises a temperature below 0.01 to 0.01.
+    `top_p` to all probabilities instead of those of the `top_k`; vLLM raises a temperature below 0.01 to 0.01 and
+    refuses one above 2.
 
     A continuation ends where the server ends it (its model's end-of-sequence tokens), or after one of `ends`. If a
     server floors the log-probability of impossible tokens (vLLM: -9999; llama.cpp: -3.4e38, below about -103), the

@@ -1,6 +1,7 @@
 """`ServerLLM` and the decoders against llama.cpp's own server, a process that serves a tiny model of ours.
 
-The packages of vLLM and SGLang need a GPU: their dialects are tested as they document them, by `dialects.py`.
+vLLM's own server is asked in `tests/servers` (`make test-servers`); its dialect and SGLang's are tested as they are
+documented, by `dialects.py`.
 """
 
 import math
@@ -15,9 +16,9 @@ import pytest
 import torch
 from dialects import byte_tokenizer
 from limits import HANG
-from live_server import CONTEXT, LiveServer, write_gguf
 from tiny import EOS, tiny
 
+from benchmarks.live_server import CONTEXT, LlamaCpp, write_gguf
 from fb_core import ServerError, ServerLLM, server
 from fb_core.decoding import CollaborativeDecoder, LowLatencyDecoder
 from fb_core.llm import LocalLLM
@@ -57,7 +58,7 @@ def live(model, tmp_path_factory):
     """The server's process; a test that kills it starts it again."""
     path = tmp_path_factory.mktemp("live") / "model.gguf"
     write_gguf(path, model, byte_tokenizer(merges=MERGES))
-    there = LiveServer(path)
+    there = LlamaCpp(path)
     yield there
     there.kill()
 
@@ -252,7 +253,7 @@ def test_a_server_that_hangs_ends_at_the_timeout(live, local):
 
 
 def test_a_key_opens_the_server_and_is_not_shown(live):
-    guarded = LiveServer(live.model, KEY)
+    guarded = LlamaCpp(live.file, KEY)
     try:
         connect(guarded, api_key=KEY).check_tokenizer(byte_tokenizer(merges=MERGES))
         for key in (None, "sk-other"):

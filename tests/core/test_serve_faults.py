@@ -14,11 +14,11 @@ import pytest
 import torch
 from dialects import byte_tokenizer
 from limits import HANG
-from live_server import CONTEXT, LiveServer, write_gguf
 from serving import Server, until
 from test_live_server import MERGES
 from tiny import tiny
 
+from benchmarks.live_server import CONTEXT, LlamaCpp, write_gguf
 from fb_core.decoding import CollaborativeDecoder
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def large(folder):
-    there = LiveServer(folder / "large.gguf")
+    there = LlamaCpp(folder / "large.gguf")
     yield there
     if there.process.poll() is None:
         os.kill(there.process.pid, signal.SIGCONT)

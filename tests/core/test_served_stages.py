@@ -7,9 +7,9 @@ import json
 import pytest
 from dialects import byte_tokenizer
 from limits import HANG
-from live_server import CONTEXT, LiveServer, write_gguf
 from tiny import tiny
 
+from benchmarks.live_server import CONTEXT, LlamaCpp, write_gguf
 from fb_core import ServerError, server
 from fb_core.config import RunSettings
 from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
@@ -31,7 +31,7 @@ def pair(tmp_path_factory):
         model.save_pretrained(folder / role)
         tokenizer.save_pretrained(folder / role)
         write_gguf(folder / f"{role}.gguf", model, tokenizer)
-        names[role], servers[role] = str(folder / role), LiveServer(folder / f"{role}.gguf")
+        names[role], servers[role] = str(folder / role), LlamaCpp(folder / f"{role}.gguf")
     problems = folder / "problems.jsonl"
     problems.write_text(
         "".join(json.dumps({"problem": f"What is {n} the {n * n}?", "answer": str(n)}) + "\n" for n in range(12))

@@ -13,10 +13,10 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from live_server import LiveServer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.live_server import LlamaCpp
 from fb_core import (
     BranchGroup,
     CollaborativeDecoder,
@@ -68,14 +68,13 @@ def prompts(tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
 
 
 @pytest.fixture(scope="module")
-def live(gguf_file: Path) -> Iterator[LiveServer]:
-    there = LiveServer(gguf_file)
-    yield there
-    there.kill()
+def live(gguf_file: Path) -> Iterator[LlamaCpp]:
+    with LlamaCpp(gguf_file) as there:
+        yield there
 
 
 @pytest.fixture(scope="module")
-def server(live: LiveServer, large: PreTrainedModel) -> ServerLLM:
+def server(live: LlamaCpp, large: PreTrainedModel) -> ServerLLM:
     ends = [large.generation_config.eos_token_id]
     return ServerLLM(live.url, "llama.cpp", vocabulary=large.config.vocab_size, ends=ends, timeout=120.0)
 
