@@ -7,10 +7,13 @@ error must not exceed the repeated cache's in bfloat16 by much. K full forwards 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import harness, peers, shapes
 from benchmarks.harness import OURS, Cost, Goal, Implementation
+from benchmarks.live_server import LiveServer, Served
 from benchmarks.shapes import CANDIDATES, ON_GPU
 from fb_core import BranchGroup, CompatibilityScorer, hf
 from fb_kernels import backend
@@ -161,6 +165,71 @@ def test_groups(compare: Callable, models: Models, count: int, p: int, h: int) -
         scoring_cost(models.model, [p] * count, [p] * count, h),
         [Goal("repeated caches, one batch", 2.0)] if ON_GPU else [],
     )
+
+
+@pytest.mark.skipif(shapes.ON_GPU, reason="peers on CPUs")
+@pytest.mark.parametrize(("count", "p", "h"), shapes.SERVED_GROUPS)
+def test_groups_beside_servers(compare: Callable, served: Served, pretrained: Path, count: int, p: int, h: int) -> None:
+    """Groups of a pretrained model in this process, and over HTTP, each with another first token in every call."""
+    model, (running, missing) = AutoModelForCausalLM.from_pretrained(pretrained).eval(), served
+    drawn = [random_group(model, p, h, seed) for seed in range(count)]
+    scorer = CompatibilityScorer(model)
+
+    def ours(groups: list[Group]) -> Iterable[Tensor]:
+        matrices = scorer.score_trajectories([(prefix, [BranchGroup(p, *rest)]) for prefix, *rest in groups])
+        return [matrix for (matrix,) in matrices]
+
+    def asked_of(ask: Callable[..., Tensor], live: LiveServer) -> Callable[[list[Group]], Iterable[Tensor]]:
+        return lambda groups: threads.map(lambda group: ask(live, *group), groups)
+
+    ways: dict[str, Callable[[list[Group]], Iterable[Tensor]]] = {
+        OURS: ours,
+        f"{REPEATED}, one group at a time": lambda groups: [peers.repeated_cache(model, *group) for group in groups],
+    }
+    asks = {shapes.OUR_SERVER: continuations, shapes.VLLM: prompt_logprobs}
+    ways |= {name: asked_of(ask, running[name]) for name, ask in asks.items() if name in running}
+
+    def run(way: Callable[[list[Group]], Iterable[Tensor]]) -> Callable[[], Tensor]:
+        numbers = itertools.count()
+
+        def fresh() -> Tensor:
+            first = torch.tensor([next(numbers) % model.config.vocab_size])
+            return torch.stack(
+                [*way([(torch.cat([first, prefix[1:]]), pool, future) for prefix, pool, future in drawn])]
+            )
+
+        return fresh
+
+    with ThreadPoolExecutor(count) as threads:
+        wide = copy.deepcopy(model).to(shapes.WIDE)
+        prefix, *rest = drawn[0]
+        expected = peers.repeated_cache(wide, torch.cat([prefix.new_zeros(1), prefix[1:]]), *rest)
+        compare(
+            "score_group",
+            f"SmolLM2-135M, G={count} K={CANDIDATES} H={h} P={p}",
+            {name: Implementation(run(way), expected[None]) for name, way in ways.items()},
+            rounds=3,
+            tolerance=1e-3,
+            dtype=torch.float32,
+            skipped=missing | {shapes.LLAMA_CPP: "it gives no log-probs of a prompt's tokens"},
+            goals=[Goal(shapes.VLLM, 1)],
+        )
+
+
+def continuations(live: LiveServer, prefix: Tensor, candidates: Tensor, future: Tensor) -> Tensor:
+    """[K, H] by our server."""
+    asked = {"prefix": prefix.tolist(), "candidates": candidates.tolist(), "future": future.tolist()}
+    return torch.tensor([each["logprobs"] for each in live.post("/v1/continuations", asked)["data"]])
+
+
+def prompt_logprobs(live: LiveServer, prefix: Tensor, candidates: Tensor, future: Tensor) -> Tensor:
+    """[K, H] by vLLM."""
+    prompts = [[*prefix.tolist(), candidate, *future.tolist()] for candidate in candidates.tolist()]
+    asked = {"prompt": prompts, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    choices = sorted(live.post("/v1/completions", asked)["choices"], key=lambda choice: choice["index"])
+    tokens = future.tolist()
+    last = [zip(tokens, choice["prompt_logprobs"][-len(tokens) :], strict=True) for choice in choices]
+    return torch.tensor([[of[str(token)]["logprob"] for token, of in each] for each in last])
 
 
 @pytest.mark.parametrize(("count", "t", "h"), shapes.TRAJECTORIES)

@@ -7,9 +7,11 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from benchmarks import harness, shapes
 from benchmarks.harness import Cost, Goal, Implementation, Result
+from benchmarks.live_server import VLLM, LiveServer, LlamaCpp, Ours, Served, write_gguf
 from fb_kernels import backend
 from fb_kernels.timing import Timing
 
@@ -150,3 +153,32 @@ def slm() -> PreTrainedModel:
         torch.manual_seed(0)
         config = Qwen3Config(**shapes.SLM, tie_word_embeddings=True)
         return AutoModelForCausalLM.from_config(config, dtype=shapes.DTYPE).eval()
+
+
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a pretrained model in float32, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    shapes.write_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def served(pretrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Servers of the pretrained model by name, with all cores each, and why others are missing."""
+    file = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    write_gguf(file, AutoModelForCausalLM.from_pretrained(pretrained))
+    common: dict[str, Any] = {"threads": harness.cores(), "context": shapes.SERVED_TOKENS}
+    makers: dict[str, Callable[[], LiveServer]] = {
+        shapes.OUR_SERVER: partial(Ours, pretrained, rows=max(shapes.SEQUENCES), **common),
+        shapes.LLAMA_CPP: partial(LlamaCpp, file, slots=16, exact=False, **common),
+        shapes.VLLM: partial(VLLM, pretrained, eager=False, **common),
+    }
+    running, missing = {}, {}
+    with ExitStack() as stack:
+        for name, make in makers.items():
+            try:
+                running[name] = stack.enter_context(make())
+            except (ImportError, FileNotFoundError) as reason:
+                missing[name] = str(reason)
+        yield running, missing

