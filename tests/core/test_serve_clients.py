@@ -137,14 +137,15 @@ def run(lines):
 def test_the_readmes_server_answers_as_it_says():
     lines = README.read_text().splitlines()
     (place,) = (number for number, line in enumerate(lines) if line.startswith("futurebridge serve "))
-    serve, curl, answer = lines[place : place + 3]
+    serve, curl = lines[place : place + 2]
+    curl, _, answer = curl.partition("  # ")
     slm, *options = shlex.split(serve.removeprefix("futurebridge serve --slm "), comments=True)
     running = Server(*options, slm=slm)
     done = subprocess.run(
         shlex.split(curl.replace("http://127.0.0.1:8000", running.url)), capture_output=True, text=True
     )
     running.end()
-    parts = [part.strip(" ,") for part in answer.removeprefix("# ").split("...")]
+    parts = [part.strip(" ,") for part in answer.split("...")]
     assert [part for part in parts if part not in done.stdout] == []
     assert "boxed" in answer
 

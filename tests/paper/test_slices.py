@@ -32,6 +32,7 @@ KINDS = list(
     )
 )
 FREELY = {
+    "collect.unread",
     "score.token_budget",
     "train.checkpoint_steps",
     "train.tracker",
