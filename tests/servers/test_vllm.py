@@ -1,4 +1,4 @@
-"""Every request of `ServerLLM` to vLLM's own server, and a run from `collect` to `train` with the large model on it.
+"""Every request of `ServerLLM` to vLLM's own server, and a run from `collect` to `serve` with the large model on it.
 
 `make test-servers` runs it; `make test` does not collect it. The model is SmolLM2-135M-Instruct.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from limits import HANG
+from serving import Server
 from test_served_stages import assert_alike
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -208,7 +209,13 @@ SHOWN = "".join(
 )
 
 
-def test_a_run_from_collect_to_train(vllm: VLLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_from_collect_to_serve(
+    vllm: VLLM,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The model is small and large model both: that futures and pools come from the server is what is tested."""
     monkeypatch.setenv("LARGE_KEY", KEY)
     sums = [(a, b) for a in range(1, 10) for b in range(1, 10) if (7 * a + b) % 3 == 0][:16]
@@ -237,3 +244,18 @@ def test_a_run_from_collect_to_train(vllm: VLLM, folder: Path, tmp_path: Path, m
         run_command(command, served, tmp_path / "served", show=str)
     for stage in ("states", "futures"):
         assert_alike(tmp_path / "here", tmp_path / "served", stage)
+    of = {"llm": folder, "server": vllm.url, "flavour": "vllm", "api_key_variable": "LARGE_KEY"}
+    adapter = tmp_path / "served" / "reranker" / "seed-0"
+    ours = Server(slm=folder, adapter=adapter, max_length=512, device="cpu", dtype="float32", **of)
+    try:
+        with ours.client() as client:
+            answer = client.with_options(timeout=HANG).chat.completions.create(
+                model=str(folder),
+                messages=[{"role": "user", "content": SHOWN + "4 + 4 = 8"}],
+                max_tokens=16,
+                extra_body={"futurebridge": {"threshold": 0.0, "max_events": 3, "recipe": "futurebridge"}},
+            )
+    finally:
+        ours.end()
+    assert answer.usage.large_model["calls"] == 3
+    assert answer.choices[0].message.content
