@@ -292,8 +292,8 @@ class LocalLLM(LLM):
     ) -> list[Candidates]:
         """As `LLM.candidates_many`, without a cache; raises as `candidates`.
 
-        With a native decoder (`fb_core.native`) prompts run packed, and one that begins another costs nothing: so all
-        states of a trajectory cost one forward. Other models run left-padded batches.
+        Where a prompt begins another one and the model has a native decoder (`fb_core.native`), prompts run packed and
+        the shorter one costs nothing: so all states of a trajectory cost one forward. Others run in left-padded batches.
         """
         checked, scored = self._checked(prompts, k, score_ids)
         answers: dict[int, Candidates] = {}
@@ -304,11 +304,11 @@ class LocalLLM(LLM):
     @torch.no_grad()
     def _after(self, prompts: Sequence[Tensor]) -> Iterator[tuple[Sequence[int], Tensor]]:
         """(which prompts, float32 logits [n, V] after them), until all are done."""
-        if NativeDecoder.of(self.model) is None:
+        chains = list(_chains([ids.tolist() for ids in prompts]))
+        if len(chains) == len(prompts) or NativeDecoder.of(self.model) is None:
             for rows in hf.batches([len(ids) for ids in prompts], 0, self.batch_tokens):
                 yield rows, hf.last_logits(self.model, *hf.left_padded([prompts[row] for row in rows]))
             return
-        chains = list(_chains([ids.tolist() for ids in prompts]))
         last = [[len(prompts[row]) - 1 for row in rows] for rows in chains]
         order = chain.from_iterable(chains)
         for states in hf.hidden_states(self.model, [prompts[rows[-1]] for rows in chains], last, self.batch_tokens):
