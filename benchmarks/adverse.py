@@ -171,7 +171,7 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         "",
         "In the [demo's worlds](evidence.md) some recipe was better than greedy decoding in every run, so they cannot "
         "show that certification keeps a bad one back. In the worlds here no word says anything about what follows, "
-        "and the large model is no help, or less:",
+        "and the large model does not help, or does harm:",
         "",
         "- *nothing*: it is the small one itself.",
         f"- *carry*: it was taught to forget the carry in steps with a multiplier of {MISTAKEN[0]} or more. It is "
