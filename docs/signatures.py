@@ -23,9 +23,14 @@ Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 @cache
 def source(module: str) -> tuple[str, ast.Module]:
     """A module's text and tree."""
-    path = ROOT / module.replace(".", "/")
-    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    text = path_of(module).read_text()
     return text, ast.parse(text)
+
+
+def path_of(module: str) -> Path:
+    """A module's file."""
+    path = ROOT / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 @cache
@@ -162,8 +167,7 @@ class Api(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         (package,) = self.arguments
         for name in self.content:
-            module = definition(package, name)[0].replace(".", "/")
-            self.env.note_dependency(str(ROOT / module))
+            self.env.note_dependency(str(path_of(definition(package, name)[0])))
         return self.parse_text_to_nodes("\n".join(line for name in self.content for line in described(package, name)))
 
 
