@@ -52,7 +52,7 @@ def _goes_on(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo(f"\nfuturebridge: stopped; finished work is kept in {folder}, and the same command continues it", err=True)
+        typer.echo(f"\nfuturebridge: stopped; finished work is in {folder}, the same command continues it", err=True)
         raise typer.Exit(STOPPED) from None
 
 

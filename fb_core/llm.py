@@ -293,7 +293,7 @@ class LocalLLM(LLM):
         """As `LLM.candidates_many`, without a cache; raises as `candidates`.
 
         Where a prompt begins another one and the model has a native decoder (`fb_core.native`), prompts run packed and
-        the shorter one costs nothing: so all states of a trajectory cost one forward. Others run in left-padded batches.
+        the shorter one costs nothing: all states of a trajectory cost one forward. Others run in left-padded batches.
         """
         checked, scored = self._checked(prompts, k, score_ids)
         answers: dict[int, Candidates] = {}

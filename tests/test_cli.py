@@ -87,7 +87,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on(tmp_path):
     _, told = process.communicate(timeout=HANG)
     assert process.returncode == 130
     assert told.endswith(
-        f"futurebridge: stopped; finished work is kept in {tmp_path / 'run'}, and the same command continues it\n"
+        f"futurebridge: stopped; finished work is in {tmp_path / 'run'}, the same command continues it\n"
     )
     assert "Traceback" not in told
 
