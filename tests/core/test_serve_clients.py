@@ -7,11 +7,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from langchain_openai import ChatOpenAI, OpenAI
 from limits import HANG
 from serving import MODEL, Server
 
@@ -39,6 +41,22 @@ def test_openais_asynchronous_client_streams_many_answers_at_once(server, proble
             return await asyncio.gather(*(answer(client, problem) for problem in problems))
 
     assert asyncio.run(ask()) == texts
+
+
+def test_langchains_requests_are_answered(server, problems, texts):
+    """As they come by default, then drawn with a seed: whole, streamed and in a batch, chat and completions."""
+    chat, completion = (partial(server.client, kind, model=MODEL) for kind in (ChatOpenAI, OpenAI))
+    prompts = [problem.prompt for problem in problems]
+    assert chat().invoke(prompts[0]).content and completion().invoke(prompts[0])
+    plain = completion(temperature=0, max_tokens=60)
+    assert [plain.invoke(prompts[0]), "".join(plain.stream(prompts[1]))] == texts[:2]
+    assert plain.batch(prompts) == texts
+    drawn = chat(temperature=0.7, top_p=1, seed=3, logprobs=True, top_logprobs=2, max_tokens=60)
+    whole = drawn.invoke(prompts[0])
+    assert "".join(piece.content for piece in drawn.stream(prompts[0])) == whole.content
+    assert [answer.content for answer in drawn.batch(prompts[:1] * 2)] == [whole.content] * 2
+    tokens = whole.response_metadata["logprobs"]["content"]
+    assert tokens and all(len(token["top_logprobs"]) == 2 for token in tokens)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
