@@ -47,7 +47,8 @@ def test_langchains_requests_are_answered(server, problems, texts):
     """As they come by default, then drawn with a seed: whole, streamed and in a batch, chat and completions."""
     chat, completion = (partial(server.client, kind, model=MODEL) for kind in (ChatOpenAI, OpenAI))
     prompts = [problem.prompt for problem in problems]
-    assert chat().invoke(prompts[0]).content and completion().invoke(prompts[0])
+    assert chat().invoke(prompts[0]).content
+    assert completion().invoke(prompts[0])
     plain = completion(temperature=0, max_tokens=60)
     assert [plain.invoke(prompts[0]), "".join(plain.stream(prompts[1]))] == texts[:2]
     assert plain.batch(prompts) == texts
@@ -56,7 +57,8 @@ def test_langchains_requests_are_answered(server, problems, texts):
     assert "".join(piece.content for piece in drawn.stream(prompts[0])) == whole.content
     assert [answer.content for answer in drawn.batch(prompts[:1] * 2)] == [whole.content] * 2
     tokens = whole.response_metadata["logprobs"]["content"]
-    assert tokens and all(len(token["top_logprobs"]) == 2 for token in tokens)
+    assert tokens
+    assert all(len(token["top_logprobs"]) == 2 for token in tokens)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
