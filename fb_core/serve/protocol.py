@@ -25,7 +25,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
-    "functions": ([],),
     "ignore_eos": (False,),
     "length_penalty": (1,),
     "logit_bias": ({},),
@@ -40,11 +39,11 @@ OFF: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "use_beam_search": (False,),
 }
 """Values, besides null, that these parameters may have: those that ask for what decoding of text does anyway."""
 LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # they change no answer
+OFFERED = ("functions", "tools")  # the model need not call them, as `tool_choice` cannot require it, and never does
 
 
 def _shown(value: Any) -> str:
@@ -177,7 +176,7 @@ class Request(_Strict):
         """The request without nulls, labels and the parameters in `OFF`; an error's second argument is the name."""
         if not isinstance(body, dict):
             return body
-        given = {name: value for name, value in body.items() if value is not None and name not in LABELS}
+        given = {name: value for name, value in body.items() if value is not None and name not in LABELS + OFFERED}
         for name, value in given.items():
             if name in OFF and value not in OFF[name]:
                 allowed = " or ".join(json.dumps(each) for each in OFF[name])

@@ -119,7 +119,7 @@ REFUSED = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "expected it only without stream"),
     ({"best_of": 2}, "best_of", "expected 1"),
     ({"suffix": "x"}, "suffix", "expected"),
-    ({"tools": [{"type": "function"}]}, "tools", "expected []"),
+    ({"tool_choice": "required"}, "tool_choice", 'expected "none" or "auto"'),
     ({"response_format": {"type": "json_object"}}, "response_format", 'expected {"type": "text"}'),
     ({"temperature": -0.5}, "temperature", "greater than or equal to 0"),
     ({"temperature": "hot"}, "temperature", "valid number"),
@@ -256,7 +256,7 @@ def test_drawn_answers_are_the_decoders(server, pair, problems, stream):
 
 
 def test_what_clients_send_by_default_is_drawn_anew_each_time(server, problems):
-    """LangChain's and Open WebUI's requests name a temperature and no seed."""
+    """LangChain's and Open WebUI's requests name a temperature and no seed; the latter offer tools."""
     client, texts = server.client(), set()
     for temperature in (0.7, 2.0, 2.0, 2.0):
         pieces = client.chat.completions.create(
@@ -268,6 +268,7 @@ def test_what_clients_send_by_default_is_drawn_anew_each_time(server, problems):
             stream=True,
             logprobs=True,
             top_logprobs=2,
+            tools=[{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}],
         )
         choices = [piece.choices[0] for piece in pieces]
         texts.add("".join(choice.delta.content or "" for choice in choices))
