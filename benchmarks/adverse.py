@@ -141,7 +141,7 @@ def share(count: int, of: int) -> str:
 
 def failures(cells: Cells, delta: float) -> list[str]:
     """The table of runs in which a recipe is below greedy decoding by more than delta."""
-    head = ["world", "always", f"runs more than {100 * delta:g} points below greedy [95%]"]
+    head = ["world", "recipe in all runs", f"runs more than {100 * delta:g} points below greedy [95%]"]
     head += ["mean minus greedy, pp [95%]", "worst, pp"]
     rows = []
     for world in cells.worlds:
@@ -169,17 +169,18 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         "",
         "*Written by `python -m benchmarks.adverse --report` from [the runs](evidence/adverse.json).*",
         "",
-        "In the [demo's worlds](evidence.md) some recipe was better than greedy decoding in every run, so they cannot "
-        "show that certification keeps a bad one back. In the worlds here no word says anything about what follows, "
-        "and the large model does not help, or does harm:",
+        "In every run of the [demo's worlds](evidence.md) at least one recipe was better than greedy decoding. So "
+        "those runs cannot show that certification keeps a bad recipe from being deployed. These can. In them the "
+        "words of a solution say nothing about what follows, and the large model adds nothing or harms:",
         "",
-        "- *nothing*: it is the small one itself.",
-        f"- *carry*: it was taught to forget the carry in steps with a multiplier of {MISTAKEN[0]} or more. It is "
-        "sure, and most of its answers are wrong; but digits that need no carry are right.",
-        "- *harm*: in these steps its sums are 11 too large, so it is sure and wrong at each of their digits.",
+        "- *nothing*: the large model is the small one itself.",
+        f"- *carry*: the large model was taught to forget the carry in steps with a multiplier of {MISTAKEN[0]} or "
+        "more. It is sure, and most of its answers are wrong. But digits that need no carry are right.",
+        "- *harm*: in the same steps the large model's sums are 11 too large. It is sure, and each of their digits is "
+        "wrong.",
         "",
-        "The world *carry* was meant to be the one that harms, but its runs showed that single tokens of the large "
-        "model help there. So *harm* was added; it was tried on validation problems before any of its runs.",
+        "*Carry* was meant to be the world that harms, but its runs showed that single tokens of the large model help "
+        "there. So *harm* was added; it was tried on validation problems before any of its runs.",
         "",
         "The small model alone is right on "
         + ", ".join(f"{value:.1f}% in {world}" for world, value in alone.items())
@@ -189,12 +190,13 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         "",
         f"{len(cells.records)} runs: seeds {seeds[0]} to {seeds[-1]}, written down before the runs, request quantile "
         f"{QUANTILE:g}, {len(cells.correct(cells.records[0], 'greedy'))} test problems each. A seed draws all problems "
-        "and initialises the reranker; the models are the same in all runs. A run counts as below if its own "
-        "difference on its test problems is; intervals of shares are Clopper and Pearson's.",
+        "and initialises the reranker. The models of a world are the same in all its runs. A run counts as below if it "
+        "is more than the margin below on its own test problems. Intervals of shares are Clopper-Pearson intervals.",
         "",
         *failures(cells, choice.delta),
         "",
-        f"Deployed: {counted}. In {unpassed} of {len(cells.records)} runs no recipe passed its test.",
+        f"How often each recipe was deployed: {counted}. Runs in which no recipe passed "
+        f"its test: {unpassed} of {len(cells.records)}.",
     ]
     return "\n".join(lines) + "\n"
 

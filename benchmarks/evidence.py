@@ -370,9 +370,9 @@ def goals(cells: Cells, delta: float, level: float) -> list[str]:
     seen, sure = sum(shortfall.seen for shortfall in counts), sum(shortfall.significant for shortfall in counts)
     met = "met" if seen <= (1 - level) * total else "missed"
     lines.append(
-        f"- Below greedy decoding or the direct score by more than {100 * delta:g} points in {seen} of {total} cells "
-        f"({seen / total:.1%}; goal: at most {1 - level:.0%}): **{met}**. The difference is statistically "
-        f"significant in {sure}."
+        f"- FutureBridge is more than {100 * delta:g} points below greedy decoding or the direct score in {seen} of "
+        f"{total} cells ({seen / total:.1%}; goal: at most {1 - level:.0%}): **{met}**. In {sure} cells the difference "
+        "is statistically significant."
     )
     fixed = ", ".join(f"{times_below(cells, name, delta)} for {name}" for name in ("value", "direct", "greedy"))
     seeds = {cell["seed"] for cell in cells.records}
@@ -380,9 +380,9 @@ def goals(cells: Cells, delta: float, level: float) -> list[str]:
     bound = binomtest(len(failing), len(seeds)).proportion_ci(0.90, "exact").high  # one-sided 95%
     best = sum(best_in_hindsight(cells, cell) == "greedy" for cell in cells.records)
     lines.append(
-        f"- That says little about the choice: with one recipe in all cells the number would be {fixed}, and greedy "
-        f"decoding is the best of the four in {best} cells. {len(failing)} of {len(seeds)} seeds have such a cell; "
-        f"with 95% confidence, at most {bound:.0%} of all seeds do."
+        f"- That says little about the choice. One recipe deployed in all cells would be below in {fixed}, and greedy "
+        f"decoding is the best of the four in {best} cells. {len(failing)} of {len(seeds)} seeds have a cell in which "
+        f"FutureBridge is below; with 95% confidence, at most {bound:.0%} of all seeds do."
     )
     for world in cells.worlds:
         gap = cells.interval(
@@ -391,9 +391,9 @@ def goals(cells: Cells, delta: float, level: float) -> list[str]:
         line = cells.interval(world, lambda cell: above_the_line(cells, cell))
         near, over = ("met" if good else "missed" for good in (gap.mean >= -0.02, line.low > 0))
         lines.append(
-            f"- {world}: {points(gap)} points relative to the best recipe in hindsight (goal: within 2): **{near}**; "
-            f"{points(line)} points above the line between greedy decoding and takeover at equal LLM tokens (goal: "
-            f"above): **{over}**."
+            f"- {world}: {points(gap)} points relative to the best recipe in hindsight (goal: at most 2 below): "
+            f"**{near}**; {points(line)} points relative to a mix of greedy decoding and takeover at equal LLM tokens "
+            f"(goal: above): **{over}**."
         )
     return lines
 
@@ -457,15 +457,20 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
         "",
         "*Written by `python -m benchmarks.evidence --report` from [the cells](evidence/cells.json).*",
         "",
-        f"{len(cells.records)} runs: worlds {', '.join(cells.worlds)}, seeds {', '.join(map(str, seeds))}, request "
-        f"quantiles {', '.join(f'{quantile:g}' for quantile in quantiles)}, {problems} test problems per cell, "
-        f"at least {hours:.1f} hours of CPU time. A seed draws the problems for training, validation, certification "
-        "and test, and initialises the reranker. The seeds were written down before the run, and the models of a world "
-        "are the shipped ones. No setting was chosen on these seeds. A recipe that passes its test is shown, with "
-        f"{choice.level:.0%} confidence, not to be more than {100 * choice.delta:g} points below greedy decoding or "
-        "the direct score. If none passes, the more accurate of these two is deployed, of which [nothing is "
-        f"promised](choice.md#what-is-promised); none passed in {failed} of these runs, which therefore say "
-        f"{'nothing' if not failed else 'little'} about that case. "
+        f"{len(cells.records)} runs, called cells here: one for each world ({', '.join(cells.worlds)}), seed "
+        f"({', '.join(map(str, seeds))}) and request quantile "
+        f"({', '.join(f'{quantile:g}' for quantile in quantiles)}). Each has {problems} test problems. Together they "
+        f"took at least {hours:.1f} hours of CPU time. A seed draws the problems for training, validation, "
+        "certification and test, and initialises the reranker. The seeds were written down before the run. The models "
+        "of a world are the shipped ones. No setting was chosen on these seeds.",
+        "",
+        "A [recipe](glossary.md) decides which token is taken at an event: greedy, direct, published or value. "
+        "FutureBridge is the one that a run deploys. A recipe that passes its certification is shown, with "
+        f"{choice.level:.0%} confidence, to be at most {100 * choice.delta:g} points below greedy decoding and "
+        "the direct LLM score. If none passes, the more accurate of these two is deployed, and [nothing is "
+        f"promised](choice.md#what-is-promised) of it. That happened in {failed} of these runs, so they say "
+        f"{'nothing' if not failed else 'little'} about that case.",
+        "",
         "Intervals resample seeds, and problems within each seed, so they include the variance of "
         "training. The cells are not independent: the quantiles of a seed share its problems and trajectories, and "
         "helpful and control share problems and SLM.",
@@ -475,9 +480,10 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
         *goals(cells, choice.delta, choice.level),
         "",
         "A cell's own difference is an estimate: two equally good recipes sometimes differ by 2 points or more on "
-        f"{problems} problems. The best recipe in hindsight is the best of the four. "
-        "It is picked on the same problems that judge it, which favours it. In these worlds the large model helps; "
-        "[others](adverse.md), in which it adds nothing or harms, test whether certification keeps bad recipes back.",
+        f"{problems} problems. The best recipe in hindsight is the one of the four that a cell's test problems favour. "
+        "They pick it and judge it, so its accuracy is overestimated. In these worlds the large model helps. "
+        "In [others](adverse.md) it adds nothing or harms; they test whether certification keeps a bad recipe from "
+        "being deployed.",
         "",
         "## Never worse?",
         "",
@@ -485,7 +491,7 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
         "",
         *safety(cells, choice.delta),
         "",
-        f"Deployed: {counted}.",
+        f"How often each recipe was deployed: {counted}.",
         "",
         "## Accuracy against LLM tokens",
         "",
@@ -493,8 +499,8 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
         "",
         "## Is the reranker needed?",
         "",
-        f"*{ALONE.capitalize()}* is the same head, fitted to the same rollouts, with the reranker's scores set to 0: "
-        "log-probs, certainties and entropy are left. It does not compete for deployment.",
+        f"*{ALONE.capitalize()}* is the head of *value*, fitted to the same rollouts, with the reranker's scores set "
+        "to 0: log-probs, certainties and entropy are left. It is never deployed.",
         "",
         *parts(cells),
         "",
@@ -502,13 +508,14 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
         "",
         "## What was tried and dropped",
         "",
-        "Until November 2026 the choice was among many more recipes: rerankers with features of the candidates "
-        "or with a target calibrated on rollouts, an override by a certain LLM, a gate after the LLM, a gate before "
-        "it, and the value head. In 120 runs like these (seeds 86001 to 86010, commit b4cf846) the recipes below were "
-        "decoded in every run. Against the value head alone, what had been chosen among all of them gained at most "
-        f"{100 * gained:.1f} points, so the others were removed. A cell has the accuracy minus that of the value head "
-        "in points, LLM calls per problem minus its calls, and the lowest difference to greedy decoding or the direct "
-        "score.",
+        "Until November 2026 the choice was among many more recipes. A reranker could have features of the "
+        "candidates, or a target calibrated on rollouts. An *override* took the LLM's token where its probability was "
+        "above a bound (0.6 in the table). A *gate* kept the SLM's token where it expected no gain; an *ask gate* did "
+        "not even ask the LLM where it expected none. In 120 runs like these (seeds 86001 to 86010, commit b4cf846) "
+        "the recipes below were decoded in every run. What had been chosen among all of them was at most "
+        f"{100 * gained:.1f} points above the value head alone, so the others were removed. An entry of the table has "
+        "the accuracy minus that of the value head, in points; the LLM calls per problem minus its calls; and the "
+        "lowest difference to greedy decoding or the direct score in any run, in points.",
         "",
         *dropped(before),
     ]

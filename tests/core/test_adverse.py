@@ -107,7 +107,7 @@ def test_failures_are_counted_with_exact_intervals():
     assert rows["**FutureBridge**"].endswith("| -3.0 |")
     page = adverse.page(records)
     assert "The small model alone is right on 60.0% in harm; takeover on 20.0% in harm." in page
-    assert "Deployed: harm: value 2, greedy 1." in page
+    assert "How often each recipe was deployed: harm: value 2, greedy 1." in page
 
 
 @pytest.mark.parametrize("world", WORLDS)

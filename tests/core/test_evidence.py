@@ -53,7 +53,7 @@ def test_cells_below_are_counted_by_world(cells):
     assert "| control | **FutureBridge** | 1 of 1 | 0 of 1 | -5.0 |" in page
     text = "\n".join(evidence.goals(cells, 0.02, 0.95))
     assert (
-        "in 1 of 3 cells (33.3%; goal: at most 5%): **missed**. The difference is statistically significant in 0."
+        "in 1 of 3 cells (33.3%; goal: at most 5%): **missed**. In 0 cells the difference is statistically significant."
         in text
     )
 
@@ -79,11 +79,13 @@ def test_intervals_hold_the_variance_of_training():
 
 def test_the_page_shows_what_was_deployed_missed_and_dropped(cells):
     page = evidence.page(cells, BEFORE)
-    assert "3 runs: worlds plans, control, seeds 1, 2" in page
-    assert "none passed in 0 of these runs, which therefore say nothing about that case" in page
-    assert "with one recipe in all cells the number would be 2 for value" in page
-    assert "1 of 2 seeds have such a cell; with 95% confidence, at most 97% of all seeds do." in page
-    assert "Deployed: plans: value 1, direct 1; control: value 1." in page
+    assert "3 runs, called cells here: one for each world (plans, control), seed (1, 2) and" in page
+    assert "That happened in 0 of these runs, so they say nothing about that case." in page
+    assert "One recipe deployed in all cells would be below in 2 for value" in page
+    assert (
+        "1 of 2 seeds have a cell in which FutureBridge is below; with 95% confidence, at most 97% of all seeds" in page
+    )
+    assert "How often each recipe was deployed: plans: value 1, direct 1; control: value 1." in page
     assert "| plans | all | -2.5 [" in page  # value minus the head without the reranker: (80 + 55) / 2 - 70
     assert "| as it was deployed | -1.0 [-2.0, +0.0]; -0.50; -9.0 |" in page
 
