@@ -84,7 +84,7 @@ class Chat:
         if len(messages) < turns:
             why = "max_length" if most == settings.max_length else "the model's positions"
             dropped = f"{(turns - len(messages)) // 2} oldest turn(s) dropped"
-            line = f"{dropped}: with {wanted} new tokens they outgrew the {most} tokens of {why}"
+            line = f"{dropped}: the conversation and {wanted} new tokens exceeded the {most} tokens of {why}"
             console.print(line, style="dim", highlight=False, soft_wrap=True)
         if len(ids) >= positions:
             raise ValueError(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Future-compatibility reranking.",
+    help="A small language model decodes. At uncertain steps it asks a large one for candidates; a recipe takes one.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 STOPPED = 130  # the exit status of what Ctrl-C ended, by convention
@@ -43,7 +43,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Future-compatibility reranking for a small and a large language model."""
+    """Options of the command itself."""
 
 
 @contextmanager
@@ -82,7 +82,7 @@ SetOption = Annotated[
     ),
 ]
 EngineOption = Annotated[str, typer.Option(help="local, or ray for a cluster whose nodes share the folder.")]
-DryOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done and its cost.")]
+DryOption = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and its highest cost.")]
 
 
 def _stage(command: Command, text: str) -> None:
@@ -140,11 +140,11 @@ def config(
     changes: SetOption = None,
     show: Annotated[bool, typer.Option("--show", help="Print all settings as YAML for --config.")] = False,
 ) -> None:
-    """List the shipped settings, or show all values of one: with its defaults and what --set changes."""
+    """List the shipped settings, or print all values of one, with defaults and the changes of --set."""
     if show and config is not None:
         typer.echo(as_yaml(RunSettings.load(config, changes or ())), nl=False)
     elif show or config is not None or changes:
-        raise ValueError("config: expected --show with --config NAME, got one without the other; leave out all to list")
+        raise ValueError("config: expected --show with --config NAME, got one alone; leave out both to list")
     else:
         width = max(map(len, SHIPPED))
         typer.echo("\n".join(f"{name:{width}}  {first_words(name)}" for name in SHIPPED))
@@ -155,7 +155,7 @@ def push(
     directory: Annotated[Path, typer.Argument(help="Folder of an adapter, such as runs/tiny/deployed/seed-0.")],
     repo_id: Annotated[str, typer.Argument(help="Repository on the hub, owner/name; created if missing.")],
     private: Annotated[
-        bool, typer.Option("--private", help="The repository must be private; created so if missing.")
+        bool, typer.Option("--private", help="Refuse a public repository; a new one is private.")
     ] = False,
 ) -> None:
     """Upload a deployed adapter with its model card to the Hugging Face hub."""
@@ -170,7 +170,7 @@ def explain(
     problem: Annotated[str, typer.Argument(help="A problem's id, or a part of it that is unique.")],
     html: Annotated[Path | None, typer.Option(help="Also write the page to this HTML file.")] = None,
 ) -> None:
-    """Show how a problem was solved: the text with its events, their candidates and scores."""
+    """Show how each method solved a problem: the text with its events, their candidates and scores."""
     settings = settings_of(run)
     from rich.console import Console
 
@@ -301,7 +301,7 @@ PAIR, SERVE = (
 )
 
 
-ENVIRONMENT = "Each option may also be a variable such as FUTUREBRIDGE_SLM."
+ENVIRONMENT = "Each option may also be an environment variable such as FUTUREBRIDGE_SLM."
 
 
 @app.command(epilog=f'Example: futurebridge generate "29*9+7*7+9;" --slm demo:plans --llm demo:plans. {ENVIRONMENT}')
@@ -382,7 +382,7 @@ def serve(
         int, typer.Option(min=0, help="Seconds that requests in progress get at shutdown.", **_variable("drain"))
     ] = 30,
     page: Annotated[
-        bool, typer.Option("--page/--no-page", help="Whether / is a page to try prompts on.", **_variable("page"))
+        bool, typer.Option("--page/--no-page", help="Whether GET / is a page to try prompts on.", **_variable("page"))
     ] = True,
     **given: str | None,
 ) -> None:

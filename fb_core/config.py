@@ -104,9 +104,9 @@ class PairSettings(Section):
     @model_validator(mode="after")
     def _some_llm(self) -> PairSettings:
         if self.llm is None and self.server is None:
-            raise ValueError("llm: expected llm or server, got neither; say where candidates come from")
+            raise ValueError("llm: expected llm or server, got neither; name the large model or its server")
         if self.api_key_variable is not None and self.server is None:
-            raise ValueError("api_key_variable: expected a server with it, got none; nothing else needs a key")
+            raise ValueError("api_key_variable: expected a server with it, got none; leave it out")
         return self
 
     @classmethod

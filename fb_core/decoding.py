@@ -132,7 +132,7 @@ class CollaborativeDecoder:
         if pool not in ("joint", "slm", "llm"):
             raise ValueError(f"pool: expected 'joint', 'slm' or 'llm', got {pool!r}; 'joint' is the method's own")
         if on_llm_error not in ("raise", "slm"):
-            raise ValueError(f"on_llm_error: expected 'raise' or 'slm', got {on_llm_error!r}; 'raise' hides nothing")
+            raise ValueError(f"on_llm_error: expected 'raise' or 'slm', got {on_llm_error!r}; 'raise' is the default")
         for name, count, least in (
             ("slm_k", slm_k, 1),
             ("llm_k", llm_k, 1),

@@ -48,7 +48,7 @@ def load(settings: PairSettings) -> Loaded:
     if deployment.selector is None:
         log.warning(
             "%s: training chose greedy decoding, so the small model answers alone: %s is neither loaded nor asked; "
-            "recipe published decodes with the reranker all the same",
+            "set recipe to published to decode with the reranker",
             settings.adapter,
             settings.llm or settings.server,
         )

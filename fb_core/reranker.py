@@ -105,7 +105,7 @@ class TokenReranker(nn.Module):
         if hf.structure(self.base) != self._made_on:
             raise ValueError(
                 f"model: expected the {type(self.base).__name__} that the reranker was made on, got it with adapters, "
-                "hooks or modules added since; make or load the reranker on the model as it is to be"
+                "hooks or modules added since; add them first, then make or load the reranker"
             )
 
     def train(self, mode: bool = True) -> TokenReranker:

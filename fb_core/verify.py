@@ -165,7 +165,7 @@ class Verifier:
             if outcome == BAD_GOLD and bad_golds == "raise":
                 raise ValueError(f"Verifier: gold must be {self.judge.gold_form}, got {gold[:80]!r}; correct the data.")
             if outcome == BAD_GOLD:
-                log.warning("unparsable: no answer is right by the gold %r", gold[:80])
+                log.warning("unparsable: the gold answer %r cannot be read, so no answer matches it", gold[:80])
         return ["unparsable" if outcome == BAD_GOLD else cast(Verdict, outcome) for outcome in outcomes]
 
     def judged_by_themselves(self, golds: Sequence[str]) -> list[Verdict]:

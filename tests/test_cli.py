@@ -442,7 +442,7 @@ def test_settings_are_shown_by_name(arguments):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--slm", "a"], "llm: expected llm or server, got neither; say where candidates come from"),
+        (["--slm", "a"], "llm: expected llm or server, got neither; name the large model or its server"),
         (
             ["--slm", "a", "--llm", "b", "--max-length", "1"],
             "max_length: Input should be greater than or equal to 2",

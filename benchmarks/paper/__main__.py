@@ -25,7 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings=HELP,
-    help="The paper's comparisons of a run.",
+    help="Compare a run with the paper's baselines and ablations.",
 )
 ConfigOption = Annotated[str, typer.Option(help="A YAML file, or a name such as tiny or qwen3-1.7b-published.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")]
@@ -47,7 +47,7 @@ def tables(
         int | None, typer.Option(min=1, help="Processes; default one per core, or one if there is a GPU.")
     ] = None,
 ) -> None:
-    """Baselines and ablations: everything a table needs, from states to benchmarks, and the report."""
+    """Make tables of baselines and ablations: everything that they need, from states to benchmarks, then the report."""
     settings, folder = _opened(config, changes, run)
     choices = [*TABLES, COSTS]
     if unknown := [name for name in names if name not in ("all", *choices)]:
@@ -74,7 +74,7 @@ def rollouts(
     changes: SetOption = None,
     run: RunOption = None,
 ) -> None:
-    """How well scores predict the outcome of each candidate, at held-out states and, once trained, at benchmarks."""
+    """Show how well scores predict the outcome of each candidate: at held-out states and, after `train`, benchmarks."""
     settings, folder = _opened(config, changes, run)
     stage = HeldOutRolloutStage(settings, folder)
     print(stage.report(run_stage(stage)))

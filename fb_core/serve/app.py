@@ -342,7 +342,9 @@ def _encoded(fields: dict[str, Any]) -> bytes:
 def _failed(problem: Exception) -> Problem:
     """What a client is told of an error on the server's side; the details go to the log."""
     if isinstance(problem, CancelledError):
-        return Problem(503, "server: expected to finish the answer, but it is being ended", "server_error")
+        return Problem(
+            503, "server: expected to finish the answer, but it is shutting down; try again later", "server_error"
+        )
     ERRORS.error(json.dumps({"error": type(problem).__name__, "message": str(problem)}))
     if isinstance(problem, OSError):
         return Problem(502, "large model: expected an answer, got none; try again later", "server_error")

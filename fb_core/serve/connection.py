@@ -89,7 +89,7 @@ class Connection(H11Protocol):
         if self._awaited is h11.IDLE and not self.conn.trailing_data[0]:
             self.transport.close()  # it has sent nothing
         else:
-            self._refuse(408, f"request: expected it within {seconds:.0f} s, got a part of it; send it at once")
+            self._refuse(408, f"request: expected all of it within {seconds:.0f} s, got a part; send it at once")
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no request; uvicorn calls this while it handles the parser's error."""
@@ -97,7 +97,7 @@ class Connection(H11Protocol):
         if status == 431:
             words = f"headers: expected at most {HEADERS} of {HEAD} bytes together, got more; send fewer"
         else:
-            words = "request: expected one of HTTP/1.1, got what is none; see the server's documentation"
+            words = "request: expected HTTP/1.1, got something else; see the server's documentation"
         self._refuse(status, words)
 
     def _refuse(self, status: int, message: str) -> None:

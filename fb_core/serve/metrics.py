@@ -24,22 +24,24 @@ class Metrics:
         self.registry = CollectorRegistry()
         own: dict[str, Any] = {"namespace": "futurebridge", "registry": self.registry}
         self.requests = Counter("requests", "Requests by path and status.", ("path", "status"), **own)
-        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts that were taken.", **own)
-        self.scored = Counter("scored_tokens", "Tokens of prompts and continuations that get log-probs.", **own)
+        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of the requests that were accepted.", **own)
+        self.scored = Counter(
+            "scored_tokens", "Tokens of prompts and continuations whose log-probs were asked for.", **own
+        )
         self.tokens = Counter("tokens", "Tokens generated, as they come.", **own)
         self.events = Counter("events", "Events served, as they come.", **own)
-        self.event_errors = Counter("event_errors", "Of these, those whose large model did not answer.", **own)
+        self.event_errors = Counter("event_errors", "Events whose large model did not answer.", **own)
         self.event_seconds = Histogram(
-            "event_seconds", "From an event to its token: the large model, mostly.", buckets=SECONDS, **own
+            "event_seconds", "From an event to its token, mostly the large model's time.", buckets=SECONDS, **own
         )
-        self.first = Histogram("first_token_seconds", "From request to first text.", buckets=SECONDS, **own)
-        self.whole = Histogram("request_seconds", "From request to end.", buckets=SECONDS, **own)
+        self.first = Histogram("first_token_seconds", "From a request to its first text.", buckets=SECONDS, **own)
+        self.whole = Histogram("request_seconds", "From a request to its end.", buckets=SECONDS, **own)
         for name, words, part in (
-            ("waiting", "Sequences that wait for room.", "waiting"),
+            ("waiting", "Sequences that wait to run.", "waiting"),
             ("running", "Sequences that run together.", "running"),
-            ("asking", "Of these, those that wait for the large model.", "asking"),
+            ("asking", "Running sequences that wait for the large model.", "asking"),
             ("kv_pages_used", "Pages of keys and values that sequences hold.", "pages"),
-            ("kv_pages", "All pages.", "all_pages"),
+            ("kv_pages", "Pages of keys and values in all.", "all_pages"),
         ):
             Gauge(name, words, **own).set_function(partial(attrgetter(f"load.{part}"), engine))
 

@@ -378,7 +378,9 @@ class Service:
         if own.recipe in ("direct", "futurebridge") and not decoder.max_events:
             raise ValueError(f'recipe: expected "greedy", got "{own.recipe}"; this server asks no large model')
         if own.recipe == "futurebridge" and isinstance(decoder.selector, LLMPreference):
-            raise ValueError('recipe: expected "greedy" or "direct", got "futurebridge"; here the large model decides')
+            raise ValueError(
+                'recipe: expected "greedy" or "direct", got "futurebridge"; this server decodes with "direct"'
+            )
 
         def on_token(token: Token | None) -> None:
             reply.tokens.put_nowait((index, token))

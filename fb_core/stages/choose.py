@@ -451,11 +451,11 @@ def weakness(problems: int, delta: float, level: float) -> str:
     passing = "no recipe can pass its test"
     if lead is not None:
         passing = (
-            f"a recipe passes its test only if it is right on {lead} or more that greedy decoding gets wrong, and "
+            f"a recipe passes its test only if it gains {lead} or more of them over greedy decoding and loses none, "
         )
-        passing += "loses none, and likewise beside the direct LLM score"
+        passing += "and the same over the direct LLM score"
     return (
-        f"problems.certification: with {problems} problems {passing}; where none passes, the more accurate of these "
+        f"problems.certification: with {problems} problems {passing}; if none passes, the more accurate of these "
         "two is deployed. Set aside some hundreds of problems, or 0 for no test"
     )
 
@@ -511,7 +511,7 @@ class ChoiceStage(SeedStage):
 
     def report(self, manifest: dict[str, Any]) -> str:
         tables = [choice_table(*self.verdict(seed), seed) for seed in self.settings.train.seeds]
-        return "\n\n".join([*tables, f"Deployed with `--adapter {self.folder.path / next(iter(self.shards()))}`."])
+        return "\n\n".join([*tables, f"To decode with it: `--adapter {self.folder.path / next(iter(self.shards()))}`."])
 
 
 CHOICE: tuple[type[Stage], ...] = (ValueStage, CertificationStage, ChoiceStage)

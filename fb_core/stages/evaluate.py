@@ -25,8 +25,8 @@ SEEDED = ("deployed", "published")  # run once per reranker seed
 REFERENCES = ("greedy", "direct")  # which every method is compared with
 PAGE = "evaluation.html"  # in the run's folder
 NOTE = (
-    "In brackets 95% intervals by resampling problems and training seeds; differences are paired. Calls and tokens are "
-    "per problem. FutureBridge is the recipe that `train` deploys, the published recipe the paper's."
+    "Brackets hold 95% intervals: problems and training seeds are resampled, and differences are paired. Calls and "
+    "tokens are per problem. FutureBridge is the recipe that `train` deploys, the published recipe the paper's."
 )
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class EvaluateStage(DecodeStage):
         for name, problems in benchmark_problems(self.settings).items():
             repeats = BENCHMARKS.get(name.partition("=")[0], Benchmark()).repeats
             if repeats > len(seeds):
-                log.warning("%s: %d runs instead of %d, one per seed", name, len(seeds), repeats)
+                log.warning("%s: %d runs instead of %d, one per seed of train.seeds", name, len(seeds), repeats)
             stem = file_stem(name)
             if any(shard.startswith(f"{stem}.") for shard in trials):
                 raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")

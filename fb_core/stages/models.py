@@ -250,7 +250,9 @@ def _benchmark_problems(
         verdicts = verifier.judged_by_themselves([problem.answer for problem in problems])
         if "timeout" in verdicts:
             late = problems[verdicts.index("timeout")].id
-            raise ValueError(f"{name}: expected gold answers judged in time, got {late} not; raise verify.timeout")
+            raise ValueError(
+                f"{name}: expected every gold answer judged in time, got {late}, which was not; raise verify.timeout"
+            )
         judged[name] = [p for p, verdict in zip(problems, verdicts, strict=True) if verdict == "correct"]
         if left := len(problems) - len(judged[name]):
             log.warning("%s: left out %d problems whose gold answer cannot be judged", name, left)

@@ -139,7 +139,7 @@ FILTERS = {  # words, by name of the count
     "admitted": "admitted states",
     "verified": "answer-verified future",
     "long_enough": "future of the full horizon",
-    "valid_group": "valid group",
+    "valid_group": "valid group: 2 or more candidates, the LLM's likeliest among them",
     "train groups": "for training",
     "validation groups": "for validation",
 }

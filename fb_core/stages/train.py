@@ -234,13 +234,13 @@ class TrainStage(Stage):
         horizon = self.input(ScoreStage).settings.score.horizon
         asked = self.input(TrajectoryStage).settings
         form = verifier_of(asked.verify).judge.form
-        remedy = f'see that the LLM is asked for and gives {form} (problems.prompt is "{asked.problems.prompt}")'
+        remedy = f'check that problems.prompt, "{asked.problems.prompt}", asks for {form}, and that the LLM gives it'
         if not scored["admitted"]:
             remedy = "lower collect.quantile or take more problems"
         elif scored["long_enough"]:
             remedy = "take more candidates (collect.slm_k, futures.llm_k)"
         elif scored["verified"]:
-            remedy = f"{scored['verified']} right ones are all shorter than score.horizon {horizon}; lower that"
+            remedy = f"the {scored['verified']} right ones are all shorter than score.horizon {horizon}: lower it"
         words = tally_words(futures) or "none"
         return (
             f"{self.name}: expected scored groups of the {split} problems, got none of {scored['admitted']} states "

@@ -163,7 +163,7 @@ REFUSED = [
     ({"prompt": ["1", "é" * 1025]}, "prompt", "expected at most 2048 bytes of text for the 128 tokens"),
     ({"prompt": [4] * 128}, "prompt", "expected at most 127 tokens for a model of 128 positions"),
     ({"futurebridge": {"max_events": 99}}, "futurebridge.max_events", "expected at most the engine's 8"),
-    ({"futurebridge": {"recipe": "futurebridge"}}, "futurebridge.recipe", "here the large model decides"),
+    ({"futurebridge": {"recipe": "futurebridge"}}, "futurebridge.recipe", "this server decodes with"),
     ({"futurebridge": {"recipe": "magic"}}, "futurebridge.recipe", "'greedy', 'direct' or 'futurebridge'"),
     ({"futurebridge": {"threshold": "high"}}, "futurebridge.threshold", "valid number"),
     ({"futurebridge": {"thresholds": 1}}, "futurebridge.thresholds", "expected a parameter"),
