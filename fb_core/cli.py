@@ -113,7 +113,10 @@ _stage("collect", "Stage 1: SLM trajectories, the request threshold, and the adm
 _stage("futures", "Stage 2: the LLM's continuation of every state, verified.")
 _stage("score", "Stage 3: how well the SLM continues from every candidate.")
 _stage("train", "Stage 4: train rerankers and choose the recipe to deploy; also under `accelerate launch`.")
-_stage("evaluate", "Stage 5: FutureBridge and the published recipe on the benchmarks, next to greedy decoding.")
+_stage(
+    "evaluate",
+    "Stage 5: the benchmarks by greedy decoding, S2T, the direct score, FutureBridge and the published recipe.",
+)
 
 
 def _folder(config: str, run: Path | None) -> Path:

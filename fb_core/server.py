@@ -114,7 +114,9 @@ class ServerLLM(LLM):
             raise TypeError(f"api_key: expected a str, got {type(api_key).__name__}; None sends no key")
         sendable = api_key is None or (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != "")
         if not sendable:
-            raise ValueError("api_key: expected printable ASCII, got another or no character, or a space around it")
+            raise ValueError(
+                "api_key: expected printable ASCII without spaces around it, got another text; pass the server's key"
+            )
         self.url = url
         self.flavour = flavour
         self.model = model

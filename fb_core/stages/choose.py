@@ -238,7 +238,7 @@ class ValueStage(SeedStage):
         return None if weights is None else ValueHead(tuple(weights))
 
     def cost(self) -> Cost:
-        return Cost("scored at the rolled-out states, a head fitted")
+        return Cost("rolled-out states scored by the reranker, then a head fitted to them")
 
 
 def reranked(

@@ -1038,9 +1038,17 @@ def test_what_a_url_may_hide_is_shown_nowhere(url, tmp_path, capsys, caplog, mon
         ({"retries": 1.5}, TypeError, "retries: expected an int, got float"),
         ({"in_flight": 0}, ValueError, "in_flight: expected 1 or more, got 0"),
         ({"api_key": b"key"}, TypeError, "api_key: expected a str, got bytes"),
-        ({"api_key": ""}, ValueError, "api_key: expected printable ASCII, got another or no character"),
-        ({"api_key": "key\r\nX: y"}, ValueError, "api_key: expected printable ASCII, got another or no character"),
-        ({"api_key": "clé"}, ValueError, "api_key: expected printable ASCII, got another or no character"),
+        ({"api_key": ""}, ValueError, "api_key: expected printable ASCII without spaces around it, got another text"),
+        (
+            {"api_key": "key\r\nX: y"},
+            ValueError,
+            "api_key: expected printable ASCII without spaces around it, got another text",
+        ),
+        (
+            {"api_key": "clé"},
+            ValueError,
+            "api_key: expected printable ASCII without spaces around it, got another text",
+        ),
     ],
 )
 def test_bad_settings(arguments, kind, sentence):
