@@ -15,19 +15,12 @@ from fb_core.decoding import Generation, LowLatencyDecoder
 from fb_core.loading import load
 from fb_core.pool import Event
 from fb_core.sampling import Sampling
+from fb_core.selectors import LLMPreference
 from fb_core.serve.text import Text
 from fb_core.terminal import IN_TEXT, escaped
 
 EVENT_STYLE = "bold black on bright_yellow"
 HELP = "/help shows this; /new begins a new conversation; Ctrl-C stops an answer; /quit or an empty line ends the chat."
-
-
-def greeting(settings: PairSettings) -> str:
-    """Who answers, and what can be typed."""
-    large = settings.llm or settings.server
-    chooser = f"the reranker in {settings.adapter}" if settings.adapter else "the large model's own choice"
-    words = f"{settings.slm} answers; where it is uncertain {large} is asked, and {chooser} decides. {HELP}"
-    return escaped(words, IN_TEXT)
 
 
 class Chat:
@@ -53,6 +46,15 @@ class Chat:
             tokenizer=self.tokenizer,
             **options,
         )
+
+    def greeting(self) -> str:
+        """Who answers, and what can be typed."""
+        settings, selector = self.settings, self.decoder.intervention.selector
+        large = settings.llm or settings.server
+        own = "the large model's own choice"
+        chooser = own if isinstance(selector, LLMPreference) else f"the reranker in {settings.adapter}"
+        asked = f"; where it is uncertain {large} is asked, and {chooser} decides" if selector else " by itself"
+        return escaped(f"{settings.slm} answers{asked}. {HELP}", IN_TEXT)
 
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:
         """Generate an answer and print it as it comes, with the tokens of events highlighted.

@@ -342,7 +342,7 @@ def chat(pair: PairOption = None, **given: str | None) -> None:
     talk, console = terminal.Chat(settings), Console()
     messages: list[dict[str, str]] = []
     told: dict[str, Any] = {"style": "dim", "highlight": False, "markup": False, "soft_wrap": True}
-    console.print(terminal.greeting(settings), **told)
+    console.print(talk.greeting(), **told)
     while True:
         try:
             said = console.input("[bold]> [/bold]")

@@ -91,11 +91,11 @@ def test_generate_with_an_adapter_from_a_file(pair, tmp_path):
     assert "tokens in" in done.stderr
 
 
-def trained(pair, folder, thinking=False):
+def trained(pair, folder, thinking=False, recipe="direct"):
     """The adapter in a folder as `train` writes it."""
     shutil.copytree(pair / "adapter", folder)
     pools = {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8}
-    Deployed(name="direct", value=None, threshold=1.2, top_k=64, pools=pools, thinking=thinking).save(folder)
+    Deployed(name=recipe, value=None, threshold=1.2, top_k=64, pools=pools, thinking=thinking).save(folder)
     return folder
 
 
@@ -153,6 +153,19 @@ def test_chat_greets_and_knows_its_words(pair):
     assert done.stderr.count("tokens in") == 3
     answers = [line for line in done.stdout.splitlines() if line.startswith("> ") and HELP not in line]
     assert answers[0] == answers[1]
+
+
+def test_the_greeting_says_who_decides(pair, tmp_path):
+    """By the recipe with which the adapter was deployed, or with the one asked for instead."""
+    models = {"slm": str(pair / "slm"), "llm": str(pair / "llm")}
+    for recipe, asked, said in (
+        ("greedy", "chosen", f"{pair / 'slm'} answers by itself. "),
+        ("direct", "chosen", f"{pair / 'llm'} is asked, and the large model's own choice decides. "),
+        ("greedy", "published", f"is asked, and the reranker in {tmp_path / 'greedy'} decides. "),
+    ):
+        folder = tmp_path / recipe
+        adapter = folder if folder.exists() else trained(pair, folder, recipe=recipe)
+        assert said in Chat(PairSettings(**models, adapter=str(adapter), recipe=asked)).greeting()
 
 
 def test_a_setting_may_be_a_variable_and_an_option_counts_before_it(pair):
