@@ -46,6 +46,14 @@ def test_the_citation_names_this_version_and_the_paper():
     assert "FutureBridge: Token Selection Beyond Local Preference in Collaborative Decoding" in citation
 
 
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_python_of_the_readme_prints_what_it_says(block, capsys):
+    exec(block, {})
+    said = re.search(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert said is None or printed == said[1]
+
+
 @pytest.mark.parametrize("command", [one for one in COMMANDS if one.split()[1] in STAGES])
 def test_stages_of_the_readme_can_be_planned(command, tmp_path):
     arguments = [*shlex.split(command)[1:], "--run-dir", str(tmp_path / "run"), "--dry-run"]
