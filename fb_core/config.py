@@ -72,34 +72,34 @@ class PairSettings(Section):
     api_key_variable: str | None = None
     """Environment variable that holds the server's key, if the server needs one."""
     adapter: Annotated[str | None, BESIDE] = None
-    """Folder of a reranker; without one, the LLM's own preference decides."""
+    """Folder of an adapter, as `train` writes it; without one, the LLM's likeliest candidate is taken."""
     recipe: Literal["chosen", "published"] = "chosen"
-    """For an adapter that `train` wrote, the recipe that it chose or the published one."""
+    """The recipe that `train` chose for the adapter, or the published one."""
     threshold: float | None = None
-    """Entropy in nats above which the LLM is asked. If left out, the adapter's, or 1 without an adapter; an adapter
-    that names none needs it."""
+    """Entropy in nats above which the LLM is asked. If left out, the adapter's, or 1 without an adapter; required with
+    an adapter that names none."""
     thinking: bool | None = None
     """Whether a chat's answer begins with thinking, where the chat template can switch it. If left out, as the adapter
-    was trained, or not."""
+    was trained; without an adapter, false."""
     max_new_tokens: int = Field(default=512, ge=1)
     """Maximum tokens of an answer."""
     max_events: int | None = Field(default=None, ge=0)
-    """Maximum events of an answer. If left out, the adapter's, or 8."""
+    """Maximum events of an answer, never above the adapter's. If left out, the adapter's, else 8."""
     temperature: float = Field(default=0, ge=0, allow_inf_nan=False)
-    """Divides the logits of the small model's own tokens, which are then drawn; 0 takes the likeliest. A request to
-    `serve` may have its own temperature, top_p, top_k and seed."""
+    """Sampling temperature of the small model's own tokens; 0 takes the likeliest. A request to `serve` may have its
+    own temperature, top_p, top_k and seed."""
     top_p: float = Field(default=1, gt=0, le=1)
-    """Drawn tokens are among the fewest that hold this share of the probability of the `top_k`."""
+    """Tokens are drawn from the fewest that hold this share of the probability of the `top_k`."""
     top_k: int = Field(default=0, ge=0)
-    """Drawn tokens are among this many likeliest, of the 64 that are known at most; 0 for all of these."""
+    """Tokens are drawn from this many likeliest, at most the 64 that are known; 0 for all of these."""
     seed: int | None = None
-    """Of drawn tokens; the same seed and prompt give the same answer. If left out, another one each time."""
+    """Seed of the sampling; the same seed and prompt give the same answer. If left out, another one each time."""
     max_length: int = Field(default=8192, ge=2)
     """Maximum tokens of prompt and answer; memory is allocated for this many."""
     device: str = "auto"
     """cpu, cuda or cuda:1; "auto" takes a GPU if there is one."""
     dtype: Dtype = "auto"
-    """Of the weights; "auto" is the checkpoint's own."""
+    """Dtype of the weights; "auto" is the checkpoint's own."""
 
     @model_validator(mode="after")
     def _some_llm(self) -> PairSettings:
@@ -188,7 +188,7 @@ class ModelSettings(Section):
     device: str = "auto"
     """cpu, cuda or cuda:1; "auto" takes a GPU if there is one."""
     dtype: Dtype = "auto"
-    """Of the weights; "auto" is the checkpoint's own."""
+    """Dtype of the weights; "auto" is the checkpoint's own."""
     batch_tokens: int = Field(default=65_536, ge=1)
     """Maximum tokens of a batch decoded in this process, padding and new tokens included."""
 
@@ -203,12 +203,12 @@ class ProblemSettings(Section):
     limit: int | None = Field(default=None, ge=2)
     """Use only this many problems, the first ones."""
     validation: int = Field(default=750, ge=1)
-    """Number of problems set aside, by the seed, for the request threshold and for every choice."""
+    """Number of problems set aside, drawn by the seed, for the request threshold and the choice among rerankers."""
     certification: int = Field(default=0, ge=0)
     """Number of further problems on which recipes are tested against greedy decoding and the direct LLM score before
-    one is deployed; with 0 there is no test, and the run's own recipe is deployed."""
+    one is deployed; with 0 there is no test, and the published recipe is deployed."""
     seed: int = Field(default=0, ge=0)
-    """Of the split into training, validation and certification problems."""
+    """Seed of the split into training, validation and certification problems."""
     prompt: str = Field(
         default="{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
         pattern=r"\{problem\}",
@@ -248,7 +248,7 @@ class FutureSettings(Section):
 
 
 class ScoreSettings(Section):
-    """The [K, horizon] matrices."""
+    """For every state a matrix [candidates, horizon]: the SLM's log-probs of the future after every candidate."""
 
     horizon: int = Field(default=128, ge=1)
     """Number of future tokens scored; states with shorter futures are left out."""
@@ -265,7 +265,7 @@ class RolloutSettings(Section):
     train: float = Field(default=0.2, gt=0, le=1)
     """Share of the training states to roll out, for the value head."""
     seed: int = Field(default=0, ge=0)
-    """Of the choice of states."""
+    """Seed of the choice of states."""
 
 
 class TrainSettings(Section):
@@ -274,10 +274,10 @@ class TrainSettings(Section):
     horizons: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(16, 32, 64, 128), min_length=1)
     """Future tokens that a target is made from; the sweep has one run for each horizon and seed."""
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2), min_length=1)
-    """Each of initialisation, dropout and the order of the data. That a seed has an order of its own, and that it is a
-    random one of whole trajectories, are ours: the paper does not say."""
+    """Each seeds the initialisation, dropout and the order of the data. The paper does not say how data is ordered;
+    here each seed has its own random order of whole trajectories."""
     temperature: float = Field(default=0.5, gt=0)
-    """Of the soft targets."""
+    """Temperature of the soft targets."""
     alpha: float = Field(default=1.0, ge=0, le=1)
     """Share of the future's score in the hybrid target; 1 is the published one."""
     scope: Literal["candidate", "sequence"] = "candidate"
@@ -287,14 +287,14 @@ class TrainSettings(Section):
     lora_alpha: float = Field(default=32.0, gt=0)
     """The adapter is scaled by this divided by the rank."""
     dropout: float = Field(default=0.05, ge=0, lt=1)
-    """On the adapter's input."""
+    """Dropout on the adapter's input."""
     learning_rate: float = Field(default=2e-4, ge=0)
     """Peak learning rate of AdamW."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     warmup: float = Field(default=0.03, ge=0)
-    """Share of the steps in which the learning rate rises. It then falls linearly to zero, which is ours: the paper
-    does not say."""
+    """Share of the steps in which the learning rate rises. Then it falls linearly to zero; the paper does not say
+    what it does then."""
     clip: float = Field(default=1.0, ge=0)
     """Maximum gradient norm."""
     groups_per_step: int = Field(default=32, ge=1)
@@ -318,10 +318,10 @@ class TrainSettings(Section):
 
 
 class ChoiceSettings(Section):
-    """How training ends: a recipe needs this evidence on held-out problems to be deployed."""
+    """The evidence on held-out problems that a recipe needs to be deployed."""
 
     delta: float = Field(default=0.02, ge=0, lt=1)
-    """How far below greedy decoding or the direct LLM score it may be, as a share of the problems."""
+    """How far below greedy decoding and the direct LLM score a recipe may be, as a share of the problems."""
     level: float = Field(default=0.95, gt=0, lt=1)
     """Confidence of the test: with at least this probability, no recipe that is further below passes. If none passes,
     greedy decoding or the direct score is deployed without this evidence."""
@@ -331,12 +331,12 @@ class SelectionSettings(Section):
     """The choice among the rerankers of the sweep, each of which decodes validation problems after every epoch."""
 
     problems: int | None = Field(default=None, ge=1)
-    """How many of them each reranker decodes, the same ones for all, drawn by the seed of the problems. If left out,
-    all of them, as published."""
+    """How many validation problems each reranker decodes, the same ones for all, drawn by the seed of the problems. If
+    left out, all of them, as published."""
 
 
 class EvaluateSettings(Section):
-    """What the chosen reranker is evaluated on."""
+    """What the deployed and the published recipe are evaluated on."""
 
     benchmarks: Annotated[tuple[str, ...], BESIDE] = ("gsm8k", "math-500", "olympiadbench", "aime-2024", "aime-2025")
     """Known sets, local files, or the demo's own, each once."""
@@ -372,7 +372,7 @@ class VerifierSettings(Section):
     timeout: float = Field(default=5.0, gt=0)
     """Seconds of CPU time for one answer."""
     memory_bytes: int = Field(default=2 << 30, ge=256 << 20)
-    """Address space of one process."""
+    """Bytes of address space of one process."""
 
     @model_validator(mode="after")
     def _is_a_judge(self) -> VerifierSettings:

@@ -170,7 +170,7 @@ class Boxed(Judge):
 
 
 class Exact(Judge):
-    r"""The same text: the whole answer, its last line or its last `\boxed{...}`; spaces do not count, case does."""
+    r"""The same text: the whole answer, its last line or its last `\boxed{...}`; several spaces count as one."""
 
     name = "exact"
     form = "a text"
@@ -291,7 +291,9 @@ def judge_of(name: str, **options: Any) -> Judge:
     if kind is None and IMPORT_PATH.fullmatch(name):
         kind, arguments = Function, {"path": name, **arguments}
     if kind is None:
-        raise ValueError(f"judge: expected {', '.join(NAMED)} or an import path module:function, got {name[:80]!r}")
+        raise ValueError(
+            f"judge: expected {', '.join(NAMED)} or an import path module:function, got {name[:80]!r}; name one"
+        )
     if surplus := arguments.keys() - inspect.signature(kind).parameters.keys():
         raise ValueError(f"{min(surplus)}: expected none with judge {name}, got one; leave it out")
     try:
