@@ -180,6 +180,7 @@ def compare_served(
         skipped=missing,
         goals=[Goal(name, 1) for name in (HF, shapes.LLAMA_CPP, shapes.VLLM)],
         per=len(prompts) * new,
+        rest=shapes.REST * (shapes.VLLM in running),
         notes=[f"tokens compared, up to each sequence's first near tie: {len(settled)} of {tokens.numel()}"],
     )
 

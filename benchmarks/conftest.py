@@ -108,6 +108,7 @@ def compare(
         dtype: torch.dtype | None = None,
         skipped: Mapping[str, str] = MappingProxyType({}),
         per: int = 1,
+        rest: float = 0.0,
         details: Callable[[str], dict[str, float]] | None = None,
     ) -> list[Result]:
         implementations = asked(implementations, peers)
@@ -131,6 +132,7 @@ def compare(
             dtype=dtype,
             skipped=reasons,
             per=per,
+            rest=rest,
             details=details,
             ran=ran,
         )

@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -125,6 +126,7 @@ def compare(
     dtype: torch.dtype | None = None,
     skipped: dict[str, str] | None = None,
     per: int = 1,
+    rest: float = 0.0,
     details: Callable[[str], dict[str, float]] | None = None,
     ran: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Result]:
@@ -145,6 +147,7 @@ def compare(
         dtype: of the inputs, to be reported; the result's own by default.
         skipped: filled with the peers that raised, by name, and the reason; without it they raise here.
         per: tokens, or other units, of one call; times are per unit.
+        rest: seconds before each timed call; a server that has answered may work on for a while.
         details: gives further counts to report for an implementation that was timed, by its name.
         ran: which implementation ran each of our ops, as `backend.seen` fills it.
 
@@ -185,6 +188,7 @@ def compare(
     times: dict[str, list[float]] = {name: [] for name in errors}
 
     def timed(name: str) -> None:
+        time.sleep(rest)
         times[name].append(calls[name]() / per)
 
     def time_peers() -> None:

@@ -80,6 +80,7 @@ LLAMA = {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536,
 # The pretrained model of that shape, beside other servers on a CPU.
 OUR_SERVER, LLAMA_CPP, VLLM = "fb, its server", "llama.cpp, its server", "vLLM, its server"
 SERVED_TOKENS = 1024  # most of a sequence
+REST = 2.0  # seconds in which vLLM, which works on after an answer, comes to rest
 SEQUENCES = (1, 16, 48)  # at once
 FIRST = (64, 512)  # tokens of a prompt that is answered with one
 SERVED_GROUPS = [(1, 256, 32), (32, 128, 16)]  # (G, P, H)
