@@ -190,11 +190,11 @@ def compare_served(
 def test_sequences_beside_servers(compare: Callable, served: Served, pretrained: Path, rows: int) -> None:
     shape = f"{rows} few-shot prompts + {SERVED_NEW} tokens each, time of a token"
     asked = partial(few_shot, rows=rows)
-    compare_served(compare, served, pretrained, "generate_many", shape, asked, SERVED_NEW, rounds=5)
+    compare_served(compare, served, pretrained, "generate_many", shape, asked, SERVED_NEW, rounds=3)
 
 
 @pytest.mark.skipif(shapes.ON_GPU, reason="peers on CPUs")
 @pytest.mark.parametrize("length", shapes.FIRST)
 def test_first_token_beside_servers(compare: Callable, served: Served, pretrained: Path, length: int) -> None:
     asked = partial(long_prompt, length=length)
-    compare_served(compare, served, pretrained, "first_token", f"a prompt of {length} tokens", asked, 1, rounds=10)
+    compare_served(compare, served, pretrained, "first_token", f"a prompt of {length} tokens", asked, 1, rounds=5)

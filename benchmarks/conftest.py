@@ -173,7 +173,7 @@ def served(pretrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     common: dict[str, Any] = {"threads": harness.cores(), "context": shapes.SERVED_TOKENS}
     makers: dict[str, Callable[[], LiveServer]] = {
         shapes.OUR_SERVER: partial(Ours, pretrained, rows=max(shapes.SEQUENCES), **common),
-        shapes.LLAMA_CPP: partial(LlamaCpp, file, slots=16, exact=False, **common),
+        shapes.LLAMA_CPP: partial(LlamaCpp, file, slots=16, **common),
         shapes.VLLM: partial(VLLM, pretrained, eager=False, **common),
     }
     running, missing = {}, {}
