@@ -101,9 +101,9 @@ def few_shot(tokenizer: Any, rows: int) -> Iterator[Prompts]:
 
 
 def long_prompt(tokenizer: Any, length: int) -> Iterator[Prompts]:
-    """One prompt of so many tokens, for one call after another."""
+    """One prompt of so many tokens, which no server has seen, for one call after another."""
     for number in count():
-        yield [tokenizer(f"{number}.\n\n{SHOWN * (1 + length // 64)}")["input_ids"][:length]]
+        yield [tokenizer(f"{length}, {number}.\n\n{SHOWN * (1 + length // 64)}")["input_ids"][:length]]
 
 
 @torch.no_grad()

@@ -41,7 +41,6 @@ PRETRAINED = "SmolLM2-135M"  # its rows show every alternative, others the faste
 SPEED = (  # label, result file, op, part of the shape
     ("48 prompts at once, per token", "engine", "generate_many", f"{PRETRAINED}, 48 few-shot"),
     ("1 prompt, per token", "engine", "generate_many", f"{PRETRAINED}, 1 few-shot"),
-    ("first token of 512", "engine", "first_token", f"{PRETRAINED}, a prompt of 512"),
     ("score 32 groups of candidates", "scorer", "score_group", f"{PRETRAINED}, G=32"),
     ("score candidates", "scorer", "score_group", "H=128"),
     ("log-probs of an LM head", "linear_logprob", "linear_logprob", ""),
