@@ -159,7 +159,8 @@ def speed(by_device: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[str]:
                 case = max(ours, key=lambda case: case["median_us"])
                 peers = [peer for peer in cases if peer["shape"] == case["shape"] and roofline.is_peer(peer)]
                 peers.sort(key=lambda peer: peer["median_us"])
-                size, time = in_words(case["shape"]), f"{case['median_us'] / 1e3:.1f} ms"
+                size, us = in_words(case["shape"]), case["median_us"]
+                time = f"{us / 1e6:.1f} s" if us >= 1e6 else f"{us / 1e3:.1f} ms"
                 shown = peers if PRETRAINED in said else peers[:1]
                 ratios = "; ".join(f"{peer['impl']} {peer['median_us'] / case['median_us']:.2f}x" for peer in shown)
                 rows.append([label, size, device.upper(), time, ratios])
@@ -339,7 +340,7 @@ def headline(scorer: dict[str, Any], head: dict[str, Any], decode: dict[str, Any
     """One sentence on the scorer, the LM head's memory and decoding."""
     shape = "K=13 H=64 P=512"
     group = {case["impl"]: case["median_us"] for case in scorer["cases"] if case["shape"] == shape}
-    peaks = {case["impl"]: case["peak_bytes"] for case in head["cases"]}
+    peaks = {case["impl"]: case["peak_bytes"] for case in head["cases"] if case["peak_bytes"]}
     full, repeated = (group[peer] / group["fb"] for peer in ("K full forwards, needed logits", "repeated cache"))
     saved = peaks["logits, log_softmax"] / peaks["fb"]
     steps = [(case["impl"], case["median_us"]) for case in decode["cases"] if case["op"] == "generate"]
