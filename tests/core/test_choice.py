@@ -95,7 +95,7 @@ def test_what_too_few_problems_cannot_show_is_said_before_the_run(problems, lead
     with pytest.raises(ValueError, match="expected finished"):
         run_command("train", chosen, tmp_path)
     assert ("no recipe can pass its test" in caplog.text) == (lead is None)
-    assert (f"only if it is right on {lead} or more" in caplog.text) == bool(lead)
+    assert (f"only if it gains {lead} or more of them" in caplog.text) == bool(lead)
 
 
 def test_too_few_problems_show_nothing():
