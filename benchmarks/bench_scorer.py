@@ -194,7 +194,7 @@ def test_groups_beside_servers(compare: Callable, served: Served, pretrained: Pa
         numbers = itertools.count(FIRST)
 
         def fresh() -> Tensor:
-            first = torch.tensor([next(numbers)])
+            first = torch.tensor([next(numbers) % model.config.vocab_size])
             return torch.stack(
                 [*way([(torch.cat([first, prefix[1:]]), pool, future) for prefix, pool, future in drawn])]
             )
@@ -204,7 +204,9 @@ def test_groups_beside_servers(compare: Callable, served: Served, pretrained: Pa
     with ThreadPoolExecutor(count) as threads:
         wide = copy.deepcopy(model).to(shapes.WIDE)
         prefix, *rest = drawn[0]
-        expected = peers.repeated_cache(wide, torch.cat([prefix.new_full((1,), FIRST), prefix[1:]]), *rest)
+        expected = peers.repeated_cache(
+            wide, torch.cat([prefix.new_full((1,), FIRST % model.config.vocab_size), prefix[1:]]), *rest
+        )
         compare(
             "score_group",
             f"SmolLM2-135M, G={count} K={CANDIDATES} H={h} P={p}",
