@@ -53,7 +53,8 @@ class Chat:
         large = settings.llm or settings.server
         own = "the large model's own choice"
         chooser = own if isinstance(selector, LLMPreference) else f"the reranker in {settings.adapter}"
-        asked = f"; where it is uncertain {large} is asked, and {chooser} decides" if selector else " by itself"
+        asked = f"; where it is uncertain {large} is asked, and {chooser} decides"
+        asked = " by itself" if selector is None else asked
         return escaped(f"{settings.slm} answers{asked}. {HELP}", IN_TEXT)
 
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:

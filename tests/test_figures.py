@@ -95,8 +95,8 @@ def test_gpu_results_are_shown(gpu_root: Path) -> None:
     assert reached in shown
     assert reached in (gpu_root / "benchmarks" / "NOTES.md").read_text()
     readme = (gpu_root / "README.md").read_text()
-    assert f"128 tokens of future, prefix of 1,024 | {GPU.upper()} | 40.0 ms | good peer 2.00x |" in readme
-    assert "prefix of 1,024 | CPU |" in readme
+    assert f"128 tokens of future, prefix of 1,024 | {GPU.upper()}, bfloat16 | 40.0 ms | good peer 2.00x |" in readme
+    assert "prefix of 1,024 | CPU, float32 |" in readme
     assert "NVIDIA Made-Up, torch 2.11 (2026-01-01 at 0123456)" in readme
     cold = f"On the {GPU.upper()} each call begins with a cold L2 cache; no alternative that uses `torch.compile` was"
     assert cold in readme

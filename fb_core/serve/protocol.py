@@ -42,8 +42,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 """Values, besides null, that these parameters may have: those that ask for what decoding of text does anyway."""
-LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # they change no answer
-OFFERED = ("functions", "tools")  # the model need not call them, as `tool_choice` cannot require it, and never does
+UNREAD = ("functions", "metadata", "prompt_cache_key", "safety_identifier", "tools", "user")
+"""Parameters that change no answer: labels, and tools, which `tool_choice` cannot require and the model never calls."""
 
 
 def _shown(value: Any) -> str:
@@ -176,7 +176,7 @@ class Request(_Strict):
         """The request without nulls, labels and the parameters in `OFF`; an error's second argument is the name."""
         if not isinstance(body, dict):
             return body
-        given = {name: value for name, value in body.items() if value is not None and name not in LABELS + OFFERED}
+        given = {name: value for name, value in body.items() if value is not None and name not in UNREAD}
         for name, value in given.items():
             if name in OFF and value not in OFF[name]:
                 allowed = " or ".join(json.dumps(each) for each in OFF[name])
