@@ -358,7 +358,7 @@ def test_nothing_to_validate_on_is_said_before_training(undisturbed, tmp_path):
         counts = {"futures": len(rows), "wrong": 1, "unparsable": len(rows) - 1, "unboxed": len(rows) - 1}
         Artefact(run, "futures").put(path.stem, {path.name: buffer.getvalue()}, counts, 1.0, "cpu")
     run_command("score", settings(), run, show=lambda text: None)
-    words = r"expected scored groups of the validation problems, got none of \d+ states with futures: .*boxed{.*prompt"
+    words = r"expected scored groups of the validation problems, got none of \d+ states with futures: .*prompt.*boxed{"
     with pytest.raises(ValueError, match=words) as raised:
         run_command("train", settings(), run, show=lambda text: None)
     assert "horizon" not in str(raised.value)
@@ -495,7 +495,7 @@ def test_a_pair_that_never_boxes_shows_at_once(tmp_path, capsys, monkeypatch, ca
         out = capsys.readouterr().out
         assert command == "score" or re.search(r"; (\d+) unparsable \(\1 without a closed box\)", out)
     with pytest.raises(
-        ValueError, match=r"futures: (\d+) unparsable \(\1 without a closed box\); see .*boxed.*prompt is \"\{problem"
+        ValueError, match=r"futures: (\d+) unparsable \(\1 without a closed box\); check .*prompt, \"\{problem.*boxed"
     ):
         run_command("train", chosen, tmp_path, show=lambda text: None)
 
