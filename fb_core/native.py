@@ -6,15 +6,20 @@ values, dtype or device, new parameters. A model that does not compute exactly w
 (adapters, hooks, quantised layers) has no native decoder.
 
 Projections that are multiplied together are adjacent in one storage: on first use the parameters' `data` are moved
-there, layer by layer, and look the same to every other user of the model. There is no second copy. Anything that holds
-the old storage itself does not follow: a CUDA graph captured before, a `state_dict` taken before, an optimiser's flat
-buffer, another thread in the middle of a forward. Make scorers before any of these.
+there, and look the same to every other user of the model. No second copy stays. On a CPU with Linux the new memory has
+huge pages, which are read faster, so all other weights of a decode step move as well. Anything that holds the old
+storage itself does not follow: a CUDA graph captured before, a `state_dict` taken before, an optimiser's flat buffer,
+another thread in the middle of a forward. Make scorers before any of these.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -26,6 +31,8 @@ from fb_kernels import LayerWeights, qk_norm_rope, rms_norm, skinny_linear, swig
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # and their classes' prefix
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+LINUX = sys.platform == "linux"
+CACHE_LINE, HUGE_PAGE = 64, 2 << 20  # bytes
 CPU_ROWS = 512  # rows of a block per thread: a megabyte at hidden size 512
 # Hooks that change nothing: those that stay once a model returned hidden states, and those of the plain loop.
 INERT_HOOKS = ("transformers.utils.output_capturing", "fb_core.hf.generation")
@@ -139,11 +146,11 @@ class NativeDecoder:
         try:
             reader = _Reader(model)
             decoder = reader.decoder()
-            if not reader.apart:
-                return decoder
-            for parts in reader.apart:  # only now that every module has been checked
-                _pack(parts)
-            return _Reader(model).decoder()
+            if reader.apart:
+                del decoder  # holds the old memory
+                _pack(model)
+                decoder = _Reader(model).decoder()
+            return decoder
         except _UnfamiliarError:
             return None
 
@@ -237,6 +244,8 @@ class _Reader:
         self.kind = (weight.dtype, weight.device)
         self.rows: set[int] = set()  # id() of the parameters that are packed, or are to be
         self.apart: list[Sequence[nn.Parameter]] = []  # parameters that are still to be packed together
+        self.packed = False  # whether any are already
+        self.alone = [] if head is None else [head.weight]  # weights of a decode step that are not packed with others
 
     def decoder(self) -> NativeDecoder:
         base = self.base
@@ -244,6 +253,9 @@ class _Reader:
         _expect(rotary.rope_type in FIXED_ROPE)
         layers = [self._layer(layer) for layer in base.layers[: base.config.num_hidden_layers]]
         _expect(len(layers) > 0)
+        if self.kind[1].type == "cpu" and self.apart and not self.packed:
+            own = [weight for weight in self.alone if type(weight) is nn.Parameter and weight.is_cpu]
+            self.apart += [[weight] for weight in own if not weight.is_shared()]  # else other processes use that memory
         return NativeDecoder(base.embed_tokens, rotary, layers, self._norm(base.norm))
 
     def _layer(self, layer: Any) -> Layer:
@@ -298,11 +310,14 @@ class _Reader:
         for part in parts:
             self._check(part)
         if len(parts) == 1:
+            self.alone += parts
             return parts[0].detach()
         names = set(map(id, parts))
         _expect(len(names) == len(parts) and self.rows.isdisjoint(names))  # a shared parameter cannot be in two places
         self.rows |= names
-        if not _adjacent(parts):
+        if _adjacent(parts):
+            self.packed = True
+        else:
             _expect(not any(part.is_cpu and part.is_shared() for part in parts))  # other processes use that memory
             self.apart.append(parts)
         first = parts[0].detach()
@@ -333,16 +348,38 @@ def hooked(module: nn.Module) -> bool:
 _PACKING = threading.Lock()
 
 
-def _pack(parts: Sequence[nn.Parameter]) -> None:
-    """Move the parts [n_i, ...] into one storage [sum n_i, ...]."""
+def _pack(model: Any) -> None:
+    """Move each group of parts [n_i, ...] that a familiar model has apart into one storage [sum n_i, ...]."""
     with _PACKING, torch.inference_mode(False), torch.no_grad():
-        if _adjacent(parts):  # another thread has packed them
-            return
-        whole = torch.cat([part.detach() for part in parts])
-        if whole.is_cuda:
-            torch.cuda.current_stream(whole.device).synchronize()  # other streams may read it from now on
-        for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-            part.data = rows
+        reader = _Reader(model)  # again, since another thread may have packed them
+        reader.decoder()
+        for parts, whole in zip(reader.apart, _storages(reader.apart), strict=True):
+            torch.cat([part.detach() for part in parts], out=whole)
+            if whole.is_cuda:
+                torch.cuda.current_stream(whole.device).synchronize()  # other streams may read it from now on
+            for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+                part.data = rows
+    if LINUX and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # else glibc keeps the memory that small parts lay in
+
+
+def _storages(groups: Sequence[Sequence[nn.Parameter]]) -> Iterator[Tensor]:
+    """A storage [sum n_i, ...] for each group; those of one model on a CPU share huge pages, where Linux has them."""
+    sizes = [-(-sum(part.nbytes for part in parts) // CACHE_LINE) * CACHE_LINE for parts in groups]
+    pages, offset = None, 0
+    if LINUX and groups and groups[0][0].is_cpu:
+        size = -(-sum(sizes) // HUGE_PAGE) * HUGE_PAGE
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # of a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    for parts, size in zip(groups, sizes, strict=True):
+        shape = (sum(map(len, parts)), *parts[0].shape[1:])
+        if pages is None:
+            yield parts[0].new_empty(shape)
+        else:
+            count = sum(part.numel() for part in parts)
+            yield torch.frombuffer(pages, dtype=parts[0].dtype, count=count, offset=offset).view(shape)
+        offset += size
 
 
 def _adjacent(parts: Sequence[Tensor]) -> bool:
