@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 import reprlib
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 PATIENCE, AGAIN = 3, 64  # answers in a row without what was asked, until only each 64th question asks for it
+MASKED = -9999.0  # the log-probability that vLLM gives for -inf
+TURN = 10.0  # seconds that a question waits for those of the other kind at most
 ROUNDING = 1e-3  # nats that a log-probability may exceed 0 by
 TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})", re.ASCII)
 
@@ -78,17 +83,64 @@ _PLAIN = {
 }
 
 
+class _Turns:
+    """Questions of one kind at a time; those that wait for the other kind go together when it has been answered."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._kind, self._running = "", 0
+        self._waiting, self._turns = Counter[str](), Counter[str]()
+
+    @contextmanager
+    def of(self, kind: str) -> Iterator[None]:
+        with self._changed:
+            if self._running and (self._waiting or kind != self._kind):
+                self._waiting[kind] += 1
+                turn = self._turns[kind]
+                if not self._changed.wait_for(lambda: self._turns[kind] != turn, TURN):
+                    self._waiting -= Counter([kind])
+                    self._running += 1
+            else:
+                self._kind, self._running = kind, self._running + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                if self._waiting and not self._running:
+                    self._kind = next((kind for kind in self._waiting if kind != self._kind), self._kind)
+                    self._running = self._waiting.pop(self._kind)
+                    self._turns[self._kind] += 1
+                    self._changed.notify_all()
+
+
 class VLLM(Dialect):
-    """vLLM's `/v1/completions`; without `logprob_token_ids` each id is appended to a prompt of its own."""
+    """vLLM's `/v1/completions`; without `logprob_token_ids` each id is appended to a prompt of its own.
+
+    In a batch with a question of `logprob_token_ids` vLLM's V1 runner answers all others with the sampled token and
+    padding instead of the most likely tokens (vllm-project/vllm#51789). So the two kinds are asked in turns, and what
+    was padded because of other clients is asked again.
+    """
 
     ignored = 0  # questions since the server last answered one with logprob_token_ids
 
+    def __init__(self, post: Callable[[str, dict[str, Any]], Any], vocabulary: int, ends: list[int]) -> None:
+        super().__init__(post, vocabulary, ends)
+        self._turns = _Turns()
+
     def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
-        top = self._next(ids, logprobs=k)
+        for _ in range(PATIENCE):
+            with self._turns.of("likely"):
+                top = self._next(ids, logprobs=k)
+            if len(top) <= 2 and top.get(0, 0.0) <= MASKED:  # padding has id 0
+                del top[0]
+            if len(top) >= k:
+                break
         scores = dict(top)
         missing = [token for token in wanted if token not in scores]
         if missing and (self.ignored < PATIENCE or self.ignored % AGAIN == 0):
-            scores |= self._next(ids, logprobs=1, logprob_token_ids=missing)
+            with self._turns.of("given"):
+                scores |= self._next(ids, logprobs=1, logprob_token_ids=missing)
             missing = [token for token in missing if token not in scores]
             if not missing:
                 self.ignored = 0

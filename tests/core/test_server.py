@@ -21,7 +21,7 @@ from limits import HANG
 from test_llm import BAD_CALLS, lists
 from tiny import EOS, V, prompts, tiny
 
-from fb_core import ServerError, ServerLLM, cli, http, server
+from fb_core import ServerError, ServerLLM, cli, dialects, http, server
 from fb_core.config import PairSettings, RunSettings, ServerSettings
 from fb_core.decoding import CollaborativeDecoder
 from fb_core.engine.engine import Engine
@@ -285,7 +285,7 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_POST(self):
-        fields = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.fields = fields = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         scripted = self.server
         with scripted.lock:
             answer = scripted.answers[min(len(scripted.asked), len(scripted.answers) - 1)]
@@ -815,6 +815,81 @@ def test_one_answer_of_vllm_without_the_ids_is_not_the_end_of_asking_for_them(ba
             assert llm.candidates([5], 1, [8]).score_logprob.tolist() == [-2.0]
         assert sum("logprob_token_ids" in fields for fields in there.asked) == 10
         assert sum("prompt_logprobs" in fields for fields in there.asked) == len(bad)
+
+
+PADDING = {
+    "token_id:3": -0.1,
+    "token_id:0": -9999.0,
+}  # of a question that shared a batch with one of given ids, in vLLM
+
+
+def test_likely_and_given_ids_are_never_asked_of_vllm_at_once():
+    lock, under_way, both = threading.Lock(), [], []
+
+    def one_batch(handler):
+        fields = handler.fields
+        kind = "logprob_token_ids" in fields
+        with lock:
+            under_way.append(kind)
+        time.sleep(0.01)
+        with lock:
+            mixed = len(set(under_way)) == 2
+            under_way.remove(kind)
+        both.append(mixed)
+        given = {f"token_id:{token}": -2.0 for token in fields.get("logprob_token_ids", [])}
+        top = {"token_id:3": -0.1} | given if kind else PADDING if mixed else {"token_id:3": -0.1, "token_id:4": -0.2}
+        says({"choices": [{"logprobs": {"top_logprobs": [top]}}]})(handler)
+
+    with scripted(one_batch) as there:
+        llm = ServerLLM(there.url, vocabulary=V, in_flight=8)
+        for _ in range(4):
+            for found in llm.candidates_many([[5 + i] for i in range(12)], 2, [[8, 9]] * 12):
+                assert found.ids.tolist() == [3, 4]
+                assert found.score_logprob.tolist() == [-2.0, -2.0]
+    assert len(both) == 96
+    assert not any(both)
+
+
+@pytest.mark.parametrize("padded", [1, 2, 3])
+def test_padding_that_vllm_gives_for_likely_ids_is_asked_again(padded):
+    def answer(handler):
+        top = PADDING if len(handler.server.asked) <= padded else {"token_id:3": -0.1, "token_id:4": -0.2}
+        says({"choices": [{"logprobs": {"top_logprobs": [top]}}]})(handler)
+
+    with scripted(answer) as there:
+        llm = ServerLLM(there.url, vocabulary=V)
+        if padded < 3:
+            assert llm.candidates([5], 2).ids.tolist() == [3, 4]
+        else:
+            with pytest.raises(ServerError, match="expected 2 candidates and 0 scores after 1 tokens, got 1"):
+                llm.candidates([5], 2)
+
+
+def test_a_question_waits_for_those_of_the_other_kind_but_not_for_ever(monkeypatch):
+    monkeypatch.setattr(dialects, "TURN", 0.05)
+    end = threading.Event()
+
+    def answer(handler):
+        given = "logprob_token_ids" in handler.fields
+        if given:
+            end.wait(HANG)
+        says(
+            {
+                "choices": [
+                    {"logprobs": {"top_logprobs": [{"token_id:3": -0.1} | ({"token_id:9": -2.0} if given else {})]}}
+                ]
+            }
+        )(handler)
+
+    with scripted(answer) as there:
+        llm = ServerLLM(there.url, vocabulary=V)
+        hanging = threading.Thread(target=llm.candidates, args=([5], 1, [9]))
+        hanging.start()
+        while len(there.asked) < 2:
+            time.sleep(0.01)
+        assert llm.candidates([5], 1).ids.tolist() == [3]
+        end.set()
+        hanging.join()
 
 
 # --- sequences that are gone ------------------------------------------------------------------------------------------

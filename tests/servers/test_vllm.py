@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,19 @@ def test_what_it_refuses_is_an_error_that_says_why(
         connect(vllm, local, **options).candidates([7] * length, k, range(100, 100 + asked))
     assert "sk-" not in str(raised.value)
     assert len(connect(vllm, local).complete([7] * (CONTEXT - 1), 1)) == 1
+
+
+def test_many_at_once_get_their_own_candidates(vllm: VLLM, local: LocalLLM, prompts: list[Tensor]) -> None:
+    """In one batch, vLLM pads the likely ids of questions beside one of given ids."""
+    states = [state[: len(state) - cut] for state in prompts for cut in range(6)]
+    given = [list(range(100 + i, 104 + i)) for i in range(len(states))]
+    wanted = local.candidates_many(states, 4, given)
+    llm = connect(vllm, local, in_flight=16)
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(lambda _: llm.candidates_many(states, 4, given), range(8)):
+            for each, expected in zip(found, wanted, strict=True):
+                torch.testing.assert_close(each.logprob, expected.logprob, **TOLERANCE)
+                torch.testing.assert_close(each.score_logprob, expected.score_logprob, **TOLERANCE)
 
 
 # --- decoders ---------------------------------------------------------------------------------------------------------
