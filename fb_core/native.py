@@ -254,7 +254,7 @@ class _Reader:
         layers = [self._layer(layer) for layer in base.layers[: base.config.num_hidden_layers]]
         _expect(len(layers) > 0)
         if self.kind[1].type == "cpu" and self.apart and not self.packed:
-            own = [weight for weight in self.alone if type(weight) is nn.Parameter and weight.is_cpu]
+            own = [x for x in self.alone if type(x) is nn.Parameter and x.is_cpu and not x.is_inference()]
             self.apart += [[weight] for weight in own if not weight.is_shared()]  # else other processes use that memory
         return NativeDecoder(base.embed_tokens, rotary, layers, self._norm(base.norm))
 
