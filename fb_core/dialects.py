@@ -13,6 +13,7 @@ from typing import Any
 
 PATIENCE, AGAIN = 3, 64  # answers in a row without what was asked, until only each 64th question asks for it
 MASKED = -9999.0  # the log-probability that vLLM gives for -inf
+TRIES = 3  # of a question whose answer is padded or too short
 TURN = 10.0  # seconds that a question waits for those of the other kind at most
 ROUNDING = 1e-3  # nats that a log-probability may exceed 0 by
 TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})", re.ASCII)
@@ -129,7 +130,7 @@ class VLLM(Dialect):
         self._turns = _Turns()
 
     def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
-        for _ in range(PATIENCE):
+        for _ in range(TRIES):
             with self._turns.of("likely"):
                 top = self._next(ids, logprobs=k)
             if len(top) <= 2 and top.get(0, 0.0) <= MASKED:  # padding has id 0
