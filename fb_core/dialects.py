@@ -13,8 +13,8 @@ from typing import Any
 
 PATIENCE, AGAIN = 3, 64  # answers in a row without what was asked, until only each 64th question asks for it
 MASKED = -9999.0  # the log-probability that vLLM gives for -inf
-TRIES = 3  # of a question whose answer is padded or too short
-TURN = 10.0  # seconds that a question waits for those of the other kind at most
+TRIES = 3  # of a request whose answer is padded or too short
+TURN = 10.0  # seconds that a request waits at most for those of the other kind
 ROUNDING = 1e-3  # nats that a log-probability may exceed 0 by
 TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})", re.ASCII)
 
@@ -85,7 +85,7 @@ _PLAIN = {
 
 
 class _Turns:
-    """Questions of one kind at a time; those that wait for the other kind go together when it has been answered."""
+    """Requests of one kind at a time; those that wait go together once all of the other kind are answered."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -118,9 +118,9 @@ class _Turns:
 class VLLM(Dialect):
     """vLLM's `/v1/completions`; without `logprob_token_ids` each id is appended to a prompt of its own.
 
-    In a batch with a question of `logprob_token_ids` vLLM's V1 runner answers all others with the sampled token and
-    padding instead of the most likely tokens (vllm-project/vllm#51789). So the two kinds are asked in turns, and what
-    was padded because of other clients is asked again.
+    If one request of a batch has `logprob_token_ids`, vLLM's V1 runner gives all others the sampled token and padding
+    instead of the likeliest tokens (vllm-project/vllm#51789). So the two kinds are sent in turns, and a request that
+    another client disturbed is repeated.
     """
 
     ignored = 0  # questions since the server last answered one with logprob_token_ids

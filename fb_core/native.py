@@ -33,6 +33,7 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 LINUX = sys.platform == "linux"
 CACHE_LINE, HUGE_PAGE = 64, 2 << 20  # bytes
+UNTRIMMED = 1 << 28  # bytes that are moved before their old memory goes back to the system
 CPU_ROWS = 512  # rows of a block per thread: a megabyte at hidden size 512
 # Hooks that change nothing: those that stay once a model returned hidden states, and those of the plain loop.
 INERT_HOOKS = ("transformers.utils.output_capturing", "fb_core.hf.generation")
@@ -353,14 +354,24 @@ def _pack(model: Any) -> None:
     with _PACKING, torch.inference_mode(False), torch.no_grad():
         reader = _Reader(model)  # again, since another thread may have packed them
         reader.decoder()
+        moved = 0
         for parts, whole in zip(reader.apart, _storages(reader.apart), strict=True):
             torch.cat([part.detach() for part in parts], out=whole)
             if whole.is_cuda:
                 torch.cuda.current_stream(whole.device).synchronize()  # other streams may read it from now on
             for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
                 part.data = rows
+            moved += whole.nbytes
+            if moved > UNTRIMMED:
+                _trim()
+                moved = 0
+    _trim()
+
+
+def _trim() -> None:
+    """Give freed memory back to the system: glibc keeps that of parts below 32 MB."""
     if LINUX and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)  # else glibc keeps the memory that small parts lay in
+        libc.malloc_trim(0)
 
 
 def _storages(groups: Sequence[Sequence[nn.Parameter]]) -> Iterator[Tensor]:
