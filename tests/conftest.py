@@ -36,7 +36,14 @@ settings.register_profile(
 settings.load_profile("futurebridge")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only the first test of every file that is not slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        fast = [item for item in items if not item.get_closest_marker("slow")]
+        items[:] = {item.path: item for item in reversed(fast)}.values()
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
