@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from fractions import Fraction
+from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
@@ -35,15 +38,60 @@ RELATION = re.compile(
 BY_ZERO = re.compile(r"/\s*0(?![\d.!])")
 MATH_MODE = re.compile(r"(\$\$?)([^$]*)\1|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 
-LETTER = r"([A-Ja-j])(?![A-Za-z0-9'])"
-ONE_LETTER = re.compile(r"\W*" + LETTER + r"\W*")
-IN_BOX = re.compile(r"\W{0,9}(?:\\(?:text|textbf|mathrm|mbox)\s?\{)?\W{0,9}" + LETTER)
-CHOICES = (  # by falling weight: the last match of the first that has any counts; bounded, so that time is linear
-    re.compile(r"\b(?:[Aa]nswer|[Cc]hoice|[Oo]ption)\b[\W_]{0,9}(?:is\b)?[\W_]{0,9}([A-J])(?![A-Za-z0-9'])"),
-    re.compile(r"\(([A-Ja-j])\)|\*\*([A-J])\W?\*\*"),
-    re.compile(r"^[^\w\n]{0,9}([A-J])(?:[.):]|[^\w\n]{0,9}$)", re.MULTILINE),
+# A letter that is stated, and another in the same breath: "A or B" states none, and neither does "I don't know".
+LETTER = r"([A-J])(?![A-Za-z0-9'\u2019]|(?<=I) (?!because|since|as|is|and|or)[a-z])"
+ANOTHER = rf"(?:[\W_]{{0,6}}(?:\bor\b|\band\b|[,/&])[\W_]{{0,6}}(?:(?:option|choice) )?\b{LETTER})?"
+ONE_LETTER = re.compile(rf"\A\W*(?i:{LETTER})\W*\Z")
+STYLE = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|[,;:! ])")
+IN_BOX = re.compile(rf"(?i:\W{{0,9}}{LETTER}{ANOTHER})")
+CHOICES = tuple(  # by falling weight: the last match of the first that has any counts; bounded, so that time is linear
+    re.compile(pattern, re.MULTILINE)
+    for pattern in (
+        r"(?i:\b(?:answer|choice|option)\b[\W_]{0,9}?(?:(?:(?:should|must|would|will) be|is)\b|[:=-])[\W_]{0,9}"
+        rf"(?:(?:the|option|choice|letter)\b[\W_]{{0,9}}){{0,2}}){LETTER}{ANOTHER}"
+        rf"|\b{LETTER}[)*]{{0,3}} is (?:the )?(?:correct|right|best)\b",
+        rf"\A[\W_]{{0,9}}(?i:(?:option|choice) )?{LETTER}(?:[)*]{{0,3}}\.|[^\w\n]{{0,9}}$)(?!(?s:.)*\b(?!\1)[A-J][.):])",
+        rf"(?i:\b(?:answer|choice|option)\b[\W_]{{0,9}}){LETTER}{ANOTHER}",
+        rf"\((?i:{LETTER})(?=\)){ANOTHER}|\*\*{LETTER}(?=\W?\*\*){ANOTHER}",
+        rf"^[^\w\n]{{0,9}}{LETTER}(?:[.):]|[^\w\n]{{0,9}}$)",
+    )
 )
-NUMBER = r"-?(?:\d[\d,]*)?\.?\d+"
+
+# A number without its sign: digits, perhaps in groups, and an exponent; digits behind ^ or _ are none.
+NUMBER = re.compile(
+    r"(?<![\d^_])(?<![\^_]\{)(\d+(?:(?:,(?:\\!)?|\{,\}|\\[,;:! ]|[~\xa0\u2009\u202f])\d+)*(?:\.\d+)?|\.\d+)"
+    r"(?:[eE]([-+]?\d+)(?!\w)|(\s*(?:\\times|\\cdot|[\xd7\xb7*x])\s*10)?\s*"
+    r"(?:\^\s*(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+))|([\u207a\u207b]?[\xb2\xb3\xb9\u2070\u2074-\u2079]+)))?"
+)
+RAISED = str.maketrans("\u2070\xb9\xb2\xb3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b", "0123456789+-")
+GROUPED = re.compile(r"\d*(?:\.\d+)?|\d{1,3}(?: \d{3})*(?:\.(?:\d{3} )*\d+)?|\d{1,2}(?: \d\d)* \d{3}(?:\.\d+)?")
+MINUS = re.compile(r"[\u2212\ufe63\uff0d]|(?<![\w)\]}])[\u2013\u2014]")  # a dash behind a digit or a word is none
+MONEY = r"(?:US|\\?[$\u20ac\xa3\xa5\u20b9]|\\,)"
+SIGN = re.compile(rf"(?:(?:^|[^A-Za-z0-9)\]}}])-|[=(]\s{{0,2}}-\s{{1,2}}){MONEY}{{0,2}}$")
+BEFORE, AFTER = re.compile(rf"(?:{MONEY}|\s){{0,3}}-?(?:{MONEY}|\s){{0,3}}"), re.compile(r"(?:\\?%|[\s$.,~]|\\[,;:! ])*")
+LARGEST_EXPONENT = 4  # digits
+GAP = r"(?:\\[,;:! ]|\\q?quad(?![A-Za-z])|[~\s\xa0\u2009\u202f])"
+SPACED = re.compile(
+    rf"(?<![\d.^_])(?<!frac|inom|sqrt)(?<!frac |inom |sqrt )\d+(?:\.\d+)?(?:{GAP}+\d+(?:\.\d+)?)+"
+)
+MIXED = re.compile(  # math-verify reads "3 1/2" as (3+1)/2, and loses the 3 of 3\frac{1}{2}\%
+    r"(?<![\d.^_])(?<!frac |inom )(\d{1,9})(?:\s+(\d{1,9})/(\d{1,9})(?!\d)|\s*\\[dt]?frac\s*\{(\d{1,9})\}\s*\{(\d{1,9})\}(?=\s*\\?%))"
+)
+ROUNDED = Fraction(1, 2_000_000)  # between a decimal and what it is for, as math-verify rounds
+ROUGH, PRECISE, TINY = Fraction(1, 10**3), Fraction(1, 10**5), Fraction(1, 10**90)  # shares: a decimal, two, none
+DIGITS = 100
+WRITTEN = re.compile(r"\d+|[-+]")
+UNIT_POWER = re.compile(r"(\\(?:text|textrm|textbf|mathrm|mbox)\s*\{[^{}]*\})\s*\^\s*(?:\{\s*(-?\d)\s*\}|(\d))")
+UNITS = {
+    word: words.split()[0]
+    for words in (
+        "mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche, "
+        "ft foot feet, yd yard, mi mile, mg milligram, g gram, kg kilogram, lb pound, oz ounce, s sec second, "
+        "min minute, h hr hour, day, wk week, month, yr year"
+    ).split(", ")
+    for word in words.split()
+}
+UNREAD = re.compile(r"\d+(?:\.\d+)?|\\?[A-Za-z]+|[^\s\w{}$~\\,.;:]")
 
 
 def boxed(text: str) -> str | None:
@@ -191,14 +239,12 @@ class Choice(Judge):
 
     def read(self, answer: str) -> str | None:
         if (content := boxed(answer)) is not None:
-            match = IN_BOX.match(content)
-            return match[1].upper() if match else None
-        if match := ONE_LETTER.fullmatch(answer):
-            return match[1].upper()
-        for pattern in CHOICES:
-            if letters := ["".join(match.groups("")) for match in pattern.finditer(answer)]:
-                return letters[-1].upper()
-        return None
+            found = [IN_BOX.match(STYLE.sub(" ", content))]
+        else:
+            readings = ([*pattern.finditer(answer)][-1:] for pattern in (ONE_LETTER, *CHOICES))
+            found = next(filter(None, readings), [])
+        letters = {letter.upper() for match in found if match for letter in match.groups() if letter}
+        return letters.pop() if len(letters) == 1 else None
 
     def gold(self, text: str) -> str | None:
         match = ONE_LETTER.fullmatch(text if (content := boxed(text)) is None else content)
@@ -212,13 +258,17 @@ class Choice(Judge):
 
 
 class Number(Judge):
-    """The last number, or the last one that `verify.pattern` finds; commas between digits do not count, 34.0 is 34."""
+    r"""The last number, or the last one that `verify.pattern` finds, exactly.
+
+    "$1,234.50", `1{,}234.5` and `1.2345 \times 10^{3}` are each one number, and so is each in "3,4"; a dash before digits
+    or a currency is a minus sign; percent signs do not count.
+    """
 
     name = "number"
     form = "a number"
 
     def __init__(self, pattern: str | None = None) -> None:
-        self._pattern = re.compile(NUMBER if pattern is None else pattern)
+        self._pattern = None if pattern is None else re.compile(pattern)
         if pattern is not None:
             self.form = f"a number that {pattern!r} finds"
 
@@ -226,17 +276,18 @@ class Number(Judge):
         return answer[-LONGEST_CONTENT:].strip() or None
 
     def gold(self, text: str) -> str | None:
-        return None if (number := _number(text)) is None else str(number)
+        return None if (value := number(text)) is None else str(value)
 
     def stating(self, gold: str) -> str | None:
         return None  # that is for the pattern to say
 
     def compare(self, said: str, gold: str) -> Outcome:
-        found = [match[1] if match.re.groups else match[0] for match in self._pattern.finditer(said)]
-        number = _number(found[-1] or "") if found else None
-        if number is None:
-            return "unparsable"
-        return "correct" if number == Decimal(gold) else "wrong"
+        if self._pattern is None:
+            value = number(said, alone=False)
+        else:
+            found = [match[1] if match.re.groups else match[0] for match in self._pattern.finditer(said)]
+            value = number(found[-1] or "") if found else None
+        return "unparsable" if value is None else "correct" if value == Decimal(gold) else "wrong"
 
 
 class Function(Judge):
@@ -298,14 +349,53 @@ def judge_of(name: str, **options: Any) -> Judge:
         raise ValueError(f"{min(surplus)}: expected none with judge {name}, got one; leave it out")
     try:
         return kind(**arguments)
-    except re.error as problem:
+    except (re.error, RecursionError, OverflowError, MemoryError) as problem:
         raise ValueError(f"pattern: expected a regular expression, got one with {problem}; correct it") from None
+
+
+def number(text: str, *, alone: bool = True) -> Decimal | None:
+    """The number that a text is, exactly; None if it is something else.
+
+    Args:
+        text: at most 10,000 characters; a currency, a percent sign and spaces around the number do not count.
+        alone: False takes the last number in the text.
+    """
+    text = MINUS.sub("-", text[: LONGEST_CONTENT + 1].strip())
+    match = NUMBER.search(text) if alone else next(iter(deque(NUMBER.finditer(text), 1)), None)
+    if match is None or len(text) > LONGEST_CONTENT:
+        return None
+    if alone and not (BEFORE.fullmatch(text, 0, match.start()) and AFTER.fullmatch(text, match.end())):
+        return None
+    before = text[: match.start()]
+    minus = "-" in before if alone else SIGN.search(before[-12:]) is not None
+    whole, point, part = match[1].partition(".")
+    digits = " ".join(re.findall(r"\d+", whole)) + point + part
+    if not GROUPED.fullmatch(digits):
+        if alone or "," not in whole:
+            return None
+        minus, digits = False, digits.rpartition(" ")[2]  # "3,4" is two numbers
+    power = (match[2] or match[4] or match[5] or match[6] or "0").translate(RAISED)
+    if (match[4] or match[5] or match[6]) and match[3] is None:
+        if digits != "10":
+            return None
+        digits = "1"
+    if len(power.lstrip("+-0")) > LARGEST_EXPONENT:
+        return None
+    return Decimal(f"{'-' * minus}{digits.replace(' ', '')}e{power}")
 
 
 def by_math_verify(question: str, gold: str) -> Outcome:
     """The outcome of a text with a box against a bare gold answer, by math-verify and what it leaves out."""
     from math_verify import parse, verify
 
+    _compare_exactly()
+    content = boxed(question)
+    if content is not None:
+        a, b = number(content), number(gold)
+        if a is not None and b is not None and "%" not in content + gold:  # 50% is 50 and 0.5
+            return "correct" if a == b or _near(Fraction(a), Fraction(b), PRECISE) else "wrong"
+        if SPACED.search(content) or SPACED.search(gold):  # what is no number is no sum either
+            return "correct" if content.split() == gold.split() else "wrong"
     wanted = parse(f"\\boxed{{{gold}}}", parsing_timeout=None)  # expressions, and the text that they were read from
     expected = [expression for expression in wanted if not isinstance(expression, str)]
     if not expected or _undefined(gold, expected):
@@ -316,14 +406,47 @@ def by_math_verify(question: str, gold: str) -> Outcome:
         return "unparsable"
     if not verify(wanted, parsed, timeout_seconds=None):  # gold first: it is not symmetric
         return "wrong"
-    content = boxed(question)
     said = str(parsed[-1]) if content is None else content
     if _undefined(said, got):
         return "unparsable"
-    halves = [set(map(str.lower, HALF_DAY.findall(WORDS.sub(r"\1", text)))) for text in (said, gold)]
-    if _unread(said, got) != _unread(gold, expected) or (all(halves) and halves[0] != halves[1]):
+    if any(ours and theirs and ours != theirs for ours, theirs in zip(_units(said), _units(gold), strict=True)):
+        return "wrong"
+    if _unread(said, got, "=" in gold) != _unread(gold, expected, "=" in said):
         return "wrong"
     return "correct" if "=" in gold or _holds(said, got) else "wrong"
+
+
+def _near(a: Any, b: Any, share: Fraction) -> bool:
+    """Whether a decimal is the other number rounded, as math-verify rounds, and to this share of it."""
+    return bool(abs(a - b) <= min(ROUNDED, share * abs(b)))
+
+
+@cache
+def _compare_exactly() -> None:
+    """Let math-verify tell numbers apart that differ after its 6 or 15 decimals, and equations without solutions."""
+    from math_verify import grader
+    from sympy import Float, Integer, Rational, solve  # type: ignore[import-untyped]
+
+    roughly, solved = grader.sympy_numeric_eq, grader.sympy_solve_and_compare
+
+    def equal(a: Any, b: Any, *rounding: Any) -> bool:
+        if not roughly(a, b, *rounding):
+            return False
+        if all(grader.is_atomic_or_pct_atomic(each, Integer) for each in (a, b)) or not hasattr(a - b, "is_number"):
+            return True  # 50% and 50, matrices
+        a, b = grader.safe_sympy_doit(a), grader.safe_sympy_doit(b)
+        decimals = a.has(Float) + b.has(Float)
+        if not (a.is_number and b.is_number):
+            return bool(decimals or (a - b).evalf(DIGITS, chop=True) == 0)
+        if a.is_Rational and b.is_Rational:
+            return bool(a == b)
+        a, b = a.evalf(DIGITS), b.evalf(DIGITS)
+        return _near(a, b, (TINY, ROUGH, PRECISE)[decimals])
+
+    def equal_solutions(gold: Any, said: Any, *rounding: Any) -> bool:
+        return all(solve(each, each.free_symbols) != [] for each in (gold, said)) and solved(gold, said, *rounding)
+
+    grader.sympy_numeric_eq, grader.sympy_solve_and_compare = equal, equal_solutions
 
 
 def _undefined(text: str, expressions: Sequence[Any]) -> bool:
@@ -339,8 +462,21 @@ def _undefined(text: str, expressions: Sequence[Any]) -> bool:
     return any(value is nan or (value.is_number and abs(value) < 1e-100) for value in values)
 
 
-def _unread(text: str, expressions: Sequence[Any]) -> list[str]:
-    """The number bases, negations and relations in a text that are not in what was read of it, sorted."""
+def _units(text: str) -> tuple[set[str], ...]:
+    """Halves of the day, known units and powers of units in a text."""
+    words = " ".join(WORDS.findall(text)).lower()
+    names = (UNITS.get(word, UNITS.get(word.removesuffix("s"))) for word in re.findall("[a-z]+", words))
+    powers = {braced or digit for _, braced, digit in UNIT_POWER.findall(text)}
+    return {half.lower() for half in HALF_DAY.findall(WORDS.sub(r"\1", text))}, set(filter(None, names)), powers
+
+
+def _unread(text: str, expressions: Sequence[Any], equation: bool) -> list[str]:
+    """What is in a text and not in what was read of it.
+
+    Number bases, negations and relations, sorted; and if a number or sign was not read, all that stands there, words
+    and spaces aside. What is left of an equals sign counts if the other text is an `equation` too.
+    """
+    from math_verify import parse
     from sympy import Set
     from sympy.core.relational import Relational  # type: ignore[import-untyped]
 
@@ -348,7 +484,24 @@ def _unread(text: str, expressions: Sequence[Any]) -> list[str]:
     bases = [(braced or digit).strip() for braced, digit in BASE.findall(plain)]
     read = any(isinstance(expression, Set) or expression.has(Relational) for expression in expressions)
     relations = [] if read else RELATION.findall(plain)
-    return sorted([*(base for base in bases if base != "10"), *NEGATION.findall(plain), *relations])
+    found = sorted([*(base for base in bases if base != "10"), *NEGATION.findall(plain), *relations])
+
+    def reading(text: str) -> Any:
+        return parse(f"\\boxed{{{text}}}", parsing_timeout=None)[:1]
+
+    text = BASE.sub(lambda base: base[0].partition("_")[0], UNIT_POWER.sub(r"\1", text))
+    text = WORDS.sub(lambda words: re.sub("[-+]", " ", words[0]), text)
+    start = 0 if equation else text.rfind("=") + 1
+    shown, whole = Counter(WRITTEN.findall(str(expressions[0]))), None
+    for token in WRITTEN.finditer(text, start):
+        shown[token[0]] -= 1
+        if shown[token[0]] >= 0:
+            continue
+        whole = whole or reading(text)
+        changed = {"-": "+", "+": "-"}.get(token[0], f"{token[0]}7")
+        if reading(text[: token.start()] + changed + text[token.end() :]) == whole:
+            return found + UNREAD.findall(WORDS.sub(lambda words: re.sub("[^0-9.]", " ", words[1]), text[start:]))
+    return found
 
 
 def _holds(text: str, expressions: Sequence[Any]) -> bool:
@@ -410,12 +563,18 @@ def quicken() -> None:
 
 
 def _tidy(content: str) -> str:
-    return FINAL_STOP.sub("", content.strip()).strip()
+    """A box's content in the signs, fractions and digit groups that math-verify reads, without a full stop."""
 
+    def improper(match: re.Match[str]) -> str:
+        whole, above, below = (int(digits) for digits in match.groups() if digits)
+        return f"\\frac{{{whole * below + above}}}{{{below}}}"
 
-def _number(text: str) -> Decimal | None:
-    plain = text[: LONGEST_CONTENT + 1].strip().replace("$", "").replace(",", "")
-    return Decimal(plain) if len(text) <= LONGEST_CONTENT and re.fullmatch(NUMBER, plain) else None
+    def joined(match: re.Match[str]) -> str:
+        digits = " ".join(re.findall(r"[\d.]+", match[0]))
+        return digits.replace(" ", "") if GROUPED.fullmatch(digits) else match[0]
+
+    plain = MINUS.sub("-", FINAL_STOP.sub("", content.strip()).strip())
+    return SPACED.sub(joined, MIXED.sub(improper, plain))
 
 
 def check_text(where: str, name: str, text: object) -> None:
