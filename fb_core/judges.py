@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
+import os
 import re
+import sys
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache
 from importlib import import_module
+from importlib.machinery import PathFinder
+from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
@@ -150,6 +156,10 @@ class Judge:
     def at_once(self, said: str, gold: str) -> Outcome | None:
         """The outcome if it needs no worker, else None."""
         return None
+
+    def source(self) -> dict[str, str]:
+        """What a run depends on besides the settings: by name, a hash."""
+        return {}
 
     def begin(self) -> None:
         """Do in a worker what takes time or may fail, before the clock of the first answer runs."""
@@ -308,6 +318,15 @@ class Function(Judge):
 
     def stating(self, gold: str) -> str | None:
         return None
+
+    def source(self) -> dict[str, str]:
+        """The hash of the function's file, found without running anything."""
+        folders: Sequence[str] | None = [*sys.path, os.getcwd()]
+        for name in accumulate(self.path.partition(":")[0].split("."), "{}.{}".format):
+            spec = PathFinder.find_spec(name, folders)
+            folders = spec and spec.submodule_search_locations
+        content = Path(spec.origin).read_bytes() if spec and spec.origin and spec.has_location else b""
+        return {f"source of {self.path}": hashlib.sha256(content).hexdigest()}
 
     def begin(self) -> None:
         module, _, name = self.path.partition(":")

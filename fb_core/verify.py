@@ -319,7 +319,7 @@ class _Worker:
                     return outcomes
                 self.stop()
                 if len(replies) % 2:  # a pair was started and not finished
-                    return [*outcomes, "timeout"]
+                    return [*outcomes, self._ended(process.returncode)]
                 if outcomes:
                     return outcomes
         except BaseException:
@@ -327,11 +327,18 @@ class _Worker:
             raise
         return ["timeout"]
 
+    def _ended(self, code: int) -> str:
+        """The outcome of a pair over which the process ended; limits end it by a signal, which is a code below 0."""
+        judge = judge_of(**self._judge)
+        if code < 0 or not isinstance(judge, Function):
+            return "timeout"
+        return f"{FAILED}expected a verdict of {judge.path}, got the end of its process with exit code {code}"
+
     def stop(self) -> None:
         """Kill the process, if there is one, and wait for its end."""
         if self.process is None:
             return
-        self.process.kill()
+        _kill(self.process)
         self.process.wait()
         for pipe in filter(None, (self.process.stdin, self.process.stdout)):
             with contextlib.suppress(OSError):  # closing fails if a dead process left something unsent
@@ -357,6 +364,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,  # so that what a judge starts ends with it
             env={**os.environ, "PYTHONHASHSEED": "0"},  # sympy's orderings, and so the verdicts, are reproducible
         )
         reply = "".join(self._exchange(self.process, b"", START_LIMIT, lines=1))
@@ -382,7 +390,7 @@ class _Worker:
         def watch() -> None:
             while not done.wait(max(0.0, deadline - time.monotonic())):
                 if time.monotonic() >= deadline:
-                    process.kill()
+                    _kill(process)
                     return
 
         threading.Thread(target=watch, daemon=True).start()
@@ -398,15 +406,25 @@ class _Worker:
         return replies
 
 
-def _failure(expected: str, problem: Exception) -> bytes:
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a worker with all that it started, also after its own end."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+
+
+def _failure(expected: str, problem: BaseException) -> bytes:
     """The reply that the user's function failed."""
-    return f"{FAILED}{expected}, got {type(problem).__name__}: {' '.join(str(problem).split())[:300]}\n".encode()
+    text = f"{FAILED}{expected}, got {type(problem).__name__}: {' '.join(str(problem).split())[:300]}\n"
+    return text.encode(errors="backslashreplace")
 
 
 def _serve() -> None:
     """A worker's main loop: reads lists of pairs from stdin; for each pair prints "started", then the outcome."""
-    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what libraries print does not mix with the replies
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor do they read the requests
+    if hasattr(os, "register_at_fork"):  # a child would keep the parent waiting
+        os.register_at_fork(after_in_child=lambda: [os.close(pipe.fileno()) for pipe in (requests, replies)])
     timeout, memory_bytes = float(sys.argv[2]), int(sys.argv[3])
     judge = judge_of(**json.loads(sys.argv[4]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -414,21 +432,21 @@ def _serve() -> None:
     logging.disable()
     try:
         judge.begin()
-    except Exception as problem:
+    except BaseException as problem:
         if not isinstance(judge, Function):
             raise
         replies.write(_failure(f"expected the function {judge.path}", problem))
         return
     replies.write(b"ready\n")
-    for line in sys.stdin.buffer:
+    for line in requests:
         for question, gold in json.loads(line):
             replies.write(b"started\n")
             _end_after(timeout, 2 * _longest_wait(timeout))
             try:
                 reply = judge.compare(question, gold).encode() + b"\n"
             except MemoryError:
-                return
-            except Exception as problem:
+                os.kill(os.getpid(), signal.SIGTERM)  # a limit, as if over the time
+            except BaseException as problem:
                 if not isinstance(judge, Function):
                     raise
                 reply = _failure(f"expected a verdict of {judge.path}", problem)

@@ -17,6 +17,7 @@ from rich.progress import ProgressColumn, Task, TimeRemainingColumn
 from rich.text import Text
 
 from fb_core.config import RunSettings, Slice, identity_of
+from fb_core.judges import judge_of
 from fb_core.progress import Board
 from fb_core.stages.cluster import dismiss, work_on_ray
 from fb_core.stages.files import Artefact, Receipt
@@ -166,6 +167,8 @@ class Stage(ABC):
             read.folder.check(manifest, read.identity(models))
             inputs[kind.name] = manifest["digest"]
         hashes = {"models": self.models.hashes(*self.uses)} if models else {}
+        if verify := getattr(self.settings, "verify", None):
+            hashes |= judge_of(verify.judge, pattern=verify.pattern).source()
         return {"settings": identity_of(self.settings), "data": self.data(), "inputs": inputs, **hashes}
 
 
