@@ -17,6 +17,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fb_core import judges
+from fb_core.atomic import read_file
 
 
 def _server_url(url: str) -> str:
@@ -606,7 +607,7 @@ def settings_of(run: Path) -> RunSettings:
     """
     path = run / SETTINGS
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_file(path, LARGEST_FILE))
     except OSError as problem:
         raise ValueError(f"{path}: expected a run's settings, got {problem.strerror}; name a run's folder") from None
     except (ValueError, RecursionError) as problem:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from fb_core import hf
-from fb_core.atomic import write_file
+from fb_core.atomic import read_file, write_file
 
 Scope = Literal["candidate", "sequence"]
 HEAD_KEY = "base_model.model.score.weight"  # where PEFT keeps the head of a sequence classifier
@@ -256,14 +256,19 @@ class TokenReranker(nn.Module):
             raise ValueError(f"{settings}: {problem}") from None
         file = folder / "adapter_model.safetensors"
         try:
+            if file.exists() and not file.is_file():
+                raise OSError("no regular file")
             tensors = load_file(file)
         except (OSError, SafetensorError) as problem:
             raise ValueError(f"{file}: expected a safetensors file, got {problem}; save the adapter again") from problem
+        widths = {f"base_model.model.{name}": weight.shape[-1] for name, weight in model.named_parameters()}
         ranks = {name: have for name, have in tensors.items() if ".lora_A." in name}
         for name, have in ranks.items() or [("any lora_A", None)]:  # before the stated rank is allocated
-            if have is None or have.shape[:1] != (config.r,):
+            width = widths.get(name.replace(".lora_A", ""))
+            if have is None or list(have.shape) != [config.r, width]:
                 raise ValueError(
-                    f"{file}: expected rank {config.r} by the config, got {_shape(have)} in {name}; {APART}"
+                    f"{file}: expected rank {config.r} by the config and {width} columns by the base model, got "
+                    f"{_shape(have)} in {name}; {APART}"
                 )
         reranker = cls(model, config, scope)
         parameters = reranker.tensors()
@@ -310,9 +315,7 @@ def _shape(tensor: Tensor | None) -> str:
 
 def _read_json(path: Path) -> dict:
     try:
-        if (size := path.stat().st_size) > LONGEST_JSON:
-            raise ValueError(f"{size} bytes")
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_file(path, LONGEST_JSON))
         if not isinstance(value, dict):
             raise ValueError(type(value).__name__)
     except (OSError, ValueError, RecursionError) as problem:

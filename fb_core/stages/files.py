@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fb_core.atomic import PART, write_file
+from fb_core.atomic import PART, read_file, write_file
 
 try:
     import fcntl
@@ -324,11 +324,13 @@ def digest(value: Any) -> str:
 
 def _checked_bytes(path: Path, recorded: dict[str, Any]) -> bytes:
     try:
-        data = path.read_bytes() if path.stat().st_size == recorded["bytes"] else b""
+        data = read_file(path, recorded["bytes"])
     except OSError as problem:
         raise ValueError(
             f"{path}: expected {recorded['bytes']} bytes, got {problem.strerror}; run the stage again"
         ) from None
+    except ValueError:
+        data = b""
     if len(data) != recorded["bytes"] or hashlib.sha256(data).hexdigest() != recorded["sha256"]:
         raise ValueError(
             f"{path}: expected the {recorded['bytes']} bytes of its receipt, got others (damaged or edited); run the "
@@ -349,9 +351,7 @@ def _read_sealed(path: Path) -> dict[str, Any]:
         ValueError: the file holds something else.
     """
     try:
-        if (size := path.stat().st_size) > LONGEST_JSON:
-            raise ValueError(f"{size} bytes")
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_file(path, LONGEST_JSON))
         seal = value.pop(SEAL, None) if isinstance(value, dict) else None
         if seal is None or seal != digest(value):
             raise ValueError("one damaged or edited")

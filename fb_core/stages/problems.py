@@ -22,7 +22,7 @@ TEXT_FIELDS = ("problem", "question")
 ID_FIELDS = ("unique_id", "id")
 LONGEST_ROW = 10_000_000  # bytes of a line of JSON
 LARGEST_SET = 1 << 28  # characters of all problems together
-BATCH = 64  # rows of a parquet file decoded at once, since few compressed bytes can become many
+BATCH = 64  # rows of a parquet file decoded at once; fewer of a large one, whose rows may all be its largest value
 FORBIDDEN = re.compile("[\0\ud800-\udfff]")  # no tokenizer takes a lone surrogate
 DOLLAR = re.compile(r"(?<!\\)\$")
 LEADING_ZEROS = re.compile(r"^0+(?=\d)")
@@ -313,13 +313,20 @@ def _parquet_rows(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any
     try:
         with parquet.ParquetFile(path) as file:
             columns = [name for name in file.schema_arrow.names if name in fields]
-            for batch in file.iter_batches(BATCH, columns=columns):
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            parts = [group.column(index) for group in groups for index in range(group.num_columns)]
+            read = [part for part in parts if part.path_in_schema.partition(".")[0] in fields]
+            size = sum(part.total_uncompressed_size + 8 * part.num_values for part in read)
+            if size > LARGEST_SET:
+                raise ValueError(f"one of {size} bytes")
+            for batch in file.iter_batches(max(1, min(BATCH, LARGEST_SET // max(size, 1))), columns=columns):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    except Exception as error:  # pyarrow's and, for dates, Python's many
         where = f"{path} after row {number}"
-        raise _fault(where, "a sound parquet file", _first_line(error), "write it again") from error
+        expected = f"a sound parquet file of at most {LARGEST_SET} bytes"
+        raise _fault(where, expected, _first_line(error), "write it again, or split the set") from error
 
 
 def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
