@@ -390,7 +390,7 @@ def number(text: str, *, alone: bool = True) -> Decimal | None:
     whole, point, part = match[1].partition(".")
     digits = " ".join(re.findall(r"\d+", whole)) + point + part
     if not GROUPED.fullmatch(digits):
-        if alone or "," not in whole:
+        if alone or not re.fullmatch(r"[\d,]+", whole):
             return None
         minus, digits = False, digits.rpartition(" ")[2]  # "3,4" is two numbers
     power = (match[2] or match[4] or match[5] or match[6] or "0").translate(RAISED)

@@ -267,8 +267,8 @@ class TokenReranker(nn.Module):
             width = widths.get(name.replace(".lora_A", ""))
             if have is None or list(have.shape) != [config.r, width]:
                 raise ValueError(
-                    f"{file}: expected rank {config.r} by the config and {width} columns by the base model, got "
-                    f"{_shape(have)} in {name}; {APART}"
+                    f"{file}: expected rank {config.r} by the config, got {_shape(have)} in {name}, for which the base "
+                    f"model has {width or 'no'} columns; {APART}"
                 )
         reranker = cls(model, config, scope)
         parameters = reranker.tensors()

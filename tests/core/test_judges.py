@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from decimal import Decimal
 
 import pytest
 
 from fb_core.config import RunSettings, VerifierSettings, identity_of
-from fb_core.judges import NAMED, judge_of
+from fb_core.judges import NAMED, judge_of, number
+from fb_core.stages.collect import TrajectoryStage
 from fb_core.verify import Verifier
 
 OWN = """
-import os
+import os, time
 def right(answer, gold):
     return None if not answer else answer.endswith(gold)
 def failing(answer, gold):
@@ -23,6 +25,19 @@ def endless(answer, gold):
     while True: pass
 def alone(answer, gold):
     return os.getpid() != int(gold)
+def forking(answer, gold):
+    if os.fork() == 0:
+        time.sleep(600)
+    while True: pass
+def asking(answer, gold):
+    try:
+        return input() == gold
+    except EOFError:
+        return answer == gold
+def leaving(answer, gold):
+    raise SystemExit("no \\ud800 key")
+def ending(answer, gold):
+    os._exit(3)
 """
 
 
@@ -45,6 +60,20 @@ def verdicts(judge, *pairs, **options):
         ("Thus\nC) 34", "C"),
         (r"the answer is A, no: \boxed{\text{(D) 34}}", "D"),
         (r"\boxed{34}", None),
+        ("Answer: B. Option A is incorrect.", "B"),
+        ("The answer is (C). Option (D) is too large.", "C"),
+        ("So the answer is A.\n\nOption A: 5\nOption B: 6", "A"),
+        ("Choice C is wrong, so the answer is D.", "D"),
+        ("The answer is A. No, wait: the answer is option B.", "B"),
+        ("Option B is correct. Option A is not.", "B"),
+        ("B. Option A is incorrect.", "B"),
+        ("A. 5\nB. 6\nSo option B", "B"),
+        ("Answer: I don't know", None),
+        ("The answer is I because of J.", "I"),
+        ("The answer is A or B", None),
+        ("(A) or (B)", None),
+        (r"\boxed{A, B}", None),
+        (r"\boxed{\text{A} \text{ and } \text{B}}", None),
         ("A train and I", None),
         ("34", None),
         ("", None),
@@ -79,6 +108,47 @@ def test_a_number_is_the_last_one_or_what_the_pattern_finds():
     assert verdicts("number", ("a" * 60 + "!", "1"), pattern="(a+)+$") == ["timeout"]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("The answer is \u22125.", "-5"),
+        ("x = \u20130.5", "-0.5"),
+        ("x = - 5", "-5"),
+        ("The change is -$15.", "-15"),
+        (r"It is $-\$1{,}250.50$", "-1250.50"),
+        ("US$-15", "-15"),
+        ("pages 3\u20135", "5"),
+        ("10 - 5", "5"),
+        (r"$9{,}500$ or $9\,500$", "9500"),
+        ("1,00,000", "100000"),
+        ("(3,-4)", "-4"),
+        ("3,4", "4"),
+        ("1.5e3", "1500"),
+        (r"1.6 \times 10^{-19}", "1.6e-19"),
+        ("1.6\xd710\u207b\xb9\u2079", "1.6e-19"),
+        ("34 cm^2", "34"),
+        ("50%", "50"),
+        (r"12\,34", None),
+        ("1e99999", None),
+    ],
+)
+def test_a_number_is_read_with_its_sign_groups_and_exponent(text, value):
+    found = number(text, alone=False)
+    assert found == (None if value is None else Decimal(value))
+
+
+def test_a_gold_number_is_the_whole_text_and_read_in_linear_time():
+    golds = {"-$1,234.50": "-1234.50", "1{,}000": "1000", "50\\%": "50", "12 34": None, "5 - 3": None, "1/2": None}
+    assert {text: number(text) for text in golds} == {
+        text: None if value is None else Decimal(value) for text, value in golds.items()
+    }
+    began = time.process_time()
+    for hostile in ("1" * 9_999 + "x", "1,23" * 2_400 + "x", "$" * 9_999, "1 " * 4_999, "5" + " " * 9_990 + "x"):
+        assert number(hostile) is None
+        judge_of("boxed").gold(hostile)
+    assert time.process_time() - began < 1  # quadratic time was two seconds for the first alone
+
+
 def test_a_function_of_ones_own_runs_where_it_can_do_no_harm(tmp_path, monkeypatch):
     (tmp_path / "own_judge.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
@@ -86,7 +156,13 @@ def test_a_function_of_ones_own_runs_where_it_can_do_no_harm(tmp_path, monkeypat
     assert verdicts("own_judge:right", *pairs) == ["correct", "wrong", "unparsable"]
     assert verdicts("own_judge:endless", ("34", "34")) == ["timeout"]
     assert verdicts("own_judge:alone", ("34", str(os.getpid()))) == ["correct"]
+    assert verdicts("own_judge:asking", ("34", "34"), ("35", "34")) == ["correct", "wrong"]
+    began = time.monotonic()
+    assert verdicts("own_judge:forking", ("34", "34")) == ["timeout"]
+    assert time.monotonic() - began < 50  # not until the child ends, nor the minute of a worker without a CPU
     refused = {
+        "leaving": r"expected a verdict of own_judge:leaving, got SystemExit: no \\ud800 key, for an",
+        "ending": "expected a verdict of own_judge:ending, got the end of its process with exit code 3, for an",
         "failing": "expected a verdict of own_judge:failing, got KeyError: 'nothing there', for an",
         "wordy": "expected a verdict of own_judge:wordy, got TypeError: expected True, False or None, got str",
         "absent": "expected the function own_judge:absent, got AttributeError: module 'own_judge' has no attribute",
@@ -117,6 +193,8 @@ def test_a_gold_answer_is_right_by_itself(judge):
         ({"judge": "a b:c"}, "got 'a b:c'"),
         ({"pattern": "x"}, "pattern: expected none with judge boxed, got one; leave it out"),
         ({"judge": "number", "pattern": "("}, "pattern: expected a regular expression, got one with missing"),
+        ({"judge": "number", "pattern": "a{99999999999}"}, "pattern: expected a regular expression, got one with"),
+        ({"judge": "number", "pattern": "(" * 3_000 + ")" * 3_000}, "pattern: expected a regular expression, got one"),
     ],
 )
 def test_settings_name_a_judge(changes, words):
@@ -129,3 +207,16 @@ def test_settings_name_a_judge(changes, words):
 def test_runs_that_were_begun_before_there_were_judges_go_on():
     assert {"judge", "pattern"}.isdisjoint(identity_of(VerifierSettings()))
     assert identity_of(VerifierSettings(judge="number", pattern="x"))["pattern"] == "x"
+
+
+def test_a_run_knows_the_file_of_its_function(tmp_path, monkeypatch):
+    (tmp_path / "judging").mkdir()
+    monkeypatch.chdir(tmp_path)
+    settings = RunSettings.load("tiny", ["verify.judge=judging.own:right", "problems.limit=500"])
+    identities = []
+    for body in ("gold in answer", "answer == gold", "gold in answer"):
+        (tmp_path / "judging" / "own.py").write_text(f"def right(answer, gold):\n    return {body}\n")
+        identities.append(TrajectoryStage(settings, tmp_path).identity(models=False))
+    assert identities[0] == identities[2] != identities[1]
+    plain = TrajectoryStage(RunSettings.load("tiny", ["problems.limit=500"]), tmp_path).identity(models=False)
+    assert plain.keys() == {"settings", "data", "inputs"}

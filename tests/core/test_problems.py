@@ -21,6 +21,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from fb_core.config import ProblemSettings
+from fb_core.stages import problems
 from fb_core.stages.problems import (
     BENCHMARKS,
     LONGEST_ROW,
@@ -317,6 +318,31 @@ def test_few_bytes_that_become_many(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"problem": repeated, "answer": ["1"] * len(repeated)}), path)
     assert path.stat().st_size < 2_000_000
     assert "characters in all" in refused(str(path))
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "words"),
+    [
+        ("problem", pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64), ["x" * 300_000]), "characters in all"),
+        ("answer", pyarrow.array([[None] * 200_000], pyarrow.list_(pyarrow.string())), "1048576 bytes, got one of"),
+        ("id", pyarrow.array([2**60], pyarrow.timestamp("us")), "a sound parquet file"),
+        ("id", pyarrow.array([0], pyarrow.timestamp("us", "Nowhere/Else")), "a sound parquet file"),
+    ],
+    ids=["one large value", "many empty values", "a late date", "an unknown time zone"],
+)
+def test_values_that_python_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str, values: pyarrow.Array, words: str
+) -> None:
+    monkeypatch.setattr(problems, "LARGEST_SET", 1 << 20)
+    columns = {"problem": ["1?"] * len(values), "answer": ["1"] * len(values)} | {column: values}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path := tmp_path / "p.parquet", compression="zstd")
+    plain, counted = pyarrow.default_memory_pool(), pyarrow.system_memory_pool()  # no other test uses the second
+    pyarrow.set_memory_pool(counted)
+    try:
+        assert words in refused(str(path))
+    finally:
+        pyarrow.set_memory_pool(plain)
+    assert counted.max_memory() < 6 << 20
 
 
 @pytest.fixture

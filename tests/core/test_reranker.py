@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 
 import pytest
@@ -14,6 +15,10 @@ from tiny import FAMILIES, V, tiny
 from transformers import AutoModelForSequenceClassification
 
 from fb_core import TokenReranker, hf
+from fb_core.atomic import read_file
+from fb_core.config import settings_of
+from fb_core.reranker import _read_json
+from fb_core.stages.files import _read_sealed
 
 
 def randomise(reranker, seed=0):
@@ -350,9 +355,29 @@ def test_a_rank_is_believed_only_where_the_weights_have_it(tmp_path):
     TokenReranker.from_base(model).save_pretrained(tmp_path)
     config, file = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
     config.write_text(json.dumps({**json.loads(config.read_text()), "r": 1 << 40}))
-    save_file({name: tensor for name, tensor in load_file(file).items() if "lora_A" not in name}, file)
-    with pytest.raises(ValueError, match="expected rank 1099511627776 by the config, got nothing"):
-        TokenReranker.from_pretrained(tmp_path, model)
+    tensors = {name: tensor for name, tensor in load_file(file).items() if "lora_A" not in name}
+    empty = {name.replace("lora_B", "lora_A"): torch.empty(1 << 40, 0) for name in tensors if "lora_B" in name}
+    for ranks, got in ((empty, r"\[1099511627776, 0\]"), ({}, "nothing")):
+        save_file(tensors | ranks, file)
+        with pytest.raises(ValueError, match=f"expected rank 1099511627776 by the config, got {got}"):
+            TokenReranker.from_pretrained(tmp_path, model)
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "large"])
+def test_only_regular_files_of_some_bytes_are_read(kind, tmp_path):
+    path, most = tmp_path / "file", 1_000
+    {"device": lambda: path.symlink_to("/dev/zero"), "pipe": lambda: os.mkfifo(path), "large": lambda: None}[kind]()
+    if kind == "large":
+        path.write_bytes(bytes(most))
+        assert read_file(path, most) == bytes(most)
+        path.write_bytes(bytes(most + 1))
+    with pytest.raises(ValueError, match="no regular file|more than 1000 bytes"):
+        read_file(path, most)
+    for read in (_read_json, _read_sealed, lambda path: settings_of(path.parent)):
+        if kind != "large":
+            path = path.rename(tmp_path / "settings.json")
+            with pytest.raises(ValueError, match="settings.json: expected .*, got no regular file"):
+                read(path)
 
 
 def test_a_folder_without_an_adapter_is_named_as_such(tmp_path):
