@@ -5,11 +5,12 @@ residual additions are part of the norms. The model is read again for every forw
 values, dtype or device, new parameters. A model that does not compute exactly what the family's modules compute
 (adapters, hooks, quantised layers) has no native decoder.
 
-Projections that are multiplied together are adjacent in one storage: on first use the parameters' `data` are moved
-there, and look the same to every other user of the model. No second copy stays. On a CPU with Linux the new memory has
-huge pages, which are read faster, so all other weights of a decode step move as well. Anything that holds the old
-storage itself does not follow: a CUDA graph captured before, a `state_dict` taken before, an optimiser's flat buffer,
-another thread in the middle of a forward. Make scorers before any of these.
+Projections that are multiplied together are adjacent in memory: on first use the parameters' `data` are moved there, and
+look the same to every other user of the model. Each has a storage of its own over its part of that memory, since savers
+keep one parameter of each storage. No second copy stays. On a CPU with Linux the new memory has huge pages, which are
+read faster, so all other weights of a decode step move as well. Anything that holds the old storage itself does not
+follow: a CUDA graph captured before, a `state_dict` taken before, an optimiser's flat buffer, another thread in the
+middle of a forward. Make scorers before any of these.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 LINUX = sys.platform == "linux"
 CACHE_LINE, HUGE_PAGE = 64, 2 << 20  # bytes
 UNTRIMMED = 1 << 28  # bytes that are moved before their old memory goes back to the system
+WHOLE = "fb_whole"  # attribute of a storage: what it is the first part of
 CPU_ROWS = 512  # rows of a block per thread: a megabyte at hidden size 512
 # Hooks that change nothing: those that stay once a model returned hidden states, and those of the plain loop.
 INERT_HOOKS = ("transformers.utils.output_capturing", "fb_core.hf.generation")
@@ -316,13 +318,13 @@ class _Reader:
         names = set(map(id, parts))
         _expect(len(names) == len(parts) and self.rows.isdisjoint(names))  # a shared parameter cannot be in two places
         self.rows |= names
-        if _adjacent(parts):
+        whole = _whole(parts)
+        if whole is not None:
             self.packed = True
-        else:
-            _expect(not any(part.is_cpu and part.is_shared() for part in parts))  # other processes use that memory
-            self.apart.append(parts)
-        first = parts[0].detach()
-        return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride()) if not self.apart else first
+            return whole
+        _expect(not any(part.is_cpu and part.is_shared() for part in parts))  # other processes use that memory
+        self.apart.append(parts)
+        return parts[0].detach()
 
     def _check(self, parameter: Any) -> None:
         """Refuse what is not a plain parameter of the same dtype and device as all others."""
@@ -350,7 +352,7 @@ _PACKING = threading.Lock()
 
 
 def _pack(model: Any) -> None:
-    """Move each group of parts [n_i, ...] that a familiar model has apart into one storage [sum n_i, ...]."""
+    """Move each group of parts [n_i, ...] that a familiar model has apart into one whole [sum n_i, ...]."""
     with _PACKING, torch.inference_mode(False), torch.no_grad():
         reader = _Reader(model)  # again, since another thread may have packed them
         reader.decoder()
@@ -360,7 +362,8 @@ def _pack(model: Any) -> None:
             if whole.is_cuda:
                 torch.cuda.current_stream(whole.device).synchronize()  # other streams may read it from now on
             for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-                part.data = rows
+                part.data = torch.from_dlpack(rows)  # a storage of its own, which keeps the whole
+            vars(parts[0].untyped_storage())[WHOLE] = whole
             moved += whole.nbytes
             if moved > UNTRIMMED:
                 _trim()
@@ -393,11 +396,14 @@ def _storages(groups: Sequence[Sequence[nn.Parameter]]) -> Iterator[Tensor]:
         offset += size
 
 
-def _adjacent(parts: Sequence[Tensor]) -> bool:
-    """Whether the parts are adjacent in one storage, in order."""
-    end, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
+def _whole(parts: Sequence[Tensor]) -> Tensor | None:
+    """What the parts were packed into, if they all still lie there, in order."""
+    whole: Tensor | None = vars(parts[0].untyped_storage()).get(WHOLE)
+    if whole is None or (whole.dtype, len(whole)) != (parts[0].dtype, sum(map(len, parts))):
+        return None
+    end = whole.data_ptr()
     for part in parts:
-        if part.data_ptr() != end or part.untyped_storage().data_ptr() != storage or not part.is_contiguous():
-            return False
+        if part.data_ptr() != end or part.shape[1:] != whole.shape[1:] or not part.is_contiguous():
+            return None
         end += part.nbytes
-    return True
+    return whole

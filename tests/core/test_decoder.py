@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file, save_model
 from tiny import FAMILIES, V, tiny
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3Model
 
 from fb_core import BranchGroup, CompatibilityScorer, TokenReranker, hf
@@ -292,8 +295,8 @@ def test_packing_makes_no_second_copy_and_changes_no_value(family):
     size, logits = sum(storages(model).values()), model(ids).logits
     NativeDecoder.of(model)
     assert sum(storages(model).values()) == size
-    assert max(storages(model).values()) == 4 * 2 * 48 * 32  # gate and up of one layer: nothing of two is together
-    assert len(storages(model)) < len(parameters)
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in model.parameters())
+    assert len(storages(model)) == len(parameters)  # each has its own, whatever it is adjacent to
     assert parameters == {name: id(parameter) for name, parameter in model.named_parameters()}
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert torch.equal(model(ids).logits, logits)
@@ -336,22 +339,56 @@ def test_weights_of_a_decode_step_move_into_huge_pages_and_leave_nothing_behind(
 
 
 def test_packed_weights_are_saved_and_copied_as_before(tmp_path):
-    model = tiny("qwen2")
+    model = tiny("qwen2", tie_word_embeddings=False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     expected = native(model, *packed())
     model.save_pretrained(tmp_path / "hf")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     assert torch.equal(native(loaded, *packed()), expected)
-    del before["lm_head.weight"]  # tied
-    save_file({name: model.state_dict()[name] for name in before}, tmp_path / "plain.safetensors")
-    read = load_file(tmp_path / "plain.safetensors")
-    assert all(torch.equal(read[name], value) for name, value in before.items())
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_model(model, str(tmp_path))
+    save_model(model, tmp_path / "whole.safetensors")
+    save_file(model.state_dict(), tmp_path / "plain.safetensors")
+    for file in ("model", "whole", "plain", "hf/model"):
+        read = load_file(tmp_path / f"{file}.safetensors")
+        assert read.keys() == before.keys()
+        assert all(torch.equal(read[name], value) for name, value in before.items())
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    assert (tmp_path / "model.pt").stat().st_size < 1.5 * sum(storages(model).values())  # no part drags its whole along
+    prepared = accelerator.prepare(model)
+    accelerator.save_state(str(tmp_path / "state"))
+    with torch.no_grad():
+        prepared.model.layers[0].self_attn.k_proj.weight.zero_()
+    accelerator.load_state(str(tmp_path / "state"))
+    assert torch.equal(native(model, *packed()), expected)
     twin = copy.deepcopy(model)
     assert sum(storages(model, twin).values()) == 2 * sum(storages(model).values())
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.zero_()
     assert torch.equal(native(model, *packed()), expected)
+
+
+@pytest.mark.parametrize("end", ["model", "dtype", "parameter"])
+def test_packed_memory_is_freed_with_the_last_parameter_in_it(end):
+    model = tiny("llama")
+    whole = StorageWeakRef(NativeDecoder.of(model).layers[0].qkv.weight.untyped_storage())
+    twin, attention = hf.share_weights(model), model.model.layers[0].self_attn
+    del model.model.layers[0]
+    gc.collect()
+    assert not whole.expired()
+    if end == "model":
+        del twin, attention
+    elif end == "dtype":
+        del twin
+        attention.to(torch.bfloat16)
+    else:
+        del twin
+        for each in (attention.q_proj, attention.k_proj, attention.v_proj):
+            assert not whole.expired()
+            each.weight = nn.Parameter(torch.zeros_like(each.weight))
+    gc.collect()
+    assert whole.expired()
 
 
 def test_weight_sharing_copies_share_packed_weights():
