@@ -327,6 +327,17 @@ class CollaborativeDecoder:
         """Bytes allocated in addition to the models: "buffers" of keys and values, "merged" weights, CUDA "graphs"."""
         return {"buffers": 0, "merged": 0, "graphs": 0} if self.loop is None else self.loop.memory
 
+    def weights_changed(self) -> None:
+        """Say that weights were written: nothing that was computed before serves a later generation.
+
+        Needed only for writes through `data` that leave the middle row of every parameter as it was, such as a write to
+        one row of an embedding; all others are noticed.
+        """
+        if self.llm is not None:
+            self.llm.weights_changed()
+        if self.loop is not None:
+            self.loop.stale = True
+
     def load_adapter(self, directory: str | os.PathLike[str]) -> None:
         """Load another reranker from a PEFT directory into the memory of the current one; no graph is recaptured.
 

@@ -58,6 +58,9 @@ class LLM(ABC):
         """The device of its results."""
         return torch.device("cpu")
 
+    def weights_changed(self) -> None:
+        """Forget what is kept of earlier queries, of which there is nothing here."""
+
     @abstractmethod
     def candidates(self, ids: Ids, k: int, score_ids: Ids | None = None) -> Candidates:
         """The k most likely tokens after ids, and the log-probabilities of `score_ids`.
@@ -224,6 +227,7 @@ class _Seen:
     cache: hf.Cache
     logits: Tensor  # [1, V]
     model: list[object]
+    read: hf.Reading
 
 
 class LocalLLM(LLM):
@@ -273,6 +277,11 @@ class LocalLLM(LLM):
     def ends(self) -> frozenset[int]:
         """The end-of-sequence tokens of model and tokenizer, as they are set now."""
         return hf.eos_ids(self.model, self.tokenizer)
+
+    def weights_changed(self) -> None:
+        """Forget the last query, for weights that were written where `hf.Reading` does not look."""
+        with self._turn:
+            self._seen = None
 
     def candidates(self, ids: Ids, k: int, score_ids: Ids | None = None) -> Candidates:
         """As `LLM.candidates`, from the cache of the last query if this one extends it.
@@ -384,15 +393,14 @@ class LocalLLM(LLM):
     def _in_step(self, ids: Tensor) -> Tensor:
         """Logits [1, V] after ids; the cached query is dropped if anything fails."""
         seen, self._seen = self._seen, None
-        versions = [(x.data_ptr(), None if x.is_inference() else x._version) for x in self.model.parameters()]
-        model = [*hf.structure(self.model), *versions]
-        extends = seen is not None and seen.model == model and len(seen.ids) <= len(ids)
+        model, read = hf.structure(self.model), hf.Reading(self.model)
+        extends = seen is not None and len(seen.ids) <= len(ids) and seen.model == model and read.same(seen.read)
         if seen is None or not extends or not torch.equal(seen.ids, ids[: len(seen.ids)]):
-            seen = _Seen(ids[:0], hf.Cache(), ids, model)
+            seen = _Seen(ids[:0], hf.Cache(), ids, model, read)
         new = ids[len(seen.ids) :]
         logits = hf.last_logits(self.model, new[None], cache=seen.cache) if len(new) else seen.logits
         if not bool(logits.isnan().any()):
-            self._seen = _Seen(ids.clone(), seen.cache, logits, model)
+            self._seen = _Seen(ids.clone(), seen.cache, logits, model, read)
         return logits
 
     def _candidates(self, logits: Tensor, k: int, score_ids: Sequence[Tensor | None]) -> list[Candidates]:

@@ -294,6 +294,10 @@ class Engine:
         finally:
             handle.cancel()
 
+    def weights_changed(self) -> None:
+        """As `CollaborativeDecoder.weights_changed`; what runs goes on with the keys and values that it has."""
+        self.decoder.weights_changed()
+
     def warm(self) -> None:
         """Make now, on a GPU, what the first sequences would wait for; only before any is submitted."""
         if self.decoder.loop is not None:

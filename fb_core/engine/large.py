@@ -60,7 +60,7 @@ class PagedLLM(LocalLLM):
             if not self.paged.refresh():
                 self._forget()
 
-    def forget(self) -> None:
+    def weights_changed(self) -> None:
         """Forget all pages: earlier queries are computed again."""
         with self._turn:
             self._forget()

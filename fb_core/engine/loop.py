@@ -139,6 +139,7 @@ class Loop:
         self.intervention = replace(intervention, llm=llm, selector=selector)
         self.step = DecodeStep(self.model, pair.vocabulary, policy.top_k, pair.ends, rows)
         self.prefill = prefill
+        self.stale = False  # set by any thread: what was computed so far is not to be used by later sequences
         self.waiting: deque[Task] = deque()
         self.entering: deque[Task] = deque()  # they have pages, and their prompts are being prefilled
         self.scoring: deque[Task] = deque()  # their prompts are complete, and continuations are left
@@ -208,6 +209,11 @@ class Loop:
 
     def submit(self, task: Task) -> None:
         """Queue a sequence that `check` lets through; each `tick` then advances it."""
+        if self.stale:
+            self.stale = False
+            self.forget()
+            if self.merged is not None:
+                self.merged.load(self.merged.reranker)
         if not self.busy:
             self.refresh()
             if os.getpid() != self._process:  # a fork: its threads stayed in the parent
@@ -241,7 +247,7 @@ class Loop:
         """Share no pages of earlier sequences, so that what comes next has the same bits every time."""
         self.model.pages.forget()
         if self.large is not None:
-            self.large.forget()
+            self.large.weights_changed()
 
     def clear(self) -> None:
         """End all sequences, also after an interrupt at any point."""
@@ -253,7 +259,7 @@ class Loop:
         self.step.reset()
         self.model.pages.release()
         if self.large is not None:
-            self.large.forget()
+            self.large.weights_changed()
 
     def close(self) -> None:
         """End all sequences and the threads that ask the LLM."""

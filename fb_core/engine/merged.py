@@ -47,23 +47,18 @@ class MergedReranker:
         """Merge another reranker of scope "candidate", made on the same model, in the same memory."""
         assert reranker.scope == "candidate", "its prefix is the frozen model's own"
         self.reranker = reranker
-        self._versions: Sequence[object] | None = None
+        self._read: hf.Reading | None = None
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Merge base weights and adapter as they are now, unless none has moved or been written since the last time.
-
-        Writes through a parameter's `data` do not change its version and go unnoticed; `load` always merges.
-        """
+        """Merge base weights and adapter as they are now, unless a `hf.Reading` is as it was; `load` always merges."""
         self.reranker.check_base()
         adapted = self.reranker.adapted
-        parameters = [*adapted.parameters(), *self.model.model.parameters()]
-        tracked = not any(parameter.is_inference() for parameter in parameters)
-        versions = [hf.adapter_scales(adapted), *((x.data_ptr(), x._version) for x in parameters)]
-        if tracked and versions == self._versions:
+        read, scales = hf.Reading(adapted, self.model.model), hf.adapter_scales(adapted)
+        if read.same(self._read) and scales == self._scales:
             return
-        self._versions = None  # unknown until all is merged
+        self._read, self._scales = None, scales  # unknown until all is merged
         merged, layers = self.reranker.merged(), []
         for index, (layer, qkv, o) in enumerate(zip(self.model.layers, self._qkv, self._o, strict=True)):
             qkv.copy_(layer.qkv.weight)
@@ -75,7 +70,7 @@ class MergedReranker:
                 if weight is not None:
                     part.copy_(weight)
             layers.append(replace(layer, qkv=Linear(qkv, layer.qkv.bias), o=Linear(o, layer.o.bias)))
-        self.layers, self._versions = layers, versions if tracked else None
+        self.layers, self._read = layers, read
 
     @torch.no_grad()
     def warm(self) -> None:

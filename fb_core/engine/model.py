@@ -64,7 +64,7 @@ class PagedModel:
         self.pages = Pages(count)
         self.keys: list[Tensor] = []
         self.graphs = Graphs(model.device, capture)
-        self._read: list[tuple[int, int | None]] = []
+        self._read: hf.Reading | None = None
         self._buffers: dict[int, Packed] = {}
         self._extended = torch.cuda.Event() if model.device.type == "cuda" else None  # the end of the last `extend`
         self._frequencies: Tensor | None = None  # what the rotary tables were computed from
@@ -86,8 +86,8 @@ class PagedModel:
         """Read the model again, with its current values; another dtype or device does not fit the pages.
 
         Returns:
-            whether the pages still hold what the model computes, judged by the versions of its parameters; if not, no
-            page is shared any more. Writes through a parameter's `data` do not change its version and go unnoticed.
+            whether the pages still hold what the model computes, judged by a `hf.Reading` of its parameters; if not,
+            no page is shared any more.
 
         Raises:
             ValueError: a model without a native decoder, or one whose dtype or device has changed.
@@ -114,10 +114,10 @@ class PagedModel:
             for table, now in zip((self.cos, self.sin), decoder.rope(self._positions), strict=True):
                 table.copy_(now)
         self._frequencies, self._turned = frequencies, (version, scale)
-        read = [(x.data_ptr(), None if x.is_inference() else x._version) for x in self.model.parameters()]
-        if [address for address, _ in read] != [address for address, _ in self._read]:
+        read = hf.Reading(self.model)
+        if self._read is None or read.addresses != self._read.addresses:
             self.graphs.forget()
-        same = same and read == self._read and all(version is not None for _, version in read)
+        same = same and read.same(self._read)
         if not same:
             self.pages.forget()
         self._read = read

@@ -40,6 +40,7 @@ from fb_core.hf.generation import (
 )
 from fb_core.hf.models import (
     CausalLM,
+    Reading,
     Tokenizer,
     eos_ids,
     fingerprint,

@@ -166,6 +166,35 @@ def structure(model: PreTrainedModel) -> list[object]:
     return [*inside, *map(id, model.parameters())]
 
 
+class Reading:
+    """The parameters of some models as they are now: their addresses, their versions and the middle row of each.
+
+    A write through a parameter's `data` does not change its version. It is seen in the middle row (all of a vector),
+    and goes unnoticed if it leaves that row of every parameter as it was, as a write to some other rows does.
+    """
+
+    @torch.no_grad()
+    def __init__(self, *models: nn.Module) -> None:
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        self.addresses = [x.data_ptr() for x in parameters]
+        self.versions = [None if x.is_inference() else x._version for x in parameters]
+        rows: dict[object, list[Tensor]] = {}
+        for x in dict(zip(self.addresses, parameters, strict=True)).values():
+            if type(x) is nn.Parameter and not x.is_meta and x.numel():
+                row: Tensor = x
+                while row.ndim > 1:
+                    row = row[len(row) // 2]
+                rows.setdefault((x.dtype, x.device), []).append(row)
+        self.rows = {kind: torch.cat(each).view(torch.uint8) for kind, each in rows.items()}  # a NaN equals itself
+
+    def same(self, earlier: Reading | None) -> bool:
+        """Whether nothing was replaced, moved or, as far as can be seen, written since an earlier reading."""
+        if earlier is None or (self.addresses, self.versions) != (earlier.addresses, earlier.versions):
+            return False
+        other = earlier.rows
+        return self.rows.keys() == other.keys() and all(torch.equal(x, other[kind]) for kind, x in self.rows.items())
+
+
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of the module tree over the same storage: adapters added to it do not change the model."""
     NativeDecoder.of(model)  # packs now: packing later would move the model's weights away from the copy's

@@ -477,14 +477,22 @@ def test_nan_logits_end_a_sequence_with_their_step():
         assert facts(running.submit(ids, 9).result(60)) == before
 
 
-def test_changed_weights_are_not_behind_known_pages():
+@pytest.mark.parametrize("write", ["in place", "by data", "one row"])
+def test_changed_weights_are_not_behind_known_pages(write):
     slm, llm = models()
     (ids,) = prompts(200, seed=13)
     with engine(slm, llm, max_length=300) as running:
         running.submit(ids, 9).result(60)
-        with torch.no_grad():
-            slm.model.layers[0].self_attn.v_proj.weight.mul_(-2)
-            llm.model.layers[0].self_attn.v_proj.weight.mul_(-2)
+        for model in (slm, llm):
+            weight = model.model.layers[0].self_attn.v_proj.weight
+            if write == "in place":
+                with torch.no_grad():
+                    weight.mul_(-2)
+            elif write == "by data":
+                weight.data.mul_(-2)
+            else:
+                weight.data[0].mul_(-20)
+                running.weights_changed()
         assert [facts(running.submit(ids, 9).result(60))] == alone(slm, llm, [ids], 9)
 
 

@@ -4,6 +4,7 @@ from unittest import mock
 import pytest
 import torch
 from tiny import EOS, FAMILIES, V, prompts, tiny
+from torch import nn
 
 from fb_core import hf
 from fb_core.hf import batches
@@ -70,6 +71,40 @@ def test_cache_extends_repeats_for_nothing_and_restarts():
     assert [shape[1] for shape in seen] == [6, 1, 5, 4, 2, 7]
     for query in (ids[:6], ids[:7], ids[:7], ids, ids[:4], ids[:6], other):
         check(llm.candidates(query, 3), model, query, 3)
+
+
+WRITES = {
+    "other values": lambda x: x.copy_(torch.randn_like(x)),
+    "noise": lambda x: x.add_(torch.randn_like(x) * 1e-2),
+    "a step": lambda x: x.sub_(x.sign() * 1e-2),
+    "a merged adapter": lambda x: x.add_((torch.randn(*x.shape[:-1], 2) @ torch.randn(2, x.shape[-1])).to(x.dtype)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_through_data_is_seen_in_whichever_parameter(write, dtype):
+    model = tiny("qwen2").to(dtype)
+    model.model.norm.weight.data[0] = torch.nan  # equal to itself
+    model.lm_head.weight = nn.Parameter(torch.randn(32, V).to(dtype).T)  # not contiguous
+    read = hf.Reading(model)
+    assert hf.Reading(model).same(read)
+    for parameter in model.parameters():
+        version = parameter._version
+        WRITES[write](parameter.data)
+        assert parameter._version == version
+        before, read = read, hf.Reading(model)
+        assert not read.same(before)
+
+
+def test_a_kept_query_is_of_the_weights_as_they_are():
+    model = tiny("phi3", 2)
+    llm = LocalLLM(model)
+    (ids,) = prompts(12)
+    for change in (lambda x: x.data.mul_(-1), lambda x: (x.data[0].mul_(-9), llm.weights_changed())):
+        llm.candidates(ids[:8], 3)
+        change(model.model.layers[0].self_attn.o_proj.weight)
+        check(llm.candidates(ids, 3), model, ids, 3)
 
 
 def test_queries_may_be_lists_and_are_not_kept_by_reference():
