@@ -45,6 +45,32 @@ def _reading(path: str, wanted: str) -> Iterator[None]:
     except (OSError, HFValidationError) as problem:
         reason = str(problem).strip().partition("\n")[0]
         raise OSError(f"{path}: expected a folder or hub id of {wanted}, got: {reason}") from problem
+    except (SafetensorError, json.JSONDecodeError) as problem:
+        raise OSError(
+            f"{path}: expected {wanted}, got a damaged file ({problem}); copy or download it again, with git lfs pull "
+            "in a clone"
+        ) from problem
+
+
+def _check_loaded(path: str, model: PreTrainedModel, loaded: dict[str, Any]) -> None:
+    """ValueError unless the files had all weights of the model, and no others but those of heads beside it."""
+    missing, unexpected = loaded["missing_keys"], loaded["unexpected_keys"]
+    inside = {name for part in (model, model.base_model) for name, _ in part.named_children()}
+    wrong = {
+        "nothing for": missing,
+        "another shape of": {name for name, *_ in loaded["mismatched_keys"]},
+        "no place for": {name for name in unexpected if missing or name.partition(".")[0] in inside},
+    }
+    got = [
+        f"{what} {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        for what, names in wrong.items()
+        if names
+    ]
+    if got:
+        raise ValueError(
+            f"{path}: expected the weights of the {type(model).__name__} that config.json describes, got "
+            f"{', '.join(got)}; compare the names in the files with the model's, and save it again"
+        )
 
 
 def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[PreTrainedModel, Tokenizer]:
@@ -57,20 +83,28 @@ def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[Pr
 
     Raises:
         OSError: nothing usable there.
-        ValueError: a kind of model that transformers knows only with remote code, or weights with an adapter beside
-            them, which may be merged into them or not.
+        ValueError: a kind of model that transformers knows only with remote code, weights that are not those of its
+            configuration, or weights with an adapter beside them, which may be merged into them or not.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     with _reading(path, "a model in safetensors"):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, use_safetensors=True, trust_remote_code=False)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=kind,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # they are refused here
+            output_loading_info=True,
+        )
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if getattr(model, "_hf_peft_config_loaded", False) and _has_file(path, "config.json"):
         raise ValueError(
             f"{path}: expected weights alone, got an adapter beside them, which would be applied to them (again, if "
             "they are merged); move adapter_config.json away if they are, else merge and save them first"
         )
+    _check_loaded(path, model, loaded)
     return model.to(device).eval().requires_grad_(False), tokenizer
 
 
