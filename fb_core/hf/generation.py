@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from fb_core.hf.models import CausalLM, checking, misfit, unfit, vocabulary
+from fb_core.hf.models import CausalLM, check_in_memory, checking, misfit, unfit, vocabulary
 from fb_core.native import NativeDecoder
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def check_decodable(name: str, model: CausalLM) -> None:
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: a model in training mode, a `misfit`, or one whose padded batches and caches of keys and values do
+        ValueError: a model in training mode, offloaded weights, a `misfit`, or one whose padded batches and caches of keys and values do
             not give what its plain forwards give.
     """
     if not isinstance(model, PreTrainedModel):
@@ -89,6 +89,7 @@ def check_decodable(name: str, model: CausalLM) -> None:
         )
     if model.training:
         raise ValueError(f"{name}: expected a model in eval mode, got one in training mode; call .eval() first")
+    check_in_memory(name, model)
     if (reason := misfit(model)) is not None:
         raise unfit(name, model, reason)
     if model not in _DECODES and not NativeDecoder.fits(model):

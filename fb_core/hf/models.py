@@ -45,7 +45,7 @@ def lm_head(model: PreTrainedModel) -> Head:
     config, layer = text_config(model), model.get_output_embeddings()
     if not unchanged(layer, nn.Linear):
         got = f"{type(layer).__name__}{' with hooks' if type(layer) is nn.Linear else ''} in {type(model).__name__}"
-        raise ValueError(f"model: expected a plain LM head, got {got}; keep adapters off it, and hooks")
+        raise ValueError(f"model: expected a plain LM head, got {got}; keep adapters, hooks and device maps off it")
     scale = getattr(config, "logit_scale", None) or 1.0
     divisor = getattr(config, "logits_scaling", None) or 1.0
     softcap = getattr(config, "final_logit_softcapping", None)
@@ -89,6 +89,15 @@ def unfit(name: str, model: PreTrainedModel, reason: str) -> ValueError:
         f"{name}: expected a decoder with softmax attention and fixed positions, got {type(model).__name__} with "
         f"{reason}; use a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2"
     )
+
+
+def check_in_memory(name: str, model: PreTrainedModel) -> None:
+    """ValueError for a model whose weights are offloaded between its forwards: its device is then none."""
+    if model.device.type == "meta":
+        raise ValueError(
+            f"{name}: expected weights in memory, got those of a {type(model).__name__} on the meta device, where "
+            "offloading leaves them; load it without offloading"
+        )
 
 
 @contextmanager

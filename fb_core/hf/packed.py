@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers import Cache as HFCache
 
-from fb_core.hf.models import checking, lm_head, misfit, text_config, unfit, vocabulary
+from fb_core.hf.models import check_in_memory, checking, lm_head, misfit, text_config, unfit, vocabulary
 from fb_core.native import NativeDecoder
 from fb_kernels import BranchLayout, branch_attention, linear_logprob
 
@@ -329,11 +329,18 @@ def check_supported(model: object) -> None:
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: a `misfit`, or attention that does not go through the attention interface.
+        ValueError: offloaded weights, an FSDP2 root, a `misfit`, or attention that does not go through the attention
+            interface.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model: expected a transformers causal LM, got {type(model).__name__}; load one with AutoModelForCausalLM"
+        )
+    check_in_memory("model", model)
+    if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
+        raise ValueError(
+            f"model: expected weights that are whole outside its forward, got those of a {type(model).__name__}, which "
+            "FSDP2 gathers inside it; call fully_shard on its layers alone"
         )
     reason = misfit(model)
     if reason is None and not (model._supports_attention_backend and getattr(text_config(model), "is_causal", True)):

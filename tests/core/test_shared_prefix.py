@@ -6,6 +6,7 @@ import copy
 import re
 from functools import partial
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -13,8 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scorer import NoLogits
 from tiny import FAMILIES, V, tiny
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from fb_core import CompatibilityScorer, hf, shared_prefix_logprobs
+from fb_core import CompatibilityScorer, LocalLLM, hf, shared_prefix_logprobs
 from fb_core.shared_prefix import shared_prefix_logprobs_many
 from fb_kernels.testing import largest_tensor
 
@@ -352,12 +356,33 @@ def test_what_cannot_be_trained_is_refused_by_name():
     for model, kind, words in (
         (alibi, ValueError, "BloomForCausalLM"),
         (prompted, ValueError, "expected adapters inside the layers, got PROMPT_TUNING"),
-        (headed, ValueError, "expected a plain LM head, got Linear in LlamaForCausalLM; keep adapters off it"),
+        (headed, ValueError, "expected a plain LM head, got Linear in LlamaForCausalLM; keep adapters, hooks and"),
         (dropping, ValueError, r"expected no dropout, got 0\.2 in "),
+        (accelerate.cpu_offload(tiny("llama")), ValueError, "expected weights in memory, got .* on the meta device"),
         (torch.nn.Linear(2, 2), TypeError, "got Linear"),
     ):
         with pytest.raises(kind, match=words):
             shared_prefix_logprobs(model, PREFIX, RAGGED)
+    with pytest.raises(ValueError, match="model: expected weights in memory"):
+        LocalLLM(accelerate.cpu_offload(tiny("phi3")))
+
+
+def test_layers_sharded_by_fsdp2_learn_and_a_sharded_root_is_refused(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, plain = tiny("llama"), tiny("llama")
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        for _ in range(3):
+            for one in (model, plain):
+                sum(logprob.sum() for logprob in shared_prefix_logprobs(one, PREFIX, RAGGED)).backward()
+        for one, other in zip(model.model.layers.parameters(), plain.model.layers.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-4)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="got those of a FSDPLlamaForCausalLM, which FSDP2 gathers inside it; call"):
+            shared_prefix_logprobs(model, PREFIX, RAGGED)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_a_model_that_packs_wrongly_is_found_at_first_sight():
