@@ -167,11 +167,10 @@ def push(
     typer.echo(push_to_hub(directory, repo_id, private=private))
 
 
-@app.command(epilog="Example: futurebridge explain runs/tiny test-17 --html problem.html")
+@app.command(epilog="Example: futurebridge explain runs/tiny test-17")
 def explain(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
     problem: Annotated[str, typer.Argument(help="A problem's id, or a part of it that is unique.")],
-    html: Annotated[Path | None, typer.Option(help="Also write the page to this HTML file.")] = None,
 ) -> None:
     """Show how each method solved a problem: the text with its events, their candidates and scores."""
     settings = settings_of(run)
@@ -179,7 +178,7 @@ def explain(
 
     from fb_core import explain as viewer
 
-    viewer.explain(settings, run, problem, Console(), html)
+    viewer.explain(settings, run, problem, Console())
 
 
 @app.command(epilog="Example: futurebridge env")

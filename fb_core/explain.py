@@ -12,12 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fb_core import hf
-from fb_core.atomic import write_file
 from fb_core.chat import EVENT_STYLE
 from fb_core.config import RunSettings
 from fb_core.demo import DEMO
-from fb_core.page import Table as HtmlTable
-from fb_core.page import page
 from fb_core.pool import SLM, Event
 from fb_core.stages.decode import Row, read_rows
 from fb_core.stages.files import MANIFEST, Artefact
@@ -34,10 +31,9 @@ UNKNOWN = "–"
 HALF = "\N{REPLACEMENT CHARACTER}"
 RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 VERDICT_STYLES = {"correct": "green", "wrong": "red"}
-VERDICT_LOOKS = {"correct": "good", "wrong": "bad"}  # classes of the page
 
 
-def explain(settings: RunSettings, run: Path, problem: str, console: Console, html: Path | None = None) -> None:
+def explain(settings: RunSettings, run: Path, problem: str, console: Console) -> None:
     """Print how a problem was solved: the texts with their events, and the events' candidates and scores.
 
     Args:
@@ -45,19 +41,16 @@ def explain(settings: RunSettings, run: Path, problem: str, console: Console, ht
         run: its folder.
         problem: an id, or a part of only one id.
         console: where to print.
-        html: a file to write the same to.
 
     Raises:
         ValueError: no problem or several match, a file is damaged, or the settings are those of another run.
-        OSError: the tokenizer is missing, or the file cannot be written.
+        OSError: the tokenizer is missing.
     """
     rows, tokenizer = find_rows(run, problem), models_of(settings.models).tokenizer
     folder = Artefact(run, EVALUATION)
     if manifest := folder.manifest():
         models = {**manifest["identity"].get("models", {}), "tokenizer": hf.tokenizer_hash(tokenizer)}
         folder.check(manifest, {"models": models})
-    if html is not None:
-        write_file(html, html_page(rows, tokenizer).encode())
     print_rows(rows, tokenizer, console)
 
 
@@ -190,30 +183,3 @@ def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console) -
             for index, cells in enumerate(_cells(event, tokenizer)):
                 table.add_row(*map(Text, cells), style="bold" if index == event.choice else "")
             console.print(table)
-
-
-def html_page(rows: Sequence[Row], tokenizer: hf.Tokenizer) -> str:
-    """The same as one self-contained HTML page: hovering over an event shows its table, a click goes to it.
-
-    Args:
-        rows: as from `find_rows`.
-        tokenizer: of the run.
-    """
-
-    def table(number: int, event: Event) -> HtmlTable:
-        cells = list(_cells(event, tokenizer))
-        return HtmlTable(_heading(number, event), COLUMNS, cells, align="llrlrrr", marked=event.choice)
-
-    runs = [
-        {
-            "method": _method(row),
-            "verdict": row.verdict,
-            "look": VERDICT_LOOKS.get(row.verdict, "faint"),
-            "facts": f"{row.benchmark.removeprefix(DEMO)}, {_facts(row)}",
-            "pieces": list(_pieces(row, tokenizer)),
-            "events": [table(number, event) for number, event in enumerate(row.events, 1)],
-        }
-        for row in rows
-    ]
-    note = LEGEND if any(row.events for row in rows) else ""
-    return page("explain.html", title=rows[0].problem, question=rows[0].question, note=note, runs=runs)

@@ -10,9 +10,9 @@ from functools import cache
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-from fb_core.terminal import IN_TEXT, escaped
+from fb_core.terminal import escaped
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ class Table:
         rows: the cells of every row, as many as `head` has: text, or a tuple of the pieces that cells.html knows.
         note: small text below the table, such as the settings that the numbers were made with.
         align: one "l" or "r" per column; if empty, the first column is left-aligned and the others right-aligned.
-        marked: index of a highlighted row.
     """
 
     caption: str
@@ -32,7 +31,6 @@ class Table:
     rows: Sequence[Sequence[Any]]
     note: str = ""
     align: str = ""
-    marked: int | None = None
 
     @property
     def sides(self) -> str:
@@ -70,7 +68,6 @@ def _templates(package: str) -> Environment:
     )
     made.filters["pieces"] = lambda text: text if isinstance(text, tuple) else (text,)
     made.filters["kind"] = lambda block: type(block).__name__
-    made.filters["as_it_is"] = lambda text: escape(escaped(text, IN_TEXT))
     made.filters["svg"] = lambda svg: Markup("data:image/svg+xml;base64,") + base64.b64encode(svg.encode()).decode()
     return made
 

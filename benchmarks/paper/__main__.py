@@ -59,9 +59,7 @@ def tables(
 @app.command(epilog="Example: python -m benchmarks.paper report runs/tiny runs/tiny-control --out report")
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
-    out: Annotated[Path, typer.Option(help="Folder for the report, its figures, problem pages and rows.")] = Path(
-        "report"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder for the report, its figures and rows.")] = Path("report"),
 ) -> None:
     """Write one HTML report that compares runs side by side."""
     written = write_report([gather(PaperSettings.of_run(run), run) for run in runs], out)

@@ -21,11 +21,11 @@ from benchmarks.paper.rollouts import HeldOutRolloutStage, token_kind
 from benchmarks.paper.rows import DEPLOYED, Run, decoded, finished, long_table, results, timed
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import PUBLISHED, TABLES, Plan, Table, plan_of, settings_of_variant
-from fb_core import explain, statistics
+from fb_core import statistics
 from fb_core.stages.choose import CHOICE, ChoiceStage, RerankerStage, SelectionStage
 from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
 from fb_core.stages.decode import Row
-from fb_core.stages.files import Artefact, digest
+from fb_core.stages.files import Artefact
 from fb_core.stages.futures import FutureStage
 from fb_core.stages.models import frozen_policy, models_of
 from fb_core.stages.records import Examples
@@ -52,7 +52,6 @@ OFFLINE: tuple[type[Stage], ...] = (
     RouterStage,
 )
 COMPARED = (DEPLOYED, PUBLISHED)  # with greedy decoding, problem by problem
-LISTED = 10  # changed problems listed per method, direction and kind of event
 
 Part = list[dict[str, Any]]
 
@@ -71,9 +70,8 @@ def gather(settings: PaperSettings, run: Path, tables: Mapping[str, Table] = TAB
     plan, policy, models = plan_of(settings, run), frozen_policy(run), models_of(settings.models)
     made = Artefact(run, TrainStage.name).finished()
     rows, paper = long_table(plan, tables), Published(settings)
-    changes, pages = changed_outcomes(plan)
     parts = {
-        "changes": changes,
+        "changes": changed_outcomes(plan),
         "filter": filtered(plan),
         "certification": certification(plan),
         "offline": offline(plan),
@@ -93,7 +91,6 @@ def gather(settings: PaperSettings, run: Path, tables: Mapping[str, Table] = TAB
         results=tuple(results(plan, rows, tables)),
         timed=tuple(replace(timing, published=paper.row("deployment", timing.key)) for timing in timed(plan, rows)),
         parts={name: part for name, part in parts.items() if part},
-        pages=pages,
         settings=settings.model_dump(mode="json"),
         about={
             "reranker": f"horizon {plan.horizon}, chosen on validation problems",
@@ -194,11 +191,10 @@ def future_quality(plan: Plan) -> Part:
     ]
 
 
-def changed_outcomes(plan: Plan) -> tuple[Part, dict[str, bytes]]:
-    """The problems whose verdict differs from greedy decoding's, and the pages that explain those that are listed.
+def changed_outcomes(plan: Plan) -> Part:
+    """The problems whose verdict differs from greedy decoding's, losses before gains.
 
-    Each is with the step and kind of the first event at which the SLM's own token was not taken, if there is one, and
-    with its page, if the report lists it: the first `LISTED` per method, direction and kind, losses before gains.
+    Each is with the step and kind of the first event at which the SLM's own token was not taken, if there is one.
     """
     rows = {key: list(decoded(plan, plan.method(key))) for key in ("greedy", *COMPARED)}
     greedy = {(row.benchmark, row.problem): row for row in rows["greedy"]}
@@ -213,18 +209,7 @@ def changed_outcomes(plan: Plan) -> tuple[Part, dict[str, bytes]]:
                 where = {"method": plan.method(key).label, "gained": row.correct, "kind": kind, "step": step}
                 changes.append({"benchmark": row.benchmark, "problem": row.problem, "seed": row.seed, **where})
     changes.sort(key=lambda change: (change["gained"], change["kind"] is None, change["kind"] or ""))
-    seen: dict[tuple[Any, ...], int] = {}
-    pages: dict[str, bytes] = {}
-    for change in changes:
-        group = change["method"], change["gained"], change["kind"]
-        seen[group] = seen.get(group, 0) + 1
-        if seen[group] <= LISTED:
-            problem = change["benchmark"], change["problem"]
-            own = [row for key in rows for row in rows[key] if (row.benchmark, row.problem) == problem]
-            page = explain.html_page(own, tokenizer).encode()
-            change["page"] = f"problems/{digest(page.decode())[:16]}.html"
-            pages[change["page"]] = page
-    return changes, pages
+    return changes
 
 
 def parting_event(greedy: Row, row: Row) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -20,23 +19,7 @@ class Span:
     kind: Literal["code", "good", "bad", "faint"]
 
 
-@dataclass(frozen=True)
-class Link:
-    """A link to another file in the report's folder, or to a place in the same file.
-
-    Raises:
-        ValueError: an address outside the report's folder.
-    """
-
-    text: str
-    to: str
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"(?!/)[\w/-]*(?:\w\.html)?(?:#[\w-]+)?", self.to):
-            raise ValueError(f"to: expected a page beside the report, got {self.to!r}; write it there")
-
-
-Piece = str | Span | Link
+Piece = str | Span
 Text = Piece | tuple[Piece, ...]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,7 @@ from benchmarks.paper.cells import (
 )
 from benchmarks.paper.figures import by_benchmark, panels, primary
 from benchmarks.paper.orderings import ordering_blocks
-from benchmarks.paper.page import Block, Document, Figure, Items, Link, Paragraph, Section, Span, Text
+from benchmarks.paper.page import Block, Document, Figure, Items, Paragraph, Section, Span, Text
 from benchmarks.paper.rows import DEPLOYED, Result, Run, in_order, rows_bytes, tables_bytes
 from benchmarks.paper.tables import PUBLISHED, TABLES
 from benchmarks.paper.tables import Table as Experiment
@@ -59,10 +60,11 @@ POSITIONS = (
 REFERENCES = {"greedy": "greedy", "direct": "the direct LLM score", PUBLISHED: "the published recipe"}
 RIVALS = {"greedy": "greedy decoding", "direct": "the direct LLM score", "takeover": "takeover"}
 NO_EVENT = "no event"
+LISTED = 10  # changed problems listed per method, direction and kind of event
 
 
 def write_report(runs: Sequence[Run], folder: Path, tables: Mapping[str, Experiment] = TABLES) -> list[Path]:
-    """Write report.html, figures/*.svg, rows.parquet, tables.json, and the pages of problems.
+    """Write report.html, figures/*.svg, rows.parquet and tables.json.
 
     Args:
         runs: one or several.
@@ -70,7 +72,7 @@ def write_report(runs: Sequence[Run], folder: Path, tables: Mapping[str, Experim
         tables: those that a run may have, by name.
 
     Returns:
-        the paths of the files, without those of problems.
+        the paths of the files.
 
     Raises:
         ValueError: no runs, or numbers that are not finite.
@@ -80,7 +82,7 @@ def write_report(runs: Sequence[Run], folder: Path, tables: Mapping[str, Experim
     made = {"tables.json": tables_bytes(runs), "rows.parquet": rows_bytes([row for run in runs for row in run.rows])}
     made |= {f"{FIGURES}/{figure.name}.svg": figure.picture.alone.encode() for figure in document.figures()}
     made["report.html"] = document.html().encode()
-    for name, data in {**{name: page for run in runs for name, page in run.pages.items()}, **made}.items():
+    for name, data in made.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_file(folder / name, data)
     return [folder / name for name in made]
@@ -391,7 +393,7 @@ def _frontier(run: Run, prefix: str) -> list[Block]:
 
 
 def _changes(run: Run, _: str) -> list[Block]:
-    """How many outcomes changed at which kind of event, and the first changed problems with links to their texts."""
+    """How many outcomes changed at which kind of event, and the first changed problems of each."""
     changes = run.parts.get("changes", ())
     kinds = list(dict.fromkeys(row["kind"] or NO_EVENT for row in changes))
     groups: dict[tuple[str, bool], list[str]] = {}
@@ -405,19 +407,16 @@ def _changes(run: Run, _: str) -> list[Block]:
     def way(gained: bool) -> Span:
         return Span("wrong → right", "good") if gained else Span("right → wrong", "bad")
 
-    def problem(row: Mapping[str, Any]) -> Text:
-        return Link(row["problem"], row["page"]) if row.get("page") in run.pages else row["problem"]
-
     body = [
         [label, way(gained), *(number(own_kinds.count(kind)) for kind in kinds), number(len(own_kinds))]
         for (label, gained), own_kinds in sorted(groups.items())
     ]
     note = (
         "The event is the first at which the method took another token than the SLM's own; its kind is the kind of the "
-        "SLM's token. Pages show a few problems of each method, direction and kind."
+        "SLM's token."
     )
     columns: Columns = {
-        "problem": problem,
+        "problem": lambda row: row["problem"],
         "benchmark|": lambda row: row["benchmark"],
         "method|": lambda row: row["method"],
         "seed": lambda row: number(row["seed"]),
@@ -426,7 +425,10 @@ def _changes(run: Run, _: str) -> list[Block]:
         "step": lambda row: number(row["step"]),
     }
     heads = ["", "greedy → method", *kinds, "all"]
-    listed = [row for row in changes if "page" in row]
+    listed, shown = [], Counter[tuple[str, bool, str | None]]()
+    for row in changes:
+        shown[alike := (row["method"], row["gained"], row["kind"])] += 1
+        listed += [row] * (shown[alike] <= LISTED)
     return [
         Table("Changed outcomes by kind of event", heads, body, note, "ll" + "r" * (len(kinds) + 1)),
         table("Changed problems", listed, columns, made_with(run, intervals="")),

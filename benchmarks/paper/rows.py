@@ -160,7 +160,6 @@ class Run:
         results: the rows of all tables.
         timed: the methods that were timed one problem at a time.
         parts: rows of the other sections by name; a part that was not run is missing.
-        pages: those that explain changed problems, by path.
         settings: all, by section; `about` says where and with what the run was made.
         published: the head of columns with the paper's figures; `published_costs` that of costs.
     """
@@ -173,7 +172,6 @@ class Run:
     results: tuple[Result, ...] = ()
     timed: tuple[Timed, ...] = ()
     parts: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    pages: Mapping[str, bytes] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
     published: str = "published"

@@ -21,7 +21,7 @@ from rich.text import Text
 from fb_core.atomic import write_file
 from fb_core.config import Changes, RunSettings, changed
 from fb_core.demo import SETTINGS, pairs
-from fb_core.explain import find_rows, html_page, print_rows
+from fb_core.explain import find_rows, print_rows
 from fb_core.processes import processes
 from fb_core.progress import Board
 from fb_core.stages.commands import Command, run_command
@@ -47,7 +47,7 @@ def demo_settings(seed: int) -> dict[str, RunSettings]:
 
 
 def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = False) -> dict[str, Any]:
-    """Run every world, write results.json, accuracy.png and problem.html into `out`, and print the tables.
+    """Run every world, write results.json and accuracy.png into `out`, and print the tables and one problem.
 
     Args:
         worlds: their settings by name.
@@ -73,15 +73,15 @@ def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = Fa
     tables = tables_of([row for rows in results.values() for row in rows])
     console.print(Markdown(tables) if console.is_terminal else Text(tables), soft_wrap=not console.is_terminal)
     files = {"results.json": json_bytes(results), "accuracy.png": _picture(results)}
-    files |= _explained(worlds, runs, console)
+    _explain_one(worlds, runs, console)
     for name, data in files.items():
         write_file(out / name, data)
     console.print("Written: " + ", ".join(str(out / name) for name in files))
     return results
 
 
-def _explained(worlds: Mapping[str, RunSettings], runs: Mapping[str, Path], console: Console) -> dict[str, bytes]:
-    """The page of the first problem that FutureBridge solves and greedy decoding does not; none if there is none."""
+def _explain_one(worlds: Mapping[str, RunSettings], runs: Mapping[str, Path], console: Console) -> None:
+    """Print the first problem that FutureBridge solves and greedy decoding does not, if there is one."""
     for name, run in runs.items():
         ours = "deployed" if worlds[name].problems.certification else "published"
         right: dict[str, set[str]] = {}
@@ -91,8 +91,7 @@ def _explained(worlds: Mapping[str, RunSettings], runs: Mapping[str, Path], cons
         if solved:
             rows, tokenizer = find_rows(run, solved[0]), models_of(worlds[name].models).tokenizer
             print_rows([row for row in rows if row.method in ("greedy", ours)], tokenizer, console)
-            return {"problem.html": html_page(rows, tokenizer).encode()}
-    return {}
+            return
 
 
 def _picture(results: Mapping[str, list[dict[str, Any]]]) -> bytes:

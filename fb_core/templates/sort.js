@@ -2,7 +2,7 @@
 /* A click on a column's head sorts its table: numbers largest first, words by name, empty cells last. */
 for (const table of document.querySelectorAll("table")) {
   const body = table.tBodies[0];
-  if (body.rows.length < 3 || table.closest(".card")) continue;
+  if (body.rows.length < 3) continue;
   for (const head of table.tHead.rows[0].cells) {
     const button = document.createElement("button");
     button.append(...head.childNodes);

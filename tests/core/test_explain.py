@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import html
 import io
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from dialects import byte_tokenizer
-from pages import ESCAPED, Tree
 from rich.console import Console
 from runs import settings
 
-from fb_core.explain import COLUMNS, LEGEND, explain, find_rows, html_page, print_rows, token_text
+from fb_core.explain import LEGEND, explain, find_rows, print_rows, token_text
 from fb_core.stages.decode import Row
 from fb_core.stages.files import SEAL, sealed_bytes
 from fb_core.stages.models import models_of
-from fb_core.terminal import escaped
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -97,49 +93,13 @@ def row(tokens, events=(), **changes):
     return Row(**{**plain, "tokens": tokens, "events": made, **changes})
 
 
-class Page(HTMLParser):
-    """Checks that tags are closed in their order and collects what a page holds."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[tuple[str, str | None]] = []  # tags with their classes
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.ids: list[str | None] = []
-        self.rows: list[list[str]] = []
-        self.texts: list[str] = []
-        self.feed(page)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        self.ids += [value for name, value in attrs if name == "id"]
-        if tag != "meta":
-            self.open.append((tag, dict(attrs).get("class")))
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-        if ("class", "text") in attrs:
-            self.texts.append("")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop()[0] == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1][0] in ("td", "th"):
-            self.rows[-1][-1] += data
-        elif ("div", "text") in self.open and ("div", "card") not in self.open:
-            self.texts[-1] += data
-
-
 METHODS = [("greedy", None), ("s2t", None), ("direct", None)]  # those that run once
 
 
-def body(page: Page) -> list[list[str]]:
-    return [cells for cells in page.rows if cells != list(COLUMNS)]
+def cells(text: str) -> list[list[str]]:
+    """The cells of every candidate in what was printed, its mark first."""
+    found = [re.split(r" {2,}", line.strip()) for line in text.splitlines() if re.search(r"(\d\.\d{4}|–) *$", line)]
+    return [row if row[0] in ("→", "g", "→ g") else ["", *row] for row in found]
 
 
 def test_rows_are_those_on_disk_greedy_first(run):
@@ -245,13 +205,11 @@ def test_damaged_shards_are_named_and_unfinished_evaluations_shown(copy):
         find_rows(copy / "nowhere", problem)
 
 
-def test_both_outputs_hold_every_candidate_with_its_score(run):
+def test_every_candidate_is_shown_with_its_score(run):
     tokenizer = models_of(settings().models).tokenizer
     chosen = max(lines(run), key=lambda row: len(row["events"]))["problem"]
     rows = find_rows(run, chosen)
-    text, page = printed(rows, tokenizer), Page(html_page(rows, tokenizer))
-    tables = [re.split(r" {2,}", line.strip()) for line in text.splitlines() if re.search(r"\d\.\d{4} *$", line)]
-    wanted = []
+    text, wanted = printed(rows, tokenizer), []
     for row in rows:
         for event in row.events:
             for i, token in enumerate(event.pool):
@@ -262,18 +220,16 @@ def test_both_outputs_hold_every_candidate_with_its_score(run):
                 shown = tokenizer.decode([token]).replace(" ", "␣")
                 wanted.append([mark, shown, str(token), source, *(f"{number:.4f}" for number in numbers)])
     assert len(wanted) > 10
-    assert [cells if cells[0] in ("→", "g", "→ g") else ["", *cells] for cells in tables] == wanted
-    assert {cells[0] for cells in wanted} == {"", "→", "g", "→ g"}
+    assert cells(text) == wanted
+    assert {row[0] for row in wanted} == {"", "→", "g", "→ g"}
     assert text.count(LEGEND) == 1
-    assert sorted(body(page)) == sorted(wanted * 2)  # in the text and below it
     for row in rows:
         for words in (row.verdict, f"gold answer {row.gold}, {len(row.tokens)} tokens"):
             assert words in text
-            assert words in html_page(rows, tokenizer)
         assert f"Published recipe, seed {row.seed}" in text or row.seed is None
     timed = [rows[0].model_copy(update={"seconds": 1.254})]
-    assert ", 1.25 s" in html_page(timed, tokenizer)
-    assert ", 1.25 s" not in html_page(rows[:1], tokenizer)
+    assert ", 1.25 s" in printed(timed, tokenizer)
+    assert ", 1.25 s" not in printed(rows[:1], tokenizer)
     assert text.count(": Greedy, ") == 1
 
 
@@ -283,37 +239,19 @@ def test_the_question_is_shown_as_it_was_asked(run, hostile):
     for question in (rows[0].question, HOSTILE[0]):
         asked = [row.model_copy(update={"question": question}) for row in rows]
         assert printed(asked, hostile).startswith(f"Question: {question}\n")
-        assert f'<p class="question">{html.escape(question)}</p>' in html_page(asked, hostile)
 
 
 def test_the_text_is_whole_with_its_events_in_place(run):
     tokenizer = models_of(settings().models).tokenizer
     for problem in dict.fromkeys(row["problem"] for row in lines(run)):
         rows = find_rows(run, problem)
-        text, page = printed(rows, tokenizer), Page(html_page(rows, tokenizer))
-        for row, shown in zip(rows, page.texts, strict=True):
+        text = printed(rows, tokenizer)
+        for row in rows:
             parts = [tokenizer.decode([token]) for token in row.tokens]
             for number, event in enumerate(row.events, 1):
                 word = parts[event.step].replace(" ", "␣")
                 parts[event.step] = f"⟦{word}⟧{'¹²³⁴⁵⁶⁷⁸'[number - 1]}"
             assert "".join(parts) in text
-            plain = re.sub(r"⟦(.*?)⟧(.)", lambda mark: mark[1] + str("¹²³⁴⁵⁶⁷⁸".index(mark[2]) + 1), "".join(parts))
-            assert shown == plain
-
-
-def test_html_is_one_file_whose_links_lead_somewhere(run):
-    tokenizer = models_of(settings().models).tokenizer
-    made = html_page(find_rows(run, max(lines(run), key=lambda row: len(row["events"]))["problem"]), tokenizer)
-    page = Page(made)
-    assert not re.search(r"https?://|//|url\(|@import", made)
-    assert not {"link", "img", "iframe", "base"} & set(page.tags)
-    assert page.tags.count("script") == 1  # what sorts tables
-    assert "prefers-color-scheme: dark" in made
-    links = [value for name, value in page.attributes if name == "href"]
-    assert links
-    assert {link[1:] for link in links} <= set(page.ids)
-    assert len(page.ids) == len(set(page.ids))
-    assert {name for name, _ in page.attributes if name.startswith("on")} == set()
 
 
 def test_hostile_tokens_are_shown_and_do_nothing(hostile):
@@ -330,13 +268,7 @@ def test_hostile_tokens_are_shown_and_do_nothing(hostile):
         visible = re.sub(r"\x1b\[[\d;]*m", "", text) if "force_terminal" in options else text
         assert not set(re.findall(r"[^\n -~]", visible)) - set("␣⟦⟧→–─¹²³⁴⁵⁶")
         assert "\\x1b" in visible
-    made = html_page(rows, hostile)
-    page = Page(made)
-    assert page.tags.count("script") == 1
-    assert not any(name.startswith("on") for name, _ in page.attributes)
-    assert not {"\x1b", "\x07", "\u202e"} & set(made)
-    shown = {cells[1] for cells in body(page)}
-    assert shown == {
+    assert {row[1] for row in cells(printed(rows, hostile))} == {
         "<script>alert(1)</script>",
         "\\x1b]0;owned\\x07\\x1b[31m",
         '"␣onmouseover="x',
@@ -344,29 +276,6 @@ def test_hostile_tokens_are_shown_and_do_nothing(hostile):
         "[red]",
         "␣so",
     }
-    cells = re.findall(r"^  (?:→ g|[→g ](?:  )?)   (\S+) ", printed(rows, hostile), re.MULTILINE)
-    assert set(cells) == {"token", *shown}
-    assert page.texts[1] == "".join(escaped(text) for text in HOSTILE)
-    made.encode()
-
-
-@pytest.mark.parametrize("text", [*HOSTILE, "<!-- x", "</div></main>", "&lt;b&gt;&copy;", "{{ 7 * 7 }}{% raw %}"])
-def test_hostile_text_adds_no_element_attribute_or_entity(text):
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([text, "plain"])
-
-    def made(word):
-        (token,) = tokenizer.convert_tokens_to_ids([word])
-        about = dict.fromkeys(("benchmark", "problem", "gold", "verdict"), word)
-        one = row([5, token, 7, token], [(1, [token, 9]), (3, [8, token])], **about)
-        one.events[0].error = word
-        return html_page([one], tokenizer)
-
-    tree = Tree(made(text))
-    assert tree.tags == Tree(made("plain")).tags
-    assert tree.entities <= ESCAPED
-    assert tree.other == []
-    assert body(Page(made(text)))[0][1] == escaped(text).replace(" ", "␣")
 
 
 def test_half_characters_and_white_space(hostile):
@@ -390,7 +299,7 @@ def test_what_is_not_known_is_a_dash(hostile):
     event.scores, event.llm_logprob, event.error = None, [float("nan")], "no answer"
     assert re.search(r"S +-1.2500 +– +–", printed([made], hostile))
     assert "the LLM failed: no answer" in printed([made], hostile)
-    assert body(Page(html_page([made], hostile)))[0][-3:] == ["-1.2500", "–", "–"]
+    assert cells(printed([made], hostile))[0][-3:] == ["-1.2500", "–", "–"]
 
 
 def test_the_greedy_token_is_the_slms_first_where_the_slm_proposed_any(hostile):
@@ -399,14 +308,13 @@ def test_the_greedy_token_is_the_slms_first_where_the_slm_proposed_any(hostile):
     event = made.events[0]
     for sources, marks in (([1, 2], ["→ g", ""]), ([2, 3], ["→", "g"]), ([2, 2], ["→", ""])):
         event.sources = sources
-        assert [cells[0] for cells in body(Page(html_page([made], hostile)))[:2]] == marks
+        assert [row[0] for row in cells(printed([made], hostile))] == marks
 
 
-def test_explain_writes_both_and_refuses_another_tokenizer(run, tmp_path):
+def test_explain_refuses_another_tokenizer(run):
     problem, console = lines(run)[0]["problem"], Console(file=io.StringIO())
-    explain(settings(), run, problem, console, tmp_path / "page.html")
+    explain(settings(), run, problem, console)
     rows, tokenizer = find_rows(run, problem), models_of(settings().models).tokenizer
     assert console.file.getvalue() == printed(rows, tokenizer, width=80)
-    assert (tmp_path / "page.html").read_text(encoding="utf-8") == html_page(rows, tokenizer)
     with pytest.raises(ValueError, match=r"begun with models\.tokenizer"):
         explain(settings(models={"slm": "demo:helpful", "llm": "demo:helpful"}), run, problem, console)

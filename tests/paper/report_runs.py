@@ -153,8 +153,7 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
                     "step": 17,
                 }
                 | {"gained": n > 2, "kind": "digit" if n % 2 else None}
-                | ({"page": f"problems/{n}.html"} if n < 9 else {})
-                for n in range(12)
+                for n in range(30)
             ],
             "future_quality": [
                 {"future": "verified", "states": 214, "4": 0.475, "16": 0.895},

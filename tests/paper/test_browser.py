@@ -1,4 +1,4 @@
-"""The pages of `report` and `explain` in a real browser: on a desk and on a telephone, in light and dark."""
+"""The pages of `report` in a real browser: on a desk and on a telephone, in light and dark."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from pathlib import Path
 
 import browser
 import pytest
-from dialects import byte_tokenizer
 from matplotlib.image import imread
 from report_runs import everywhere, read, tiny
-from test_explain import HOSTILE, row
 
 from benchmarks.paper.report import write_report
-from fb_core.explain import html_page
 
 pytestmark = pytest.mark.skipif(not (browser.DRIVER and browser.BROWSER), reason="neither chromium nor its driver here")
 SCREENS = {"desk": (1280, 900), "telephone": (390, 844)}
@@ -30,26 +27,22 @@ def chromium() -> Iterator[browser.Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
-    """A report of one run and of several, one of hostile text, and an explained problem."""
-    folder, tokenizer = tmp_path_factory.mktemp("pages"), byte_tokenizer()
-    tokenizer.add_tokens([*HOSTILE, LONGEST])
-    pool = tokenizer.convert_tokens_to_ids([*HOSTILE, LONGEST])
-    explained = html_page([row([0, *pool], [(1 + i, pool) for i in range(len(pool))], problem=LONGEST)], tokenizer)
+    """A report of one run and of several, and one of hostile text."""
+    folder = tmp_path_factory.mktemp("pages")
     several = [tiny(), tiny("a run with a name that is long", 0.6, benchmarks=("gsm8k", "math-500", "average"))]
     found = {
         "single": [tiny()],
         "several": several,
         "hostile": [everywhere(tiny(), f"<script>alert(1)</script>{LONGEST}")],
     }
-    linked = {f"problems/{number}.html": explained.encode() for number in range(9)}
     for name, runs in found.items():
-        write_report([read(one | {"pages": linked}) for one in runs], folder / name)
-    return {name: folder / name / "report.html" for name in found} | {"explain": folder / "single/problems/0.html"}
+        write_report([read(one) for one in runs], folder / name)
+    return {name: folder / name / "report.html" for name in found}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("screen", SCREENS)
-@pytest.mark.parametrize("name", ["single", "several", "hostile", "explain"])
+@pytest.mark.parametrize("name", ["single", "several", "hostile"])
 def test_a_page_fits_its_screen_and_breaks_no_rule(chromium, pages, name, screen, scheme, tmp_path):
     width, height = SCREENS[screen]
     chromium.open(pages[name], width, height, scheme)

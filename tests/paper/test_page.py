@@ -26,7 +26,7 @@ from report_runs import (
 )
 
 from benchmarks.paper import figures
-from benchmarks.paper.page import Document, Figure, Link, Paragraph, Section, Span
+from benchmarks.paper.page import Document, Figure, Paragraph, Section, Span
 from benchmarks.paper.report import write_report
 from benchmarks.paper.rows import tables_bytes
 from benchmarks.paper.tables import Table as Experiment
@@ -36,7 +36,7 @@ from fb_core.terminal import escaped
 
 @pytest.fixture(scope="module")
 def single() -> Document:
-    return render(tiny() | {"pages": {"problems/0.html": b"x", "problems/3.html": b"y"}})
+    return render(tiny())
 
 
 @pytest.fixture(scope="module")
@@ -126,14 +126,6 @@ def test_pictures_and_titles_cannot_become_markup():
         assert tree.entities <= ESCAPED
 
 
-@pytest.mark.parametrize(
-    "address", ["https://evil.example", "//evil.example/x.html", "javascript:x", "/x.html", "../x.html"]
-)
-def test_a_link_leads_nowhere_but_beside_the_report(address):
-    with pytest.raises(ValueError, match="to: expected a page beside the report, got "):
-        Link("text", address)
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_the_name_of_an_experiment_is_no_path(monkeypatch, tmp_path):
     monkeypatch.setattr(figures, "forest", lambda *_: Picture("<svg/>", "<svg/>"))
@@ -144,11 +136,10 @@ def test_the_name_of_an_experiment_is_no_path(monkeypatch, tmp_path):
 
 
 def test_written_files_repeat_byte_for_byte(tmp_path):
-    found = [read(small() | {"pages": {"problems/0.html": b"x"}})]
+    found = [read(small())]
     written = write_report(found, tmp_path / "a" / "b")
     names = [path.relative_to(tmp_path / "a" / "b").as_posix() for path in written]
     assert (names[0], names[-1]) == ("tables.json", "report.html")
-    assert (tmp_path / "a" / "b" / "problems" / "0.html").read_bytes() == b"x"
     again = write_report(found, tmp_path / "c")
     assert [path.read_bytes() for path in written] == [path.read_bytes() for path in again]
     assert any(name.startswith("figures/") for name in names)
