@@ -306,9 +306,6 @@ class TrainSettings(Section):
     """Pieces of a step; up to this many processes can share it."""
     checkpoint_steps: Annotated[int, NOT_IN_IDENTITY] = Field(default=50, ge=1)
     """Optimiser steps between two checkpoints, the most that a killed process loses."""
-    tracker: Annotated[Literal["tensorboard", "wandb", "trackio"] | None, NOT_IN_IDENTITY] = None
-    """Experiment tracker that gets loss, learning rate, gradient norm and validation figures at every checkpoint; None
-    for none."""
 
     @field_validator("horizons", "seeds")
     @classmethod

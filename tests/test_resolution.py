@@ -69,7 +69,7 @@ def test_every_set_resolves(constraints: str, python: str, machine: str) -> None
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_newest_of_everything_resolves(python: str, machine: str) -> None:
-    extras = ("run", "gpu", "data", "ray", "lm-eval", "track", "serve", "serve-ray")
+    extras = ("run", "gpu", "data", "ray", "lm-eval", "serve", "serve-ray")
     found = resolve(python, machine, *(f"--extra={extra}" for extra in extras))
     assert "antlr4-python3-runtime" in found
 

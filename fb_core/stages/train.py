@@ -7,20 +7,16 @@ import logging
 import math
 import os
 import re
-import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fb_core.atomic import write_file
-from fb_core.extras import require
 from fb_core.reranker import TokenReranker
 from fb_core.stages.collect import StateStage, TrajectoryStage
 from fb_core.stages.files import Artefact, tensor_bytes
@@ -33,7 +29,6 @@ from fb_core.targets import group_targets
 from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
 from fb_core.verify import tally_words
 
-TRACKED = "tracker"  # folder inside a run's, which a tracker writes to
 CHECKPOINT = re.compile(r"step-(\d{7})")
 
 log = logging.getLogger(__name__)
@@ -89,20 +84,12 @@ class TrainStage(Stage):
         end = first.epoch_ends[epoch - 1]
         begin = first.epoch_ends[epoch - 2] if epoch > 1 else 0
         processes = int(os.environ.get("WORLD_SIZE", "1"))
-        names = [run_name(*key) for key in self.runs()]
-        figures: dict[int, dict[str, float]] = {}  # by step, since the last checkpoint
         while first.step < end:
-            losses = [loss for sweep in sweeps for loss in sweep.advance()]
-            figures[first.step] = {
-                "learning_rate": first.rate,
-                **_by_run("loss", names, losses),
-                **_by_run("gradient_norm", names, [norm for sweep in sweeps for norm in sweep.norms]),
-            }
+            for sweep in sweeps:
+                sweep.advance()
             self.on_progress(round(groups * max(0, first.step - begin) / (end - begin)))
             if first.step == end or first.step % self.settings.train.checkpoint_steps == 0:
                 self._checkpoint(sweeps, seconds + processes * (time.perf_counter() - began))
-                self._track(figures)  # only now, since a killed process repeats the steps after its last checkpoint
-                figures.clear()
         if not self.is_main:
             return Output({}, {})
         at_once = -(-self.settings.train.groups_per_step // self.settings.train.microbatches)
@@ -112,11 +99,6 @@ class TrainStage(Stage):
             for measured in validate(trained, validation, at_once)
         ]
         losses_by_run = [own for sweep in sweeps for own in zip(*sweep.losses[begin:end], strict=True)]
-        for name in ("cross_entropy", "pairwise_accuracy"):
-            self._track({end: _by_run(f"validation_{name}", names, [each[name] for each in metrics])})
-        if epoch == self.settings.train.epochs:
-            for tracker in self._trackers:
-                tracker.finish()
         tensors = {
             f"{run_name(*key)}/{name}": tensor
             for key, run in zip(self.runs(), trained, strict=True)
@@ -248,42 +230,13 @@ class TrainStage(Stage):
         )
 
     def _accelerator(self) -> Any:
-        """Accelerate's accelerator, if this process is one of several or tracks the training; else None."""
-        tracker = self.settings.train.tracker if self.is_main else None
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1 and tracker is None:
+        """Accelerate's accelerator, if this process is one of several; else None."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return None
         from accelerate import Accelerator, InitProcessGroupKwargs
 
         patient = InitProcessGroupKwargs(timeout=timedelta(hours=12))  # the others wait while the first one validates
-        options: dict[str, Any] = {"cpu": self.models.device == "cpu", "kwargs_handlers": [patient]}
-        if tracker is None:
-            return Accelerator(**options)
-        require(f"train.tracker {tracker}", tracker, extra="track")
-        folder = self.run / TRACKED
-        accelerator = Accelerator(**options, log_with=tracker, project_dir=folder)
-        config = self.settings.train.model_dump(mode="json")
-        about = {"name": self._tracked_as(folder), "resume": "allow", "config": config}
-        own = {"wandb": about | {"id": about["name"], "dir": folder}, "trackio": about | {"embed": False}}
-        accelerator.init_trackers("futurebridge", init_kwargs=own)
-        self._trackers = accelerator.trackers
-        return accelerator
-
-    _trackers: Sequence[Any] = ()
-
-    def _tracked_as(self, folder: Path) -> str:
-        """The tracker's name for this run: unique, and the same when the run is resumed."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "name"
-        if not path.is_file():
-            plain = re.sub(r"[^\w.-]+", "-", self.run.resolve().name)[:64]
-            write_file(path, f"{plain}-{secrets.token_hex(4)}".encode())
-        return path.read_text(encoding="utf-8")
-
-    def _track(self, figures: Mapping[int, Mapping[str, float]]) -> None:
-        """Send figures by step to the tracker, if there is one."""
-        for tracker in self._trackers:
-            for step, values in figures.items():
-                tracker.log(dict(values), step=step)
+        return Accelerator(cpu=self.models.device == "cpu", kwargs_handlers=[patient])
 
     def _checkpoints(self) -> list[tuple[int, str]]:
         """(step, shard) of the checkpoints, latest first."""
@@ -307,11 +260,6 @@ class TrainStage(Stage):
     def cost(self) -> Cost:
         settings = self.settings.train
         return Cost(f"{settings.groups_per_step} groups per step for each of {len(self.runs())} runs")
-
-
-def _by_run(name: str, runs: Sequence[str], values: Sequence[float | None]) -> dict[str, float]:
-    """A metric's values as "metric/run", which trackers group by metric; unknown values are left out."""
-    return {f"{name}/{run}": value for run, value in zip(runs, values, strict=True) if value is not None}
 
 
 def run_name(horizon: int, seed: int) -> str:

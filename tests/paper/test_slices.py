@@ -31,13 +31,7 @@ KINDS = list(
         ]
     )
 )
-FREELY = {
-    "collect.unread",
-    "score.token_budget",
-    "train.checkpoint_steps",
-    "train.tracker",
-    "verify.workers",
-}  # change no result
+FREELY = {"collect.unread", "score.token_budget", "train.checkpoint_steps", "verify.workers"}  # change no result
 
 
 def leaves(part: BaseModel, before: str = "") -> list[str]:
