@@ -82,7 +82,9 @@ SetOption = Annotated[
     ),
 ]
 EngineOption = Annotated[str, typer.Option(help="local, or ray for a cluster whose nodes share the folder.")]
-DryOption = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and its highest cost.")]
+DryOption = Annotated[
+    bool, typer.Option("--dry-run", help="Only show what would be done and its most tokens; no download.")
+]
 
 
 def _stage(command: Command, text: str) -> None:
@@ -98,6 +100,8 @@ def _stage(command: Command, text: str) -> None:
         if engine not in ("local", "ray"):
             raise ValueError(f"engine: expected local or ray, got {engine!r}; leave it out for this process")
         settings, folder = RunSettings.load(config, changes or ()), _folder(config, run)
+        if dry_run:
+            os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is imported
         from fb_core.stages.commands import run_command  # imports torch, which takes seconds
 
         logging.basicConfig(format="%(message)s")

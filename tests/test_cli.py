@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -96,6 +97,20 @@ def test_explain_wants_a_run(tmp_path):
     result = run("explain", str(tmp_path), "1")
     assert result.returncode == 2
     assert "expected a run's settings" in result.stderr
+
+
+def test_a_dry_run_asks_no_network(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.setblocking(False)
+        own = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+        own |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "fb_core", "collect", "--config", "qwen3-1.7b", "--dry-run"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=own | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        )
+        with pytest.raises(BlockingIOError):
+            hub.accept()
+    assert "trajectories: cannot run yet: " in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("command", ["explain", "collect", "futures", "generate", "chat"])

@@ -28,7 +28,7 @@ from fb_core.stages.collect import StateStage, TrajectoryStage
 from fb_core.stages.files import Artefact, table_bytes
 from fb_core.stages.models import chosen_reranker, models_of
 from fb_core.stages.records import NATS, Examples, Group, Rollout
-from fb_core.stages.run import Cost, Output, Stage, run_stage
+from fb_core.stages.run import Output, Stage, run_stage
 from fb_core.stages.scores import ScoreStage
 from fb_core.statistics import Interval
 
@@ -79,8 +79,8 @@ class AgreementStage(Stage):
     def report(self, manifest: dict[str, Any]) -> str:
         return agreement_table(self.settings, self.run)
 
-    def cost(self) -> Cost:
-        return Cost("scored by every reranker", self.input(TrajectoryStage).settings.collect.max_new_tokens)
+    def most_tokens(self) -> int:
+        return self.input(TrajectoryStage).longest
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from fb_core.stages.files import Artefact, table_bytes
 from fb_core.stages.futures import FutureStage, usable, verified
 from fb_core.stages.models import verifier_of
 from fb_core.stages.records import IDS, Examples, Future, State, example_files
-from fb_core.stages.run import Cost, Output, Stage
+from fb_core.stages.run import Output, Stage
 from fb_core.stages.scores import ScoreStage, in_parts
 from fb_core.verify import Verifier
 
@@ -89,9 +89,9 @@ class OwnFutureStage(OverStates):
         counts = {"futures": len(own), "correct": sum(future.verdict == "correct" for future in own)}
         return Output(example_files(shard, Future, own), counts)
 
-    def cost(self) -> Cost:
+    def most_tokens(self) -> int:
         longest = self.input(TrajectoryStage).longest + self.settings.futures.max_new_tokens
-        return Cost("sampled", self.settings.samples.slm * longest)
+        return self.settings.samples.slm * longest
 
 
 class SampleStage(OverStates):
@@ -147,8 +147,8 @@ class SampleStage(OverStates):
         counts |= {"with a right one": len(samples[SAMPLED]), "with a wrong one": len(samples[INCORRECT])}
         return Output({f"{shard}.parquet": table_bytes(rows, SAMPLES)}, counts)
 
-    def cost(self) -> Cost:
-        return Cost("sampled", self.settings.samples.llm * self.input(FutureStage).longest, "llm")
+    def most_tokens(self) -> int:
+        return self.settings.samples.llm * self.input(FutureStage).longest
 
 
 class OtherScoreStage(ScoreStage):

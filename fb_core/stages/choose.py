@@ -42,14 +42,13 @@ from fb_core.stages.models import (
     Generate,
     chosen_reranker,
     frozen_policy,
-    needs_llm,
     pool_options,
     splits_of,
 )
 from fb_core.stages.problems import Problem, drawn
 from fb_core.stages.records import Examples, Rollout, State
 from fb_core.stages.rollouts import RolloutStage
-from fb_core.stages.run import Cost, Output, Stage
+from fb_core.stages.run import Output, Stage
 from fb_core.stages.scores import ScoreStage, filter_table
 from fb_core.stages.train import TrainStage, run_name
 from fb_core.statistics import outcomes_differ
@@ -130,12 +129,6 @@ class SelectionStage(DecodeStage):
     def report(self, manifest: dict[str, Any]) -> str:
         return selection_table(manifest["summary"])
 
-    def cost(self) -> Cost:
-        """The LLM reads every token of a decode at most once, and none if it is not asked."""
-        words = f"decoded in batches, {len(self._problems)} problems with each of {len(self._rerankers)} rerankers"
-        longest = max(self._longest.values(), default=0)
-        return Cost(words, longest, llm_tokens=longest if needs_llm(self.settings) else 0)
-
 
 class SeedStage(Stage):
     """A stage with one shard per seed of the reranker, worked on in this process."""
@@ -146,9 +139,6 @@ class SeedStage(Stage):
 
     def shards(self) -> dict[str, int]:
         return {f"seed-{seed}": 1 for seed in self.settings.train.seeds}
-
-    def cost(self) -> Cost:
-        return Cost("a copy of a trained adapter")
 
 
 class RerankerStage(SeedStage):
@@ -237,9 +227,6 @@ class ValueStage(SeedStage):
         weights = json.loads(self.folder.read(f"seed-{seed}", "jsonl"))["weights"]
         return None if weights is None else ValueHead(tuple(weights))
 
-    def cost(self) -> Cost:
-        return Cost("rolled-out states scored by the reranker, then a head fitted to them")
-
 
 def reranked(
     slm: hf.CausalLM, rerankers: Mapping[Key, TokenReranker], states: Sequence[State]
@@ -308,11 +295,8 @@ class CertificationStage(DecodeStage):
     def most(self) -> int:
         return len(self.problems) * (len(UNSEEDED) + len(SEEDED) * len(self.settings.train.seeds))
 
-    def cost(self) -> Cost:
-        """The LLM reads every token of a decode at most once."""
-        longest = self._longest_prompt(self.problems) + self.max_new_tokens
-        words = f"decoded in batches, {len(self.problems)} problems with each of at most {len(LABELS)} recipes"
-        return Cost(words, longest, llm_tokens=longest)
+    def most_tokens(self) -> int:
+        return self._longest_prompt(self.problems) + self.max_new_tokens  # of any trial
 
     def deployed(self, recipe: RecipeName, seed: int) -> Deployed:
         """A recipe with everything that it decodes with."""

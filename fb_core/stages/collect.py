@@ -20,7 +20,7 @@ from fb_core.pool import PoolKind, candidate_pool
 from fb_core.stages.models import frozen_policy, problems_hash, splits_of, verifier_of
 from fb_core.stages.problems import Problem
 from fb_core.stages.records import Examples, State, Trajectory, example_files
-from fb_core.stages.run import Cost, Output, Stage
+from fb_core.stages.run import Output, Stage
 from fb_core.verify import Verdict, Verifier
 
 LOGIT_ROWS = 1024  # of logits [rows, V] held at once
@@ -156,8 +156,8 @@ class TrajectoryStage(Stage):
             raise ValueError(f"{words}; {remedy}")
         log.warning("%s; %s (collect.unread: stop would stop here)", words, remedy)
 
-    def cost(self) -> Cost:
-        return Cost("generated and teacher-forced, prompts included", 2 * self.longest)
+    def most_tokens(self) -> int:
+        return 2 * self.longest  # generated, then teacher-forced
 
 
 def admitted(trajectory: Trajectory, policy: RequestPolicy, max_states: int = 8) -> list[int]:
@@ -235,9 +235,6 @@ class PolicyStage(Stage):
         source = f"quantile {settings.quantile:g} of {manifest['counts']['validation tokens']:,} validation tokens"
         return f"**{self.name}**: {asked}, {source}"
 
-    def cost(self) -> Cost:
-        return Cost("computed from the trajectories")
-
 
 class StateStage(Stage):
     """The admitted states with both models' candidates; `slm_k + llm_k` of the SLM's and `llm_k` of the LLM's."""
@@ -266,8 +263,8 @@ class StateStage(Stage):
         counts = {"states": len(states), f"{shard.partition('-')[0]} states": len(states)}
         return Output(example_files(shard, State, states), counts)
 
-    def cost(self) -> Cost:
-        return Cost("teacher-forced, without what the LLM reads at each state", self.input(TrajectoryStage).longest)
+    def most_tokens(self) -> int:
+        return self.input(TrajectoryStage).longest
 
 
 class OverStates(Stage):

@@ -18,7 +18,7 @@ from fb_core.pool import Event
 from fb_core.stages.files import Artefact
 from fb_core.stages.models import Context, Generate, together_of, verifier_of
 from fb_core.stages.problems import Problem
-from fb_core.stages.run import Cost, Output, Stage
+from fb_core.stages.run import Output, Stage
 from fb_core.terminal import escaped
 
 ASKED = (
@@ -148,8 +148,8 @@ class DecodeStage(Stage):
         """The function that decodes a trial's prompts."""
         return Context(self.settings, self.run, max_length, max_batch).named(trial.method, trial.seed).generate_many
 
-    def cost(self) -> Cost:
-        return Cost("decoded in batches", max(self._longest.values(), default=0))
+    def most_tokens(self) -> int:
+        return max(self._longest.values(), default=0)
 
     @cached_property
     def _longest(self) -> dict[str, int]:

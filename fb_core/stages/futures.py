@@ -11,7 +11,7 @@ from fb_core import hf
 from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage, judged
 from fb_core.stages.models import verifier_of
 from fb_core.stages.records import Examples, Future, State, example_files
-from fb_core.stages.run import Cost, Output
+from fb_core.stages.run import Output
 from fb_core.verify import Verifier
 
 
@@ -73,5 +73,5 @@ class FutureStage(OverStates):
         """The most tokens of a state's prefix with its future."""
         return self.input(TrajectoryStage).longest + self.settings.futures.max_new_tokens
 
-    def cost(self) -> Cost:
-        return Cost("generated after their prefixes, which count too", self.longest, "llm")
+    def most_tokens(self) -> int:
+        return self.longest

@@ -14,7 +14,7 @@ from fb_core.sampling import seeded
 from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage, judged
 from fb_core.stages.models import verifier_of
 from fb_core.stages.records import Examples, Rollout, State, example_files
-from fb_core.stages.run import Cost, Output
+from fb_core.stages.run import Output
 from fb_core.stages.scores import part_of
 from fb_core.verify import Verifier
 
@@ -83,7 +83,7 @@ class RolloutStage(OverStates):
         counts = {"states": len(rollouts), "mixed": mixed, "rollouts": sum(len(each.texts) for each in rollouts)}
         return Output(example_files(shard, Rollout, rollouts), counts)
 
-    def cost(self) -> Cost:
+    def most_tokens(self) -> int:
         candidates = self.settings.collect.slm_k + self.input(StateStage).settings.futures.llm_k
         tokens = self.input(TrajectoryStage).longest + self.settings.collect.max_new_tokens + 1
-        return Cost("rolled out after every candidate of the chosen states", tokens * candidates)
+        return tokens * candidates

@@ -36,15 +36,6 @@ class Output(NamedTuple):
     seconds: float = 0.0  # work of earlier or other processes, added to this one's
 
 
-class Cost(NamedTuple):
-    """An upper bound of the cost of one unit of a stage, known before anything is measured."""
-
-    words: str
-    tokens: int = 0  # that `role` processes, including prompts and prefixes
-    role: str = "slm"
-    llm_tokens: int = 0  # that the LLM processes as well, if both models take part
-
-
 class Stage(ABC):
     """One stage over one run's folder.
 
@@ -126,9 +117,9 @@ class Stage(ABC):
     def work(self, shard: str) -> Output:
         """Compute a shard without writing it."""
 
-    @abstractmethod
-    def cost(self) -> Cost:
-        """The cost of one unit."""
+    def most_tokens(self) -> int:
+        """The largest possible number of tokens of a unit, prompts and prefixes included; 0 where none are counted."""
+        return 0
 
     def most(self) -> int:
         """The largest possible number of units, from the settings alone."""
@@ -252,7 +243,7 @@ def _work_in_threads(stage: Stage, shards: Sequence[str], on_done: Callable[[str
 
 
 def plan(stage: Stage) -> str:
-    """What `run_stage` would do: shards and units left, their highest cost, and their time at the rate so far."""
+    """What `run_stage` would do: shards and units left, their most tokens, and their time at the rate so far."""
     try:
         identity, manifest = stage.identity(models=False), stage.folder.manifest()
         if manifest is not None:
@@ -262,13 +253,13 @@ def plan(stage: Stage) -> str:
         lines = [f"{stage.name}: cannot run yet: {str(problem).removeprefix(f'{stage.name}: ')}"]
         with suppress(OSError, ValueError, ImportError):  # the settings alone may not tell
             most = stage.most()
-            lines += [f"  according to the settings, at most {most:,} {stage.unit}", _price(stage, most)]
+            lines.append(f"  according to the settings, at most {most:,} {stage.unit}{_bound(stage, most)}")
         return "\n".join(lines)
     done = stage.folder.receipts(shards)
     units, finished = sum(shards.values()), sum(shards[shard] for shard in done)
     left = units - finished
-    lines = [f"{stage.name}: {len(shards) - len(done)} of {len(shards)} shards, {left} of {units} {stage.unit} to do"]
-    lines.append(_price(stage, left))
+    shards_left = f"{len(shards) - len(done)} of {len(shards)} shards"
+    lines = [f"{stage.name}: {shards_left}, {left} of {units} {stage.unit} to do{_bound(stage, left)}"]
     if finished:
         seconds = sum(receipt.seconds for receipt in done.values())
         devices = ", ".join(sorted({receipt.device for receipt in done.values()}))
@@ -277,21 +268,12 @@ def plan(stage: Stage) -> str:
     return "\n".join(lines)
 
 
-def _price(stage: Stage, units: int) -> str:
-    """The highest cost of `units` units, in words."""
-    cost = stage.cost()
-    if not cost.tokens or (work := _work(stage, cost.role, cost.tokens * units)) is None:
-        return f"  {cost.words}"
-    text = f"  at most {cost.tokens * units:,} tokens {cost.words}, {work}"
-    if read := cost.llm_tokens * units:
-        text += ", ".join(filter(None, (f", and {read:,} tokens read once by the LLM", _work(stage, "llm", read))))
-    return text + ("" if stage.models.tokenizer_here else ", prompts not counted: the tokenizer is not on this machine")
-
-
-def _work(stage: Stage, role: str, tokens: int) -> str | None:
-    """The computation for `tokens` tokens of a model; None if its size is not known."""
-    size = stage.models.parameters(role)
-    return None if size is None else f"{2e-12 * size * tokens:,.3g} TFLOP with {size / 1e9:.3g}B weights"
+def _bound(stage: Stage, units: int) -> str:
+    """The most tokens of `units` units, in words; empty if there are none."""
+    if not (tokens := stage.most_tokens() * units):
+        return ""
+    prompts = "" if stage.models.tokenizer_here else " without the prompts, since the tokenizer is not on this machine"
+    return f", at most {tokens:,} tokens{prompts}"
 
 
 class _Display:

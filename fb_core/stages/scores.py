@@ -16,7 +16,7 @@ from fb_core.scorer import BranchGroup, CompatibilityScorer
 from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage
 from fb_core.stages.futures import FutureStage, usable
 from fb_core.stages.records import Examples, Future, Group, group_files
-from fb_core.stages.run import Cost, Output
+from fb_core.stages.run import Output
 
 PartKind = Literal["joint", "slm", "llm", "slm-wide"]
 
@@ -129,10 +129,10 @@ class ScoreStage(OverStates):
     def report(self, manifest: dict[str, Any]) -> str:
         return filter_table(manifest["counts"])
 
-    def cost(self) -> Cost:
+    def most_tokens(self) -> int:
         pools, prefix = self.input(StateStage), self.input(TrajectoryStage).longest
         candidates = self.settings.collect.slm_k + pools.settings.futures.llm_k
-        return Cost("scored, shared prefixes once", prefix + (1 + self.settings.score.horizon) * candidates)
+        return prefix + (1 + self.settings.score.horizon) * candidates
 
 
 FILTERS = {  # words, by name of the count

@@ -23,7 +23,7 @@ from fb_core.stages.files import Artefact, tensor_bytes
 from fb_core.stages.futures import FutureStage
 from fb_core.stages.models import verifier_of
 from fb_core.stages.records import Examples, Group
-from fb_core.stages.run import Cost, Output, Stage
+from fb_core.stages.run import Output, Stage
 from fb_core.stages.scores import ScoreStage
 from fb_core.targets import group_targets
 from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
@@ -256,10 +256,6 @@ class TrainStage(Stage):
             if old != name:
                 (self.folder.path / f"{old}.json").unlink()
                 (self.folder.path / f"{old}.safetensors").unlink(missing_ok=True)
-
-    def cost(self) -> Cost:
-        settings = self.settings.train
-        return Cost(f"{settings.groups_per_step} groups per step for each of {len(self.runs())} runs")
 
 
 def run_name(horizon: int, seed: int) -> str:

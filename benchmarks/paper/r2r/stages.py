@@ -17,7 +17,7 @@ from fb_core.stages.files import Artefact, table_bytes, tensor_bytes
 from fb_core.stages.models import Models, problems_hash, splits_of, verifier_of
 from fb_core.stages.problems import Problem
 from fb_core.stages.records import IDS
-from fb_core.stages.run import Cost, Output, Stage
+from fb_core.stages.run import Output, Stage
 
 LABELS = {"prompt": IDS, "solution": IDS, "differs": pa.list_(pa.bool_()), "divergent": pa.list_(pa.bool_())}
 HELD_OUT = 5  # every fifth solution is held out to set the threshold
@@ -71,11 +71,10 @@ class RouterLabelStage(Stage):
         }
         return Output({f"{shard}.parquet": table_bytes(rows, LABELS)}, counts)
 
-    def cost(self) -> Cost:
+    def most_tokens(self) -> int:
         asked = self.settings.problems
         prompt = self.models.longest_prompt(self._problems(), asked.prompt, asked.thinking)
-        tokens = prompt + self.settings.futures.max_new_tokens
-        return Cost("solved, then continued after differing tokens", tokens, "llm")
+        return prompt + self.settings.futures.max_new_tokens
 
 
 class RouterStage(Stage):
@@ -127,9 +126,6 @@ class RouterStage(Stage):
             files = {f"{shard}/{path.name}": path.read_bytes() for path in sorted(Path(folder).iterdir())}
         files[f"{shard}.safetensors"] = tensor_bytes({"probability": probability, "divergent": actual})
         return Output(files, {"routers": 1})
-
-    def cost(self) -> Cost:
-        return Cost(f"{self.settings.compare.router.epochs} passes over the labelled tokens")
 
 
 class Router(NamedTuple):
