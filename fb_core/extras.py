@@ -21,5 +21,5 @@ def require(what: str, *packages: str, extra: str = "run") -> None:
     if absent := [package for package in packages if find_spec(package) is None]:
         raise ImportError(
             f"{what}: expected the extra [{extra}] to be installed, got no {', '.join(absent)}; "
-            f"pip install 'futurebridge[{extra}]'"
+            f"pip install '.[{extra}]' in the clone"
         )

@@ -259,7 +259,7 @@ def _warn_once(name: str, expected: str, got: str, reason: str) -> None:
     _warned.add((got, reason))
     warnings.warn(
         f"{name}: expected its {expected} kernel for CUDA tensors, got {got} ({reason}); it is slower: see "
-        "`python -m fb_kernels.env`, and pip install 'futurebridge[gpu]' for triton",
+        "`python -m fb_kernels.env`, and pip install '.[gpu]' in the clone for triton",
         RuntimeWarning,
     )
 

@@ -31,9 +31,10 @@ BROUGHT = {
     "pydantic-core": "pydantic",
     "tqdm": "lm-eval",
 }
-SENTENCE = ": expected the extra [run] to be installed, got no {}; pip install 'futurebridge[run]'"
+SENTENCE = ": expected the extra [run] to be installed, got no {}; pip install '.[run]' in the clone"
 NO_LM_EVAL = (
-    "fb_core.lm_eval: expected the extra [lm-eval] to be installed, got no lm_eval; pip install 'futurebridge[lm-eval]'"
+    "fb_core.lm_eval: expected the extra [lm-eval] to be installed, got no lm_eval; "
+    "pip install '.[lm-eval]' in the clone"
 )
 
 

@@ -7,6 +7,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from fb_core.extras import require
+
 LOOPBACK = "127.0.0.1"
 RETRIES = 3  # of a shard whose worker died
 PATIENCE = 600  # seconds that a worker may take to start while no other is at work
@@ -38,17 +40,16 @@ def connect() -> bool:
     Ray's usage statistics are off unless the environment turns them on. Returns False if Ray was running already.
 
     Raises:
-        ValueError: Ray is not installed.
+        ImportError: Ray is not installed.
     """
     here: dict[str, Any] = {}
     if "RAY_ADDRESS" not in os.environ:
         here = {"address": "local", "_node_ip_address": LOOPBACK, "include_dashboard": False}
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray listens everywhere; read where it is imported
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError:
-        raise ValueError("engine: expected Ray to be installed, got none; pip install 'futurebridge[ray]'") from None
+    require("engine", "ray", extra="ray")
+    import ray
+
     if ray.is_initialized():
         return False
     ray.init(log_to_driver=False, logging_level="ERROR", **here)

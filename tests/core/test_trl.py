@@ -413,7 +413,7 @@ def test_two_processes_train_as_trls_own_do(tmp_path: Path) -> None:
 def test_the_missing_extra_is_named() -> None:
     code = "import sys\nsys.modules['trl'] = None\ntry:\n import fb_core.trl\nexcept ImportError as said: print(said)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
-    said = "fb_core.trl: expected the extra [trl] to be installed, got no trl; pip install 'futurebridge[trl]'\n"
+    said = "fb_core.trl: expected the extra [trl] to be installed, got no trl; pip install '.[trl]' in the clone\n"
     assert done.stdout == said, done.stderr
 
 

@@ -183,9 +183,9 @@ def test_on_cuda_without_kernels_there_is_a_warning_for_each_reason(monkeypatch:
         assert all(torch.equal(run(X), -X) for run in ran.values() for _ in range(2))
     assert [str(one.message) for one in caught] == [
         "swiglu: expected its triton kernel for CUDA tensors, got reference (no triton here); it is slower: see "
-        "`python -m fb_kernels.env`, and pip install 'futurebridge[gpu]' for triton",
+        "`python -m fb_kernels.env`, and pip install '.[gpu]' in the clone for triton",
         "commit: expected its cuda kernel for CUDA tensors, got reference (no cuda here); it is slower: see "
-        "`python -m fb_kernels.env`, and pip install 'futurebridge[gpu]' for triton",
+        "`python -m fb_kernels.env`, and pip install '.[gpu]' in the clone for triton",
     ]
 
 
