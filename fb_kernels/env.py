@@ -30,7 +30,7 @@ def report() -> str:
     Never raises on a machine where something is missing; the table says what and why.
     """
     sections = (
-        ("software", [("python", platform.python_version()), *((name, _version(name)) for name in _PACKAGES)]),
+        ("software", [("python", platform.python_version()), *((name, _version(name)) for name in _TESTED)]),
         ("triton kernels", [("triton", _triton())]),
         (
             "cuda",
@@ -51,14 +51,17 @@ def report() -> str:
     return "\n".join(lines)
 
 
-_PACKAGES = ("torch", "transformers", "peft", "numpy", "safetensors")
+_TESTED = {"torch": "2.13.0", "transformers": "5.17.0", "peft": "0.21.2", "numpy": "2.4.6", "safetensors": "0.8.0"}
 
 
 def _version(package: str) -> str:
+    """The installed version, and the one that was tested if it is another."""
     try:
-        return metadata.version(package)
+        version = metadata.version(package)
     except metadata.PackageNotFoundError:
         return "absent"
+    tested = _TESTED[package]
+    return version if version.partition("+")[0] == tested else f"{version} (tested: {tested})"
 
 
 def _triton() -> str:

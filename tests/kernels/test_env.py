@@ -4,6 +4,7 @@ import ctypes
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def lines(report: str) -> dict[str, str]:
 def test_report_names_software_devices_and_ops() -> None:
     found = lines(env.report())
     for package in ("torch", "transformers", "peft", "numpy"):
-        assert found[package] == metadata.version(package)
+        assert found[package].split()[0] == metadata.version(package)
     assert found["python"] == sys.version.split()[0]
     for name, kernels in (("fb_kernels", cuda), ("fb_cpu", cpu)):
         library = kernels.library()
@@ -35,6 +36,14 @@ def test_report_names_software_devices_and_ops() -> None:
     here = "cpu kernel for float32 and bfloat16, up to 16 rows"
     assert found["skinny_linear"] == (f"cpu: reference ({why})" if why else f"cpu: {here}")
     assert {name for name, _ in env._ops()} <= set(fb_kernels.__all__) & set(found)
+
+
+def test_the_tested_version_stands_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).resolve().parents[2]
+    pinned = (root / "constraints.txt").read_text() + (root / "constraints" / "common.txt").read_text()
+    assert {f"{name}=={version}" for name, version in env._TESTED.items()} <= set(pinned.splitlines())
+    monkeypatch.setitem(env._TESTED, "peft", "0.1")
+    assert lines(env.report())["peft"] == f"{metadata.version('peft')} (tested: 0.1)"
 
 
 def test_every_kernel_says_which_calls_it_takes() -> None:
