@@ -158,7 +158,7 @@ class Artefact:
         """
         identity = json.loads(json.dumps(identity))
         manifest = self.manifest()
-        if manifest is None:
+        if manifest is None or self._empty():
             manifest = {"stage": self.stage, "format": FORMAT, "identity": identity, "chosen": chosen}
             manifest |= {"made_by": [], "complete": False}
         self.check(manifest, identity)
@@ -169,13 +169,16 @@ class Artefact:
         return manifest
 
     def check(self, manifest: dict[str, Any], identity: dict[str, Any]) -> None:
-        """Raise ValueError if the stage was begun with other values of the given parts of its identity."""
+        """Raise ValueError if shards were made with other values of the given parts of the stage's identity."""
+        if self._empty():
+            return
         before = {part: manifest["identity"].get(part) for part in identity}
         differences = _differences(before, json.loads(json.dumps(identity)))
         changed = [f"{name} {before}, got {after}" for name, before, after in differences]
         if changed:
             raise ValueError(
-                f"{self.path}: begun with {'; '.join(changed)}; put that back, or choose another run folder"
+                f"{self.path}: begun with {'; '.join(changed)}; put that back, or delete this folder, which makes "
+                f"{self.stage} anew and keeps the stages before it"
             )
 
     def receipts(self, shards: Iterable[str]) -> dict[str, Receipt]:
@@ -307,6 +310,10 @@ class Artefact:
             return _checked_bytes(self.path / name, _read_sealed(path)["files"][name])
         except (KeyError, TypeError):
             raise ValueError(f"{path}: expected the receipt of {name}, got none; run the stage again") from None
+
+    def _empty(self) -> bool:
+        """Whether no shard is made yet."""
+        return all(path.name == MANIFEST for path in self.path.glob("*.json"))
 
     def _identity(self) -> str:
         """The digest of the identity that the stage was begun with."""

@@ -11,13 +11,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_args
 
 from rich.progress import ProgressColumn, Task, TimeRemainingColumn
 from rich.text import Text
 
 from fb_core.config import RunSettings, Slice, identity_of
-from fb_core.judges import judge_of
+from fb_core.judges import FAULTS, Verdict, judge_of
 from fb_core.progress import Board
 from fb_core.stages.cluster import dismiss, work_on_ray
 from fb_core.stages.files import Artefact, Receipt
@@ -135,8 +135,10 @@ class Stage(ABC):
 
     def report(self, manifest: dict[str, Any]) -> str:
         """A report on the finished stage in Markdown."""
-        counts = ", ".join(f"{count:,} {name}" for name, count in manifest["counts"].items())
-        return f"**{self.name}**: {counts}; {clock(manifest['cost']['seconds'])} of work"
+        all_counts, told = manifest["counts"], {*get_args(Verdict), *FAULTS}
+        counts = [f"{count:,} {name}" for name, count in all_counts.items() if name not in told]
+        counts += filter(None, [tally_words(all_counts)])
+        return f"**{self.name}**: {', '.join(counts)}; {clock(manifest['cost']['seconds'])} of work"
 
     def identity(self, models: bool = True) -> dict[str, Any]:
         """Everything that its files depend on.

@@ -222,7 +222,10 @@ class TrainStage(Stage):
         elif scored["long_enough"]:
             remedy = "take more candidates (collect.slm_k, futures.llm_k)"
         elif scored["verified"]:
-            remedy = f"the {scored['verified']} right ones are all shorter than score.horizon {horizon}: lower it"
+            remedy = (
+                f"every right one is shorter than score.horizon {horizon}: lower it and train.horizons with it, delete "
+                f"{self.input(ScoreStage).folder.path} and run `{ScoreStage.command}` again, which keeps the futures"
+            )
         words = tally_words(futures) or "none"
         return (
             f"{self.name}: expected scored groups of the {split} problems, got none of {scored['admitted']} states "

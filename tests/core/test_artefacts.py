@@ -158,6 +158,12 @@ def test_another_identity_is_refused_by_name(tmp_path, changed, words):
     artefact.begin(IDENTITY, {})
 
 
+def test_a_stage_in_which_nothing_is_made_yet_begins_anew(tmp_path):
+    changed = IDENTITY | {"inputs": {"scores": "d"}}
+    assert begun(tmp_path).begin(changed, {"token_budget": 9})["chosen"] == {"token_budget": 9}
+    assert Artefact(tmp_path, "states").manifest()["identity"] == changed
+
+
 def test_shards_of_another_identity_are_not_done(tmp_path):
     artefact, names = filled(tmp_path)
     (artefact.path / "manifest.json").unlink()

@@ -177,6 +177,7 @@ def test_a_folder_of_other_settings_is_named(tmp_path):
     folder = Artefact(tmp_path / "runs" / "plans-seed-0", "trajectories")
     with folder.locked():
         folder.begin({"settings": {"problems": {"limit": 7}}}, {})
+        folder.put("train-00000", {"train-00000.jsonl": b""}, {}, 1.0, "cpu")
     with pytest.raises(ValueError, match=r"settings.problems.limit 7, got 48"):
         run_demo({"plans": small(0)}, tmp_path)
 

@@ -347,6 +347,31 @@ def test_an_earlier_epoch_is_made_anew_from_where_it_was(undisturbed, tmp_path, 
     assert contents(run) == contents(undisturbed[0]["train"])
 
 
+def test_the_advice_on_a_horizon_leads_through_and_keeps_the_futures(undisturbed, tmp_path):
+    def run_at(command, horizon):
+        run_command(command, settings(score={"horizon": horizon}, train={"horizons": [horizon]}), run, show=print)
+
+    run = copied(undisturbed, tmp_path, "futures")
+    futures = contents(run / "futures")
+    run_at("score", 60)
+    with pytest.raises(ValueError, match=f"lower it and train.horizons with it, delete {run / 'scores'} and run "):
+        run_at("train", 60)
+    words = f"{run / 'scores'}: begun with settings.score.horizon 60, got 8; put that back, or delete this folder, "
+    with pytest.raises(ValueError, match=words):
+        run_at("score", 8)
+    shutil.rmtree(run / "scores")
+    run_at("score", 8)
+    run_at("train", 8)  # whose folder was begun with other scores, but nothing was made there
+    assert contents(run / "futures") == futures
+
+
+def test_a_summary_says_verdicts_in_words(tmp_path):
+    counts = {"trajectories": 12, "wrong": 2, "unparsable": 7, "timeout": 0, "unboxed": 6, "worded": 1}
+    text = TrajectoryStage(settings(), tmp_path).report({"counts": counts, "cost": {"seconds": 1.0}})
+    verdicts = "2 wrong (1 with words in the box), 7 unparsable (6 without a closed box)"
+    assert text == f"**trajectories**: 12 trajectories, {verdicts}; 0:00:01 of work"
+
+
 def test_nothing_to_validate_on_is_said_before_training(undisturbed, tmp_path):
     run = copied(undisturbed, tmp_path, "futures")
     for path in (run / "futures").glob("validation-*.parquet"):
