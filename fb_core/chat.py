@@ -89,6 +89,8 @@ class Chat:
             dropped = f"{(turns - len(messages)) // 2} oldest turn(s) dropped"
             line = f"{dropped}: the conversation and {wanted} new tokens exceeded the {most} tokens of {why}"
             console.print(line, style="dim", highlight=False, soft_wrap=True)
+        if not ids:
+            raise ValueError("prompt: expected at least one token, got none; give a text")
         if len(ids) >= positions:
             raise ValueError(
                 f"prompt: expected at most {positions - 1} tokens for a model of {positions} positions, got "

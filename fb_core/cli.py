@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 import os
 import sys
@@ -410,6 +411,9 @@ def _complain(problem: Exception) -> None:
 
 def main() -> None:
     """Run a command; an error that a user can fix is printed as one line, wrong settings as one line each."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what a terminal's encoding lacks is no reason to stop
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' progress bars are for terminals
     try:

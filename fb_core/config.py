@@ -40,7 +40,9 @@ LONGEST_NUMBER = 1000  # characters
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 NOT_IN_IDENTITY = "changes no result"  # marks a setting that is not part of a stage's identity
 AS_BEFORE = "at its default as before there was such a setting"  # marks one that is part of it at other values only
-BESIDE = "a file or folder"  # marks one that may name something beside the settings file
+FOLDER, FILE = "a folder", "a data file"  # mark one that may name this beside the settings file
+DATA = (".jsonl", ".json", ".parquet")  # ends of files of problems; no known set has one
+IS_THERE = {FOLDER: os.path.isdir, FILE: lambda path: str(path).lower().endswith(DATA) and os.path.isfile(path)}
 Settings = TypeVar("Settings", bound=BaseModel)
 Changes = Mapping[str, Mapping[str, Any]]  # new values, by section and key
 
@@ -62,9 +64,9 @@ class Section(BaseModel):
 class PairSettings(Section):
     """A pair of models that decodes from the command line."""
 
-    slm: Annotated[str, BESIDE]
+    slm: Annotated[str, FOLDER]
     """Folder or hub id of the small model; "demo:plans" is a pair of the demo."""
-    llm: Annotated[str | None, BESIDE] = None
+    llm: Annotated[str | None, FOLDER] = None
     """Folder or hub id of the large model; with a server, the model's name there, if the server needs one."""
     server: ServerUrl | None = None
     """URL of an inference server to use instead of a large model in this process."""
@@ -72,7 +74,7 @@ class PairSettings(Section):
     """The kind of server."""
     api_key_variable: str | None = None
     """Environment variable that holds the server's key, if the server needs one."""
-    adapter: Annotated[str | None, BESIDE] = None
+    adapter: Annotated[str | None, FOLDER] = None
     """Folder of an adapter, as `train` writes it; without one, the LLM's likeliest candidate is taken."""
     recipe: Literal["chosen", "published"] = "chosen"
     """The recipe that `train` chose for the adapter, or the published one."""
@@ -122,9 +124,11 @@ class PairSettings(Section):
             OSError: no such file.
             ValueError: as for `RunSettings.load`.
         """
-        values = {} if file is None else _beside(_read_yaml(file, str(file)), cls, file)
-        values |= {name: value for name, value in given.items() if value is not None}
-        return checked(cls, values, str(file or ""))
+        options = {name: value for name, value in given.items() if value is not None}
+        if file is None:
+            return checked(cls, options, "")
+        served = {"server": options["server"]} if "server" in options else {}
+        return checked(cls, _beside(_read_yaml(file, str(file)) | served, cls, file) | options, str(file))
 
 
 class ServeSettings(PairSettings):
@@ -178,9 +182,9 @@ class ServerSettings(Section):
 class ModelSettings(Section):
     """The pair of a run."""
 
-    slm: Annotated[str, BESIDE]
+    slm: Annotated[str, FOLDER]
     """Folder or hub id of the small model; "demo:plans" is the demo's own pair."""
-    llm: Annotated[str, BESIDE]
+    llm: Annotated[str, FOLDER]
     """Folder or hub id of the large model; with `llm_server`, its name in the results."""
     slm_server: ServerSettings | None = None
     """Server that writes the SLM's own trajectories; the SLM is still loaded here for teacher forcing."""
@@ -197,9 +201,9 @@ class ModelSettings(Section):
 class ProblemSettings(Section):
     """Which problems the states come from, and how they are asked."""
 
-    train: Annotated[str, BESIDE] = "math-train"
+    train: Annotated[str, FILE] = "math-train"
     """A known set ("math-train"), a local file, or the demo's own ("demo:plans")."""
-    held_out: Annotated[tuple[str, ...], BESIDE] = ("math-500",)
+    held_out: Annotated[tuple[str, ...], FILE] = ("math-500",)
     """Sets whose problems are removed from `train`."""
     limit: int | None = Field(default=None, ge=2)
     """Use only this many problems, the first ones."""
@@ -336,7 +340,7 @@ class SelectionSettings(Section):
 class EvaluateSettings(Section):
     """What the deployed and the published recipe are evaluated on."""
 
-    benchmarks: Annotated[tuple[str, ...], BESIDE] = ("gsm8k", "math-500", "olympiadbench", "aime-2024", "aime-2025")
+    benchmarks: Annotated[tuple[str, ...], FILE] = ("gsm8k", "math-500", "olympiadbench", "aime-2024", "aime-2025")
     """Known sets, local files, or the demo's own, each once."""
     limit: int | None = Field(default=None, ge=1)
     """Use only this many problems of each benchmark, the first ones."""
@@ -397,8 +401,8 @@ class RunSettings(Section):
     def _horizons_are_scored(self) -> RunSettings:
         if max(self.train.horizons) > self.score.horizon:
             raise ValueError(
-                f"train.horizons: expected at most the scored horizon {self.score.horizon}, got "
-                f"{max(self.train.horizons)}; raise score.horizon"
+                f"train.horizons: expected at most score.horizon, {self.score.horizon}, got "
+                f"{max(self.train.horizons)}; lower train.horizons too, or raise score.horizon"
             )
         return self
 
@@ -420,7 +424,7 @@ class RunSettings(Section):
         path = _file(source)
         values = _beside(_read_yaml(path, source), cls, path)
         if "base" in values:
-            values = _over(_base(cls, source, _there(values.pop("base"), path)), values)
+            values = _over(_base(cls, source, values.pop("base"), path), values)
         return checked(cls, reduce(_over, map(_change, changes), values), source)
 
 
@@ -470,15 +474,19 @@ def first_words(name: str) -> str:
 
 
 def _file(source: str) -> Path | Traversable:
-    """The file of that name, or the one that is shipped under it."""
+    """What is shipped under that name, else the file of that name, else what is shipped as that file."""
     path: Path | Traversable = Path(source)
     shipped = resources.files("fb_core") / "configs"
-    if not path.is_file() and str(Path(source).parent) in (".", "configs"):
+    if _is_shipped(source) or (not path.is_file() and str(Path(source).parent) in (".", "configs")):
         path = shipped / f"{path.name.removesuffix('.yaml')}.yaml"
     if not path.is_file():
         names = ", ".join(sorted(entry.name for entry in shipped.iterdir() if entry.name.endswith(".yaml")))
         raise OSError(f"{source}: expected a YAML file or one of {names}, got neither; check the name")
     return path
+
+
+def _is_shipped(name: str) -> bool:
+    return "/" not in name and (resources.files("fb_core") / "configs" / f"{name}.yaml").is_file()
 
 
 def _read_yaml(path: Path | Traversable, source: str) -> dict[str, Any]:
@@ -503,29 +511,35 @@ def _beside(values: Any, kind: Any, file: Path | Traversable) -> Any:
     placed = {}
     for name, value in values.items():
         field = kind.model_fields.get(name)
-        if field is not None and BESIDE in field.metadata:
-            value = [_there(each, file) for each in value] if isinstance(value, list) else _there(value, file)
+        served = name == "llm" and (values.get("server") or values.get("llm_server"))  # then it is a name there
+        mark = next((each for each in IS_THERE if field is not None and each in field.metadata), None)
+        if mark and not served:
+            value = (
+                [_there(each, file, mark) for each in value] if isinstance(value, list) else _there(value, file, mark)
+            )
         elif field is not None and hasattr(field.annotation, "model_fields"):
             value = _beside(value, field.annotation, file)
         placed[name] = value
     return placed
 
 
-def _there(name: Any, file: Path | Traversable) -> Any:
-    """The path of a file or folder that lies beside a settings file under this name; any other value as it is."""
-    if not isinstance(name, str) or not isinstance(file, Path) or file.parent == Path():
+def _there(name: Any, file: Path | Traversable, mark: str) -> Any:
+    """The path of what lies beside a settings file under this name, of the kind `mark`; any other value as it is."""
+    if not isinstance(name, str) or not isinstance(file, Path) or file.parent == Path() or name.startswith("demo:"):
         return name
     known_set, equals, inner = name.rpartition("=")  # as in gsm8k=test.jsonl
     for before, path in (("", name), (known_set + equals, inner)):
-        if path and os.path.exists(file.parent / path):
+        if path and IS_THERE[mark](file.parent / path):
             return f"{before}{file.parent / path}"
     return name
 
 
-def _base(kind: Any, source: str, name: Any) -> dict[str, Any]:
-    """The settings that a file names as its base."""
+def _base(kind: Any, source: str, name: Any, file: Path | Traversable) -> dict[str, Any]:
+    """The settings that a file names as its base: shipped ones, or a file, looked for beside it first."""
     if not isinstance(name, str):
         raise ValueError(f"{source}: base: expected a file or a shipped name, got {type(name).__name__}; name one")
+    if not _is_shipped(name) and isinstance(file, Path) and (file.parent / name).is_file():
+        name = str(file.parent / name)
     path = _file(name)
     values = _beside(_read_yaml(path, name), kind, path)
     if "base" in values:

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from limits import HANG
 from warm import futurebridge
 
@@ -97,6 +98,16 @@ def test_explain_wants_a_run(tmp_path):
     result = run("explain", str(tmp_path), "1")
     assert result.returncode == 2
     assert "expected a run's settings" in result.stderr
+
+
+def test_what_an_encoding_lacks_is_printed_escaped(tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text('base: tiny\nproblems: {prompt: "{problem} → ?"}\n', encoding="utf-8")
+    command = [sys.executable, "-m", "fb_core", "config", "--show", "--config", str(file)]
+    own = os.environ | {"PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert r"prompt: '{problem} \u2192 ?'" in done.stdout
 
 
 def test_a_dry_run_asks_no_network(tmp_path):
@@ -183,7 +194,9 @@ BAD_SETTINGS = {
     "score: {pool: all}": ["score.pool: Input should be 'joint', 'slm', 'llm' or 'slm-wide'"],
     "train: [1]": ["train: Input should be a valid dictionary"],
     "train: {horizons: [8, x]}": ["train.horizons.1: Input should be a valid integer, "],
-    "train: {horizons: [256]}": ["train.horizons: expected at most the scored horizon 128, got 256; raise"],
+    "train: {horizons: [256]}": [
+        "train.horizons: expected at most score.horizon, 128, got 256; lower train.horizons too, or raise score.horizon"
+    ],
     "train: {horizons: []}": ["train.horizons: Tuple should have at least 1 item"],
     "train: {seeds: [0, 0]}": ["train.seeds: expected different numbers, got one twice; name each once"],
     "score: {token_budget: many}": ["score.token_budget.", "score.token_budget."],
@@ -481,8 +494,8 @@ def test_wrong_options_of_a_pair_are_a_line(options, words):
 
 def test_names_of_files_are_looked_for_beside_the_settings_file(tmp_path, monkeypatch):
     """Anything else is as it was given: a hub id, a known set, a file of the current folder, what --set says."""
-    (tmp_path / "own").mkdir()
-    for name in ("train.jsonl", "test.jsonl", "a=b.jsonl", "small"):
+    (tmp_path / "own" / "small").mkdir(parents=True)
+    for name in ("train.jsonl", "test.jsonl", "a=b.jsonl"):
         (tmp_path / "own" / name).touch()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own" / "base.yaml").write_text("models: {slm: small, llm: me/large}\nverify: {workers: 3}\n")
@@ -499,13 +512,31 @@ def test_names_of_files_are_looked_for_beside_the_settings_file(tmp_path, monkey
     assert RunSettings.load("own/my.yaml", ["problems.train=train.jsonl"]).problems.train == "train.jsonl"
     monkeypatch.chdir(tmp_path / "own")
     assert RunSettings.load("my.yaml").problems.train == "train.jsonl"
-    (tmp_path / "own" / "pair.yaml").write_text("slm: small\nllm: demo:plans\nadapter: test.jsonl\n")
+    (tmp_path / "own" / "pair.yaml").write_text("slm: small\nllm: demo:plans\nadapter: small\n")
     pair = PairSettings.load(tmp_path / "own" / "pair.yaml")
     assert (pair.slm, pair.llm, pair.adapter) == (
         str(tmp_path / "own" / "small"),
         "demo:plans",
-        str(tmp_path / "own" / "test.jsonl"),
+        str(tmp_path / "own" / "small"),
     )
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+def test_known_names_and_names_at_a_server_are_no_paths(tmp_path, make):
+    for name in ("tiny", "qwen3-1.7b", "math-500", "math-train", "gsm8k", "demo:plans", "served"):
+        make(tmp_path / name)
+    file = tmp_path / "my.yaml"
+    sets = {"train": "math-train", "held_out": ["math-500"]}
+    file.write_text(yaml.safe_dump({"base": "tiny", "problems": sets, "evaluate": {"benchmarks": ["gsm8k"]}}))
+    settings = RunSettings.load(str(file))
+    assert (settings.problems.train, settings.problems.held_out) == ("math-train", ("math-500",))
+    assert (settings.evaluate.benchmarks, settings.models.slm) == (("gsm8k",), "demo:plans")
+    served = {"slm": "demo:plans", "llm": "served", "llm_server": {"url": "http://localhost:8000"}}
+    file.write_text(yaml.safe_dump({"models": served}))
+    assert RunSettings.load(str(file)).models.llm == "served"
+    for server in ({"server": "http://localhost:8000"}, {}):
+        file.write_text(yaml.safe_dump({"slm": "demo:plans", "llm": "served"} | server))
+        assert PairSettings.load(file, **({} if server else {"server": "http://localhost:8000"})).llm == "served"
 
 
 def test_a_pair_is_a_file_that_options_override(tmp_path):

@@ -24,6 +24,9 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.paper.settings import PaperSettings
+from fb_core.config import RunSettings
+from fb_core.stages.commands import run_command
+from fb_core.stages.files import Artefact
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -200,6 +203,16 @@ def test_the_settings_of_the_pretrained_pair_are_settings() -> None:
     settings = PaperSettings.of_config(str(EXAMPLES / "pretrained_pair" / "pretrained_pair.yaml"))
     assert len(settings.train.seeds) >= 5
     assert settings.problems.certification
+
+
+def test_the_settings_for_short_answers_give_groups_to_train_on(tmp_path: Path) -> None:
+    file = EXAMPLES / "short_answers.yaml"
+    settings = RunSettings.load(str(file), ["problems.limit=36", "problems.validation=12"])
+    for command in ("collect", "futures", "score"):
+        run_command(command, settings, tmp_path, show=lambda text: None)
+    counts = Artefact(tmp_path, "scores").finished()["counts"]
+    assert counts["train groups"] > 10
+    assert counts["validation groups"] > 0
 
 
 def test_no_made_up_problem_is_in_two_roles(pair: Any) -> None:

@@ -169,5 +169,5 @@ def _work(pool: Executor, board: Board, settings: RunSettings, run: Path) -> Non
 
 def _run(command: Command, values: str, run: Path) -> None:
     run.mkdir(parents=True, exist_ok=True)
-    with (run / LOG).open("a") as log, redirect_stdout(log):  # progress lines
+    with (run / LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):  # progress lines
         run_command(command, RunSettings.model_validate_json(values), run)

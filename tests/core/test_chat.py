@@ -463,6 +463,13 @@ def test_a_conversation_that_outgrows_the_length_drops_its_oldest_turns(pair):
     assert re.search(r"max_length: expected room for 6\d tokens of the prompt and 12 of max_new_tokens, got 48;", line)
 
 
+def test_a_prompt_without_tokens_is_named(pair):
+    chat = Chat(PairSettings(slm=str(pair / "slm"), llm=str(pair / "llm"), threshold=1.2))
+    chat.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="prompt: expected at least one token, got none; give a text"):
+        chat.answer([{"role": "user", "content": ""}], Console(file=io.StringIO()))
+
+
 def test_what_is_left_of_a_conversation_is_answered_as_if_it_were_all(pair):
     given = {"slm": str(pair / "slm"), "llm": str(pair / "llm"), "threshold": 1.2, "max_new_tokens": 12}
     chat = Chat(PairSettings(**given, max_length=44))
