@@ -403,9 +403,11 @@ def decide(tested: Sequence[Tried], delta: float, level: float) -> tuple[RecipeN
 def _words(chosen: Tried, safe: int, tests: int, delta: float, level: float) -> str:
     margin, sure = f"{100 * delta:g} points", f"{100 * level:g}%"
     if safe:
+        one = f"the only one of {tests} tested recipes that is"
+        best = one if safe == 1 else f"the best of {safe} recipes (of {tests} tested) that are"
         return (
-            f"{LABELS[chosen.recipe]}: the best of {safe} recipes (of {tests} tested) that are shown with {sure} "
-            f"confidence to be at most {margin} below greedy decoding and the direct LLM score."
+            f"{LABELS[chosen.recipe]}: {best} shown with {sure} confidence to be at most {margin} below greedy "
+            "decoding and the direct LLM score."
         )
     return (
         f"{LABELS[chosen.recipe]}: none of {tests} tested recipes is shown with {sure} confidence to be at most "

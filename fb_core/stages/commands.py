@@ -70,9 +70,10 @@ def run_command(
             f'score.pool: expected "joint" with problems.certification, since rollouts are of the joint pool, got '
             f'"{settings.score.pool}"; set problems.certification to 0 to choose no recipe'
         )
-    if is_main and command in ("collect", "train") and settings.problems.certification:
-        choice = settings.choice
-        if words := weakness(settings.problems.certification, choice.delta, choice.level):
+    certification, choice = settings.problems.certification, settings.choice
+    if is_main and not dry_run and command == "collect" and certification:
+        words = weakness(certification, choice.delta, choice.level)
+        if words and TrajectoryStage(settings, run).folder.manifest() is None:  # later the problems are set aside
             log.warning(words)
     if is_main and not dry_run and command != "score":
         verifier_of(settings.verify).prepare()

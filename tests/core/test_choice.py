@@ -67,6 +67,8 @@ def test_a_tie_goes_to_the_fewer_calls():
     chosen, evidence = decide([tested[0], tried("direct", first(340), 3), tested[2]], 0.02, 0.95)
     assert chosen == "direct"
     assert evidence[0][1].words.startswith("direct LLM score: the best of 2 recipes (of 3 tested)")
+    alone = decide([tested[0], tried("direct", first(340), 3)], 0.02, 0.95)[1][0][1].words
+    assert alone.startswith("direct LLM score: the only one of 2 tested recipes that is shown with 95% confidence")
 
 
 def test_greedy_decoding_competes():
@@ -85,7 +87,7 @@ def test_a_recipe_must_hold_against_both():
 
 
 @pytest.mark.parametrize(("problems", "lead"), [(2, None), (5, 5), (40, 5), (246, 1), (247, 0)])
-def test_what_too_few_problems_cannot_show_is_said_before_the_run(problems, lead, tmp_path, caplog):
+def test_what_too_few_problems_cannot_show_is_said_once_before_the_run(problems, lead, tmp_path, caplog, monkeypatch):
     chosen = settings(problems={"limit": 500, "certification": problems})
     lost = tried("greedy", first(0, problems)), tried("direct", first(0, problems))
     for won in {0, max(0, (lead or 0) - 1), lead or 0, problems}:
@@ -94,8 +96,20 @@ def test_what_too_few_problems_cannot_show_is_said_before_the_run(problems, lead
         assert (evidence.minus_greedy.low > -chosen.choice.delta) == (lead is not None and won >= lead)
     with pytest.raises(ValueError, match="expected finished"):
         run_command("train", chosen, tmp_path)
+    run_command("collect", chosen, tmp_path, dry_run=True, show=lambda text: None)
+    assert caplog.text == ""
+    monkeypatch.setattr("fb_core.stages.commands.run_stage", lambda stage, engine: stage.folder.finished())
+    with pytest.raises(ValueError, match="expected finished"):
+        run_command("collect", chosen, tmp_path)
     assert ("no recipe can pass its test" in caplog.text) == (lead is None)
     assert (f"only if it gains {lead} or more of them" in caplog.text) == bool(lead)
+    caplog.clear()
+    begun = Artefact(tmp_path, "trajectories")
+    with begun.locked():
+        begun.begin({}, {})
+    with pytest.raises(ValueError, match="expected finished"):
+        run_command("collect", chosen, tmp_path)
+    assert caplog.text == ""
 
 
 def test_too_few_problems_show_nothing():

@@ -38,6 +38,8 @@ def decode(chromium: browser.Browser, prompt: str, **values: object) -> list[str
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_the_page_shows_the_two_answers_and_their_events(server, chromium, problems, expected, kind):
     chromium.open(server.url)
+    chromium.wait(READY)
+    assert chromium.run("return document.getElementById('prompt').value") == "29*9+7*7+9;"
     problem, want = next((p, e) for p, e in zip(problems, expected, strict=True) if len(e.events) > 1)
     ours, greedy = decode(chromium, problem.prompt, kind=kind)
     assert ours == want.text
