@@ -158,7 +158,7 @@ class Artefact:
         """
         identity = json.loads(json.dumps(identity))
         manifest = self.manifest()
-        if manifest is None or self._empty():
+        if manifest is None or self.empty():
             manifest = {"stage": self.stage, "format": FORMAT, "identity": identity, "chosen": chosen}
             manifest |= {"made_by": [], "complete": False}
         self.check(manifest, identity)
@@ -170,7 +170,7 @@ class Artefact:
 
     def check(self, manifest: dict[str, Any], identity: dict[str, Any]) -> None:
         """Raise ValueError if shards were made with other values of the given parts of the stage's identity."""
-        if self._empty():
+        if self.empty():
             return
         before = {part: manifest["identity"].get(part) for part in identity}
         differences = _differences(before, json.loads(json.dumps(identity)))
@@ -311,7 +311,7 @@ class Artefact:
         except (KeyError, TypeError):
             raise ValueError(f"{path}: expected the receipt of {name}, got none; run the stage again") from None
 
-    def _empty(self) -> bool:
+    def empty(self) -> bool:
         """Whether no shard is made yet."""
         return all(path.name == MANIFEST for path in self.path.glob("*.json"))
 

@@ -213,7 +213,7 @@ def run_stage(stage: Stage, engine: Engine = "local", *, is_main: bool = True) -
         return {}
     with stage.folder.locked():
         begun = stage.folder.manifest()
-        stage.folder.begin(identity, stage.choose() if begun is None else begun["chosen"])
+        stage.folder.begin(identity, stage.choose() if begun is None or stage.folder.empty() else begun["chosen"])
         done = stage.folder.receipts(shards)
         pending = [shard for shard in shards if shard not in done]
         with Board(_Rate(stage.unit), TimeRemainingColumn()) as board:
