@@ -1,7 +1,7 @@
 r"""The demo's synthetic arithmetic: problems, a tokenizer, and the corpora that make a small and a large model differ.
 
 A problem is a start value v of two digits and a few operations v <- (v * a + b) mod 100; its prompt is written
-``29*9+7*7+9;``. A solution writes one sentence per step, which starts with a word, and ends with ``\boxed{15}``. The
+``29*9+7*7+9;``. A solution writes one sentence per step, which starts with a word, and ends with ``\boxed{85}``. The
 corpora of the SLM and the LLM disagree on what a word says about the way of working in its sentence; worlds differ in
 how they disagree.
 """
