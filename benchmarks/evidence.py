@@ -481,7 +481,8 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
         "",
         "A cell's own difference is an estimate: two equally good recipes sometimes differ by 2 points or more on "
         f"{problems} problems. The best recipe in hindsight is the one of the four that a cell's test problems favour. "
-        "They pick it and judge it, so its accuracy is overestimated. In these worlds the large model helps. "
+        "They pick it and judge it, so its accuracy is overestimated. In these worlds the large model alone "
+        "is far more accurate than the small one. "
         "In [others](adverse.md) it adds nothing or harms; they test whether certification keeps a bad recipe from "
         "being deployed.",
         "",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import roofline, targets
-from benchmarks.harness import OURS, read_results
+from benchmarks.harness import OURS, read_results, shown_commit
 from fb_core.page import markdown_table
 
 CHECK = "check.txt"  # as `python -m fb_kernels.env --check` printed it
@@ -71,7 +71,7 @@ def of_device(folder: Path) -> list[str]:
         return [*lines, NOTHING.format(device=device.upper()), ""]
     made = {
         f"{result['device']}, driver {result['driver']}, CUDA {result['cuda']}, torch {result['torch']}, triton "
-        f"{result['triton']}, commit {result['commit'][:10]}, {result['date'][:10]}"
+        f"{result['triton']}, commit {shown_commit(result)}, {result['date'][:10]}"
         for result in results.values()
     }
     lines += [f"*{'; '.join(sorted(made))}*", ""]

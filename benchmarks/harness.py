@@ -471,6 +471,12 @@ def write_results(directory: Path, results: Mapping[str, Sequence[Result | dict[
     return paths
 
 
+def shown_commit(result: Mapping[str, Any], digits: int = 10) -> str:
+    """The first digits of the commit that was measured, with the `+` of a tree with changes of its own."""
+    commit = result["commit"]
+    return commit[:digits] + "+" * commit.endswith("+")
+
+
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     """{bench: its file} of a device; compiled peers and the kernels that ran are merged into the cases."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}

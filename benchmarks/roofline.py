@@ -25,7 +25,7 @@ SWEEPS = {  # file: (size on the x axis, what it is, ops)
     "candidates": ("K", "candidates", ("branch_attention",)),
     "rows": ("N", "rows", ("linear_logprob",)),
 }
-BOUNDS = (FLOOR, "the matrix product alone", "the weights, read by a sum")
+BOUNDS = (FLOOR, "the matrix product alone", "the weights, read by a sum", "engine in process")
 YARDSTICKS = ("one greedy step", "greedy")  # other work, for comparison
 LOOP = ("decode_step", "rerank_event", "end_to_end")  # ops of the decode loop
 Case = Mapping[str, Any]
@@ -80,7 +80,15 @@ def best_peers(cases: Sequence[Case]) -> dict[tuple[str, str], Case]:
 
 def is_peer(case: Case) -> bool:
     """Whether the case was timed, does the same work and is not ours."""
-    return bool(case["median_us"]) and case["impl"].partition(",")[0] not in (OURS, *BOUNDS, *YARDSTICKS)
+    impl = case["impl"]
+    return bool(case["median_us"]) and impl.partition(",")[0] != OURS and impl not in (*BOUNDS, *YARDSTICKS)
+
+
+def against_best(cases: Sequence[Case]) -> list[tuple[float, Case, Case]]:
+    """(the fastest peer's time / ours, ours, that peer) wherever both were timed."""
+    best = best_peers(cases)
+    ours = [(case, best.get((case["op"], case["shape"]))) for case in cases if case["impl"] == OURS]
+    return [(peer["median_us"] / case["median_us"], case, peer) for case, peer in ours if peer and case["median_us"]]
 
 
 def _lines(panels: Mapping[str, Curves], label: str) -> Any:

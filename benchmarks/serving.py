@@ -207,7 +207,7 @@ def table(result: Mapping[str, Any]) -> list[str]:
             about.append("" if other is None else f"{other:.0f} ({other / ours['requests/s']:.2f}x)")
         rows.append(about)
     wrong = [f"{case['shape']}, {case['impl']}" for case in result["cases"] if not case["ok"]]
-    lines = [f"*{result['device']} of torch in a process, commit {result['commit'][:10]}, {result['date']}*", ""]
+    lines = [f"*{result['device']} of torch in a process, commit {harness.shown_commit(result)}, {result['date']}*", ""]
     lines += markdown_table(head, rows)
     return [*lines, "", f"Not reported, since answers differed: {'; '.join(wrong)}."] if wrong else lines
 

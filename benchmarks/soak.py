@@ -265,7 +265,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         "",
         *markdown_table(["requests so far", "resident MiB", "open files", "threads"], rows),
         "",
-        f"*{result['device']}, commit {result['commit'][:10]}, {result['date']}*",
+        f"*{result['device']}, commit {harness.shown_commit(result)}, {result['date']}*",
     ]
 
 

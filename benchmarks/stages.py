@@ -96,7 +96,7 @@ def table(result: dict[str, Any]) -> list[str]:
     """The result in Markdown."""
     lines = [
         f"*`{result['config']}`, {result['device']}, torch {result['torch']}, commit "
-        f"{result['commit'][:10]}, {result['date']}*",
+        f"{harness.shown_commit(result)}, {result['date']}*",
         "",
         "| stage | units | seconds | units/s | tokens/s |",
         "|---|---|---|---|---|",

@@ -20,8 +20,8 @@ def against_the_best(result: dict[str, Any]) -> list[str]:
         else (f"; copy {reached['copy_tbps']:.2f} TB/s, bf16 product {reached['bf16_tflops']:.0f} TFLOP/s")
     )
     lines = [
-        f"*{result['device']}, torch {result['torch']}, triton {result['triton']}, commit {result['commit'][:10]}, "
-        f"{result['date']}{ceilings}*",
+        f"*{result['device']}, torch {result['torch']}, triton {result['triton']}, commit "
+        f"{harness.shown_commit(result)}, {result['date']}{ceilings}*",
         "",
         "| op | shape | ran | ours, us | of the ceiling | best peer | its time / ours |",
         "|---|---|---|---|---|---|---|",

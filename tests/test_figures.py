@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import event, figures, gpu_status, roofline, summary, targets
+from benchmarks import cost, event, figures, gpu_status, roofline, summary, targets
 from benchmarks.evidence import Cells
 from benchmarks.paper.rows import Result, Run
 from fb_core.statistics import Interval
@@ -98,11 +99,26 @@ def test_gpu_results_are_shown(gpu_root: Path) -> None:
     assert f"128 tokens of future, prefix of 1,024 | {GPU.upper()}, bfloat16 | 40.0 ms | good peer 2.00x |" in readme
     assert "prefix of 1,024 | CPU, float32 |" in readme
     assert "NVIDIA Made-Up, torch 2.11 (2026-01-01 at 0123456)" in readme
-    cold = f"On the {GPU.upper()} each call begins with a cold L2 cache; no alternative that uses `torch.compile` was"
+    cold = f"On the {GPU.upper()} the L2 cache is cold unless the size says otherwise; no alternative that uses `torch"
     assert cold in readme
     for name, rendered in figures.RENDERED.items():
         text = (gpu_root / name).read_text()
         assert rendered(text, gpu_root) == text
+
+
+def test_the_readme_shows_what_is_furthest_behind() -> None:
+    times = {"a": (0.9, 0.6), "b": (0.8,), "c": (2.0,), "d": (0.7,)}  # of the fastest peer, where ours takes 1
+    found = [(op, f"N={n}", us) for op, theirs in times.items() for n, us in enumerate(theirs)]
+    cases = [case(op, shape, impl, us, None) for op, shape, us in found for impl, us in (("fb", 1.0), ("peer", us))]
+    cases += [case(op, shape, "the weights, read by a sum", 0.1, None) for op, shape, _ in found]
+    made = {"device": "", "torch": "2", "date": "2026-01-01", "commit": "0123456789abcdef+", "cases": cases}
+    lines = figures.speed({"cpu": {"decode": made}})
+    assert re.findall(r"behind: `(.)` \| N=(.).*? peer (\S+)x", str(lines)) == [("a", "1", "0.60"), ("d", "0", "0.70")]
+    assert "at 0123456+). Ours is slower in 4 of 5 comparisons." in lines[-1]
+
+
+def test_the_cost_page_takes_the_measured_time_of_a_group() -> None:
+    assert f"**{1e3 * cost.GROUP:.1f} ms**" in figures.gpu_headline(figures.load(ROOT, "h100")["scorer"])[0]
 
 
 def test_plots_are_the_same_every_time_and_see_through(gpu_root: Path) -> None:
@@ -249,7 +265,10 @@ def test_a_gpus_page_counts_what_is_right_and_names_what_did_not_run(tmp_path: P
         "rms_norm  N=8 D=2  triton     not run\n"
         "rms_norm, triton, N=8 D=2: not run: no room; free some\n"
     )
+    made = dict.fromkeys(("device", "driver", "cuda", "torch", "triton", "date", "commit"), "0123456789abc+")
+    (tmp_path / "h100" / "scorer.json").write_text(json.dumps(made | {"cases": []}))
     page = gpu_status.page(tmp_path)
+    assert any("commit 0123456789+" in line for line in page)
     assert "| `commit` | right at 1 of 1, used at 1 | right at 1 of 1 |  |" in page
     assert "| `rms_norm` |  |  | right at 0 of 2 |" in page
     assert "- rms_norm, triton, N=8 D=2: not run: no room" in page
@@ -294,10 +313,10 @@ def test_the_readme_shows_the_means_of_all_cells() -> None:
     assert lines[2] == "| SLM alone | 50.0 (0) |"
     assert "| **FutureBridge**: the recipe that `train` deploys | 80.0 (4.0) |" in lines
     (counted,) = (line for line in lines if line.startswith("Means of 2 runs: 2 seeds and 1 request quantiles"))
-    assert counted.endswith(
-        "FutureBridge is more than 2 points below the SLM alone or the direct LLM score in 0 of "
-        "them, the published recipe in 0."
-    )
+    assert (
+        "The published recipe is more than 2 points below the SLM alone or the direct LLM score in 0 of them, "
+        "FutureBridge in 0. It is our value head in 0, the published recipe in 2, the direct LLM score in 0."
+    ) in counted
     assert lines[-1].startswith("**Takeover is more accurate in 1 of 1 worlds**, with 10 to 10 times the LLM's tokens")
     assert "; in the paper its recipe is 2.0 points above takeover" in lines[-1]
 
@@ -305,11 +324,12 @@ def test_the_readme_shows_the_means_of_all_cells() -> None:
         accuracy, written = Interval(mean, mean - 0.1, mean + 0.1), Interval(tokens, tokens, tokens)
         return Result("methods", "demo:plans", key, key, accuracy=accuracy, llm_tokens=written)
 
-    both = (in_a_run("r2r", 0.7, 8.0), in_a_run("deployed", 0.8, 2.0))
+    both = (in_a_run("r2r", 0.7, 8.0), in_a_run("deployed", 0.8, 2.0), in_a_run("pool-slm-wide", 0.75, 0.0))
     lines = figures.accuracy(Cells([cell(1, 7)]), [Run(name="tiny", results=both)])
     assert "| R2R, in one run of each world, where FutureBridge has 80.0 | 70.0 (8.0) |" in lines
+    assert any("**no LLM call**" in line and line.endswith("| 75.0 (0) |") for line in lines)
     assert not any(
-        "R2R, in" in line for line in figures.accuracy(Cells([cell(1, 7)]), [Run(name="tiny", results=both[:1])])
+        "R2R, in" in line for line in figures.accuracy(Cells([cell(1, 7)]), [Run(name="tiny", results=both[1:])])
     )
 
 
