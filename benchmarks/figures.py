@@ -174,7 +174,7 @@ def speed(by_device: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[str]:
     files = [(device, made) for device, results in by_device.items() for made in results.values()]
     compared = [(*found, device, made) for device, made in files for found in roofline.against_best(made["cases"])]
     compared.sort(key=lambda found: found[0])
-    worst = {case["op"]: found for found in reversed(compared) for case in found[1:2]}  # the lowest ratio of each
+    worst = {found[1]["op"]: found for found in reversed(compared)}  # the lowest ratio of each
     for _, case, peer, device, made in sorted(worst.values(), key=lambda found: found[0])[:2]:
         shown.append((f"furthest behind: `{case['op']}`", case["shape"], device, made, case, [peer]))
     rows = []
