@@ -2,10 +2,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
-# An index for torch other than the usual one: the one with CPU builds saves 3 GB on a machine without a GPU.
+# An index for torch other than the usual one: the one with CPU builds saves 4 GB on a machine without a GPU.
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
+RUN := $(VENV)/.run
 STAMP := $(VENV)/.installed
+PIP = $(BIN)/python -m pip install --constraint $(CONSTRAINTS)
+# A library whose compiler is missing is left out; that for GPUs is compiled for tests, and for the demo where there is one.
+BUILD_CUDA = FB_BUILD_CUDA=$${FB_BUILD_CUDA:-$(1)}
 
 # One thread per process: tests and demo run one process per core.
 export OMP_NUM_THREADS := 1
@@ -15,12 +19,24 @@ export HF_HUB_OFFLINE := 1
 
 install: $(STAMP)
 
-# torch first and pinned, so that no other requirement installs another build of it.
-$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(wildcard constraints/*) $(wildcard csrc/*)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) setuptools wheel
-	$(BIN)/python -m pip install --quiet --no-build-isolation --constraint $(CONSTRAINTS) --editable '.[dev]'
+# What the demo needs: the extra `run`. torch first and pinned, so that no other requirement installs another build of it.
+$(RUN): pyproject.toml setup.py $(CONSTRAINTS) $(wildcard constraints/*) $(wildcard csrc/*)
+	@$(PYTHON) -c 'import sys; own = sys.version_info[:2]; (3, 11) <= own <= (3, 13) or sys.exit(\
+		f"PYTHON: expected Python 3.11 to 3.13, got {own[0]}.{own[1]}; name another, as in: make demo PYTHON=python3.12")'
+	@echo "--- 1/3 torch, in $(VENV): 1 GB$(if $(TORCH_INDEX),, (5 GB with a GPU's libraries; TORCH_INDEX=... names an index of CPU builds))"
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@echo "--- 2/3 compiled kernels: a minute or two"
+	$(call BUILD_CUDA,$(if $(wildcard /dev/nvidia0),auto,skip)) $(BIN)/python -c 'import setup; setup.build_in_place()'
+	@echo "--- 3/3 everything else that the command futurebridge needs: half a GB"
+	$(PIP) setuptools wheel
+	$(call BUILD_CUDA,$(if $(wildcard /dev/nvidia0),auto,skip)) $(PIP) --no-build-isolation --editable '.[run]'
+	touch $@
+
+$(STAMP): $(RUN)
+	@echo "--- what the tests need: some 3 GB, among them Ray, TRL, lm-eval and clients of servers"
+	$(call BUILD_CUDA,auto) $(BIN)/python -c 'import setup; setup.build_in_place()'
+	$(call BUILD_CUDA,auto) $(PIP) --no-build-isolation --editable '.[dev]'
 	touch $@
 
 test: $(STAMP)
@@ -52,7 +68,7 @@ $(SERVERS)/.installed: tests/servers/pyproject.toml
 test-servers: $(VENV)/.real $(SERVERS)/.installed
 	VLLM=$(abspath $(SERVERS))/bin/vllm $(BIN)/python -m pytest tests/servers
 
-demo: $(STAMP)
+demo: $(RUN)
 	$(BIN)/futurebridge demo
 
 bench: $(STAMP)
