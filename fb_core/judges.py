@@ -24,6 +24,7 @@ Verdict = Literal["correct", "wrong", "unparsable", "timeout"]
 Outcome = Literal["correct", "wrong", "unparsable", "timeout", "bad gold"]
 
 LONGEST_CONTENT = 10_000  # characters in a box or a gold answer; longer is no final answer
+LONGEST_POWER = 4  # digits of a power of ten
 SHAPES, LONGEST_SHAPE = 4_096, 100  # shapes of answers that a worker caches, and the most tokens of one
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 BARE_WORD = re.compile(r"[A-Za-z]{3,}")
@@ -56,7 +57,7 @@ CHOICES = tuple(  # by falling weight: the last match of the first that has any 
         r"(?i:\b(?:answer|choice|option)\b[\W_]{0,9}?(?:(?:(?:should|must|would|will) be|is)\b|[:=-])[\W_]{0,9}"
         rf"(?:(?:the|option|choice|letter)\b[\W_]{{0,9}}){{0,2}}){LETTER}{ANOTHER}"
         rf"|\b{LETTER}[)*]{{0,3}} is (?:the )?(?:correct|right|best)\b",
-        rf"\A[\W_]{{0,9}}(?i:(?:option|choice) )?{LETTER}(?:[)*]{{0,3}}\.|[^\w\n]{{0,9}}$)(?!(?s:.)*\b(?!\1)[A-J][.):])",
+        rf"\A[\W_]{{0,9}}(?i:option |choice )?{LETTER}(?:[)*]{{0,3}}\.|[^\w\n]{{0,9}}$)(?!(?s:.)*\b(?!\1)[A-J][.):])",
         rf"(?i:\b(?:answer|choice|option)\b[\W_]{{0,9}}){LETTER}{ANOTHER}",
         rf"\((?i:{LETTER})(?=\)){ANOTHER}|\*\*{LETTER}(?=\W?\*\*){ANOTHER}",
         rf"^[^\w\n]{{0,9}}{LETTER}(?:[.):]|[^\w\n]{{0,9}}$)",
@@ -74,14 +75,13 @@ GROUPED = re.compile(r"\d*(?:\.\d+)?|\d{1,3}(?: \d{3})*(?:\.(?:\d{3} )*\d+)?|\d{
 MINUS = re.compile(r"[\u2212\ufe63\uff0d]|(?<![\w)\]}])[\u2013\u2014]")  # a dash behind a digit or a word is none
 MONEY = r"(?:US|\\?[$\u20ac\xa3\xa5\u20b9]|\\,)"
 SIGN = re.compile(rf"(?:(?:^|[^A-Za-z0-9)\]}}])-|[=(]\s{{0,2}}-\s{{1,2}}){MONEY}{{0,2}}$")
-BEFORE, AFTER = re.compile(rf"(?:{MONEY}|\s){{0,3}}-?(?:{MONEY}|\s){{0,3}}"), re.compile(r"(?:\\?%|[\s$.,~]|\\[,;:! ])*")
-LARGEST_EXPONENT = 4  # digits
+BEFORE = re.compile(rf"(?:{MONEY}|\s){{0,3}}-?(?:{MONEY}|\s){{0,3}}")
+AFTER = re.compile(r"(?:\\?%|[\s$.,~]|\\[,;:! ])*")
 GAP = r"(?:\\[,;:! ]|\\q?quad(?![A-Za-z])|[~\s\xa0\u2009\u202f])"
-SPACED = re.compile(
-    rf"(?<![\d.^_])(?<!frac|inom|sqrt)(?<!frac |inom |sqrt )\d+(?:\.\d+)?(?:{GAP}+\d+(?:\.\d+)?)+"
-)
+SPACED = re.compile(rf"(?<![\d.^_])(?<!frac|inom|sqrt)(?<!frac |inom |sqrt )\d+(?:\.\d+)?(?:{GAP}+\d+(?:\.\d+)?)+")
 MIXED = re.compile(  # math-verify reads "3 1/2" as (3+1)/2, and loses the 3 of 3\frac{1}{2}\%
-    r"(?<![\d.^_])(?<!frac |inom )(\d{1,9})(?:\s+(\d{1,9})/(\d{1,9})(?!\d)|\s*\\[dt]?frac\s*\{(\d{1,9})\}\s*\{(\d{1,9})\}(?=\s*\\?%))"
+    r"(?<![\d.^_])(?<!frac |inom )(\d{1,9})"
+    r"(?:\s+(\d{1,9})/(\d{1,9})(?!\d)|\s*\\[dt]?frac\s*\{(\d{1,9})\}\s*\{(\d{1,9})\}(?=\s*\\?%))"
 )
 ROUNDED = Fraction(1, 2_000_000)  # between a decimal and what it is for, as math-verify rounds
 ROUGH, PRECISE, TINY = Fraction(1, 10**3), Fraction(1, 10**5), Fraction(1, 10**90)  # shares: a decimal, two, none
@@ -90,11 +90,11 @@ WRITTEN = re.compile(r"\d+|[-+]")
 UNIT_POWER = re.compile(r"(\\(?:text|textrm|textbf|mathrm|mbox)\s*\{[^{}]*\})\s*\^\s*(?:\{\s*(-?\d)\s*\}|(\d))")
 UNITS = {
     word: words.split()[0]
-    for words in (
-        "mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche, "
-        "ft foot feet, yd yard, mi mile, mg milligram, g gram, kg kilogram, lb pound, oz ounce, s sec second, "
-        "min minute, h hr hour, day, wk week, month, yr year"
-    ).split(", ")
+    for words in re.findall(
+        "[^,]+",
+        "mm millimeter millimetre,cm centimeter centimetre,m meter metre,km kilometer kilometre,in inch inche,ft foot "
+        "feet,mi mile,g gram,kg kilogram,lb pound,oz ounce,s sec second,min minute,h hr hour,day,week,month,year",
+    )
     for word in words.split()
 }
 UNREAD = re.compile(r"\d+(?:\.\d+)?|\\?[A-Za-z]+|[^\s\w{}$~\\,.;:]")
@@ -242,18 +242,21 @@ class Exact(Judge):
 
 
 class Choice(Judge):
-    r"""The letter of a choice, A to J: `\boxed{B}`, "the answer is B", (B), **B**, or a line "B" or "B. ..."."""
+    r"""The letter of a choice, A to J: `\boxed{B}`, "the answer is B", (B), **B**, or a line "B" or "B. ...".
+
+    What is stated counts before what is mentioned ("Answer: B. Option A is wrong."); "A or B" states none.
+    """
 
     name = "choice"
     form = 'a letter such as \\boxed{B}, "the answer is B" or (B)'
 
     def read(self, answer: str) -> str | None:
         if (content := boxed(answer)) is not None:
-            found = [IN_BOX.match(STYLE.sub(" ", content))]
+            found = IN_BOX.match(STYLE.sub(" ", content))
         else:
-            readings = ([*pattern.finditer(answer)][-1:] for pattern in (ONE_LETTER, *CHOICES))
-            found = next(filter(None, readings), [])
-        letters = {letter.upper() for match in found if match for letter in match.groups() if letter}
+            last = (deque(pattern.finditer(answer), 1) for pattern in (ONE_LETTER, *CHOICES))
+            found = next((match for matches in last for match in matches), None)
+        letters = {letter.upper() for letter in found.groups() if letter} if found else set()
         return letters.pop() if len(letters) == 1 else None
 
     def gold(self, text: str) -> str | None:
@@ -270,8 +273,8 @@ class Choice(Judge):
 class Number(Judge):
     r"""The last number, or the last one that `verify.pattern` finds, exactly.
 
-    "$1,234.50", `1{,}234.5` and `1.2345 \times 10^{3}` are each one number, and so is each in "3,4"; a dash before digits
-    or a currency is a minus sign; percent signs do not count.
+    "$1,234.50", `1{,}234.5` and `1.2345 \times 10^{3}` are each one number, "3,4" is two; a dash before digits or a
+    currency is a minus sign; percent signs do not count.
     """
 
     name = "number"
@@ -321,10 +324,10 @@ class Function(Judge):
 
     def source(self) -> dict[str, str]:
         """The hash of the function's file, found without running anything."""
-        folders: Sequence[str] | None = [*sys.path, os.getcwd()]
+        folders: list[str] | None = [*sys.path, os.getcwd()]
         for name in accumulate(self.path.partition(":")[0].split("."), "{}.{}".format):
             spec = PathFinder.find_spec(name, folders)
-            folders = spec and spec.submodule_search_locations
+            folders = None if spec is None else spec.submodule_search_locations
         content = Path(spec.origin).read_bytes() if spec and spec.origin and spec.has_location else b""
         return {f"source of {self.path}": hashlib.sha256(content).hexdigest()}
 
@@ -398,7 +401,7 @@ def number(text: str, *, alone: bool = True) -> Decimal | None:
         if digits != "10":
             return None
         digits = "1"
-    if len(power.lstrip("+-0")) > LARGEST_EXPONENT:
+    if len(power.lstrip("+-0")) > LONGEST_POWER:
         return None
     return Decimal(f"{'-' * minus}{digits.replace(' ', '')}e{power}")
 
@@ -444,7 +447,7 @@ def _near(a: Any, b: Any, share: Fraction) -> bool:
 def _compare_exactly() -> None:
     """Let math-verify tell numbers apart that differ after its 6 or 15 decimals, and equations without solutions."""
     from math_verify import grader
-    from sympy import Float, Integer, Rational, solve  # type: ignore[import-untyped]
+    from sympy import Float, Integer, solve  # type: ignore[import-untyped]
 
     roughly, solved = grader.sympy_numeric_eq, grader.sympy_solve_and_compare
 

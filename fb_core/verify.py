@@ -120,8 +120,10 @@ class Verifier:
             (not finished within the limits of time and memory). With "boxed", math-verify decides what is equal: it
             ignores \text{...} and the units that it knows ("34\text{ cows}", "34 cm"). It reads other bare words as
             products of letters, so "34 cows" is wrong against 34. What it leaves out must be the same in both: number
-            bases, negations, relations without a left side ("15_8", "> 15" against 15), a.m. against p.m.; and an
-            equation between numbers must hold ("16 = 15"). NaN and divisions by zero are unparsable.
+            bases, negations, relations without a left side ("15_8", "> 15" against 15), a.m. against p.m., and every
+            number and sign ("3\text{ hours }20\text{ minutes}"); known units may be left out in one, not differ. An
+            equation between numbers must hold ("16 = 15"). Numbers are compared exactly, a decimal with another number
+            to its six decimals and at least three digits. NaN and divisions by zero are unparsable.
 
         Raises as `verify_many`.
         """
@@ -424,7 +426,8 @@ def _serve() -> None:
     os.dup2(2, 1)  # what libraries print does not mix with the replies
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor do they read the requests
     if hasattr(os, "register_at_fork"):  # a child would keep the parent waiting
-        os.register_at_fork(after_in_child=lambda: [os.close(pipe.fileno()) for pipe in (requests, replies)])
+        os.register_at_fork(after_in_child=requests.close)
+        os.register_at_fork(after_in_child=replies.close)
     timeout, memory_bytes = float(sys.argv[2]), int(sys.argv[3])
     judge = judge_of(**json.loads(sys.argv[4]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle

@@ -306,7 +306,6 @@ def _json(where: str, data: bytes) -> Any:
 
 def _parquet_rows(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any]]:
     require("a .parquet file", "pyarrow")
-    import pyarrow as arrow
     from pyarrow import parquet
 
     number = 0

@@ -159,7 +159,7 @@ class Stage(ABC):
                 raise ValueError(f"{self.name}: expected finished {kind.name} in {self.run}, got {got}; {remedy}")
             read.folder.check(manifest, read.identity(models))
             inputs[kind.name] = manifest["digest"]
-        hashes = {"models": self.models.hashes(*self.uses)} if models else {}
+        hashes: dict[str, Any] = {"models": self.models.hashes(*self.uses)} if models else {}
         if verify := getattr(self.settings, "verify", None):
             hashes |= judge_of(verify.judge, pattern=verify.pattern).source()
         return {"settings": identity_of(self.settings), "data": self.data(), "inputs": inputs, **hashes}

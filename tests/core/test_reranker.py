@@ -371,12 +371,12 @@ def test_only_regular_files_of_some_bytes_are_read(kind, tmp_path):
         path.write_bytes(bytes(most))
         assert read_file(path, most) == bytes(most)
         path.write_bytes(bytes(most + 1))
-    with pytest.raises(ValueError, match="no regular file|more than 1000 bytes"):
+    with pytest.raises(ValueError, match=r"no regular file|more than 1000 bytes"):
         read_file(path, most)
     for read in (_read_json, _read_sealed, lambda path: settings_of(path.parent)):
         if kind != "large":
             path = path.rename(tmp_path / "settings.json")
-            with pytest.raises(ValueError, match="settings.json: expected .*, got no regular file"):
+            with pytest.raises(ValueError, match=r"settings\.json: expected .*, got no regular file"):
                 read(path)
 
 
