@@ -19,7 +19,7 @@ from fb_core.counts import check_count
 from fb_core.engine.loop import Loop, Task, check_own, has_native
 from fb_core.engine.model import CHUNK
 from fb_core.intervention import Intervention, OnError
-from fb_core.llm import LLM, check_max_new_tokens, checked_prompts
+from fb_core.llm import LLM, LocalLLM, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, gate
 from fb_core.pool import Event, PoolKind
@@ -330,10 +330,9 @@ class CollaborativeDecoder:
     def weights_changed(self) -> None:
         """Say that weights were written: nothing that was computed before serves a later generation.
 
-        Needed only for writes through `data` that leave the middle row of every parameter as it was, such as a write to
-        one row of an embedding; all others are noticed.
+        Writes are noticed, except through `data` where they leave the middle row of every parameter as it was.
         """
-        if self.llm is not None:
+        if isinstance(self.llm, LocalLLM):
             self.llm.weights_changed()
         if self.loop is not None:
             self.loop.stale = True

@@ -58,9 +58,6 @@ class LLM(ABC):
         """The device of its results."""
         return torch.device("cpu")
 
-    def weights_changed(self) -> None:
-        """Forget what is kept of earlier queries, of which there is nothing here."""
-
     @abstractmethod
     def candidates(self, ids: Ids, k: int, score_ids: Ids | None = None) -> Candidates:
         """The k most likely tokens after ids, and the log-probabilities of `score_ids`.

@@ -5,12 +5,12 @@ residual additions are part of the norms. The model is read again for every forw
 values, dtype or device, new parameters. A model that does not compute exactly what the family's modules compute
 (adapters, hooks, quantised layers) has no native decoder.
 
-Projections that are multiplied together are adjacent in memory: on first use the parameters' `data` are moved there, and
-look the same to every other user of the model. Each has a storage of its own over its part of that memory, since savers
-keep one parameter of each storage. No second copy stays. On a CPU with Linux the new memory has huge pages, which are
-read faster, so all other weights of a decode step move as well. Anything that holds the old storage itself does not
-follow: a CUDA graph captured before, a `state_dict` taken before, an optimiser's flat buffer, another thread in the
-middle of a forward. Make scorers before any of these.
+Projections that are multiplied together are adjacent in memory: on first use the parameters' `data` are moved there,
+and look the same to every other user of the model. Each has a storage of its own over its part, since savers keep one
+parameter of each storage. No second copy stays. On a CPU with Linux the new memory has huge pages, which are read
+faster, so all other weights of a decode step move as well. Anything that holds the old storage itself does not follow:
+a CUDA graph captured before, a `state_dict` taken before, an optimiser's flat buffer, another thread in the middle of a
+forward. Make scorers before any of these. Copies can be sent to other processes by CUDA's IPC, the weights cannot.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from fb_kernels import LayerWeights, qk_norm_rope, rms_norm, skinny_linear, swiglu
 
@@ -362,7 +364,7 @@ def _pack(model: Any) -> None:
             if whole.is_cuda:
                 torch.cuda.current_stream(whole.device).synchronize()  # other streams may read it from now on
             for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-                part.data = torch.from_dlpack(rows)  # a storage of its own, which keeps the whole
+                part.data = from_dlpack(rows)  # a storage of its own, which keeps the whole
             vars(parts[0].untyped_storage())[WHOLE] = whole
             moved += whole.nbytes
             if moved > UNTRIMMED:
@@ -401,9 +403,6 @@ def _whole(parts: Sequence[Tensor]) -> Tensor | None:
     whole: Tensor | None = vars(parts[0].untyped_storage()).get(WHOLE)
     if whole is None or (whole.dtype, len(whole)) != (parts[0].dtype, sum(map(len, parts))):
         return None
-    end = whole.data_ptr()
-    for part in parts:
-        if part.data_ptr() != end or part.shape[1:] != whole.shape[1:] or not part.is_contiguous():
-            return None
-        end += part.nbytes
-    return whole
+    starts = accumulate((part.nbytes for part in parts), initial=whole.data_ptr())
+    there = (part.data_ptr() == start and part.is_contiguous() for part, start in zip(parts, starts, strict=False))
+    return whole if all(there) and all(part.shape[1:] == whole.shape[1:] for part in parts) else None

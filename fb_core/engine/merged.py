@@ -48,6 +48,7 @@ class MergedReranker:
         assert reranker.scope == "candidate", "its prefix is the frozen model's own"
         self.reranker = reranker
         self._read: hf.Reading | None = None
+        self._scales: list[object] = []
         self.refresh()
 
     @torch.no_grad()

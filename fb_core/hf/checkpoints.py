@@ -47,29 +47,22 @@ def _reading(path: str, wanted: str) -> Iterator[None]:
         raise OSError(f"{path}: expected a folder or hub id of {wanted}, got: {reason}") from problem
     except (SafetensorError, json.JSONDecodeError) as problem:
         raise OSError(
-            f"{path}: expected {wanted}, got a damaged file ({problem}); copy or download it again, with git lfs pull "
-            "in a clone"
+            f"{path}: expected {wanted}, got a damaged file ({problem}); copy it again, in a clone with git lfs pull"
         ) from problem
 
 
 def _check_loaded(path: str, model: PreTrainedModel, loaded: dict[str, Any]) -> None:
     """ValueError unless the files had all weights of the model, and no others but those of heads beside it."""
-    missing, unexpected = loaded["missing_keys"], loaded["unexpected_keys"]
-    inside = {name for part in (model, model.base_model) for name, _ in part.named_children()}
+    missing, inside = loaded["missing_keys"], {*model._modules, *model.base_model._modules}
     wrong = {
         "nothing for": missing,
         "another shape of": {name for name, *_ in loaded["mismatched_keys"]},
-        "no place for": {name for name in unexpected if missing or name.partition(".")[0] in inside},
+        "no place for": {x for x in loaded["unexpected_keys"] if missing or x.partition(".")[0] in inside},
     }
-    got = [
-        f"{what} {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        for what, names in wrong.items()
-        if names
-    ]
-    if got:
+    if got := [f"{what} {min(names)} ({len(names)} in all)" for what, names in wrong.items() if names]:
         raise ValueError(
-            f"{path}: expected the weights of the {type(model).__name__} that config.json describes, got "
-            f"{', '.join(got)}; compare the names in the files with the model's, and save it again"
+            f"{path}: expected the weights of the {type(model).__name__} in config.json, got {', '.join(got)}; "
+            "compare the files' names with the model's, and save it again"
         )
 
 
@@ -90,14 +83,9 @@ def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[Pr
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     with _reading(path, "a model in safetensors"):
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=kind,
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # they are refused here
-            output_loading_info=True,
-        )
+        safe = {"use_safetensors": True, "trust_remote_code": False}
+        told = {"ignore_mismatched_sizes": True, "output_loading_info": True}  # what is wrong is refused here
+        model, loaded = AutoModelForCausalLM.from_pretrained(path, dtype=kind, **safe, **told)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if getattr(model, "_hf_peft_config_loaded", False) and _has_file(path, "config.json"):
         raise ValueError(

@@ -80,8 +80,8 @@ def check_decodable(name: str, model: CausalLM) -> None:
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: a model in training mode, offloaded weights, a `misfit`, or one whose padded batches and caches of keys and values do
-            not give what its plain forwards give.
+        ValueError: a model in training mode or offloaded, a `misfit`, or one whose padded batches and caches of keys
+            and values do not give what its plain forwards give.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(

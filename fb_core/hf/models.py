@@ -92,11 +92,10 @@ def unfit(name: str, model: PreTrainedModel, reason: str) -> ValueError:
 
 
 def check_in_memory(name: str, model: PreTrainedModel) -> None:
-    """ValueError for a model whose weights are offloaded between its forwards: its device is then none."""
+    """ValueError for a model whose weights are offloaded between its forwards."""
     if model.device.type == "meta":
         raise ValueError(
-            f"{name}: expected weights in memory, got those of a {type(model).__name__} on the meta device, where "
-            "offloading leaves them; load it without offloading"
+            f"{name}: expected weights in memory, got an offloaded {type(model).__name__}; load it without offloading"
         )
 
 
@@ -176,10 +175,9 @@ def structure(model: PreTrainedModel) -> list[object]:
 
 
 class Reading:
-    """The parameters of some models as they are now: their addresses, their versions and the middle row of each.
+    """The parameters of some models as they are now: their addresses, versions and middle rows (vectors whole).
 
-    A write through a parameter's `data` does not change its version. It is seen in the middle row (all of a vector),
-    and goes unnoticed if it leaves that row of every parameter as it was, as a write to some other rows does.
+    A write through `data` changes no version: it is seen if it changes one of the middle rows.
     """
 
     @torch.no_grad()
@@ -190,7 +188,7 @@ class Reading:
         rows: dict[object, list[Tensor]] = {}
         for x in dict(zip(self.addresses, parameters, strict=True)).values():
             if type(x) is nn.Parameter and not x.is_meta and x.numel():
-                row: Tensor = x
+                row: Tensor = x if x.ndim else x[None]
                 while row.ndim > 1:
                     row = row[len(row) // 2]
                 rows.setdefault((x.dtype, x.device), []).append(row)
@@ -200,8 +198,7 @@ class Reading:
         """Whether nothing was replaced, moved or, as far as can be seen, written since an earlier reading."""
         if earlier is None or (self.addresses, self.versions) != (earlier.addresses, earlier.versions):
             return False
-        other = earlier.rows
-        return self.rows.keys() == other.keys() and all(torch.equal(x, other[kind]) for kind, x in self.rows.items())
+        return all(kind in earlier.rows and torch.equal(row, earlier.rows[kind]) for kind, row in self.rows.items())
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:

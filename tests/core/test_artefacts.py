@@ -404,28 +404,22 @@ def test_json_has_no_nan():
 LAST = "model.layers.1.mlp.down_proj.weight"
 
 
-def renamed(prefix):
-    return lambda tensors: {prefix + name: value for name, value in tensors.items()}
-
-
-def with_another(name, *shape):
-    return lambda tensors: tensors | {name: torch.ones(shape)}
-
-
 @pytest.mark.parametrize(
     ("change", "layers", "words"),
     [
-        (lambda tensors: {name: x for name, x in tensors.items() if name != LAST}, 2, f"got nothing for {LAST};"),
-        (lambda tensors: tensors, 3, "got nothing for model.layers.2.input_layernorm.weight and 10 more;"),
-        (lambda tensors: tensors, 1, "got no place for model.layers.1.input_layernorm.weight and 10 more;"),
-        (renamed("module."), 2, "and 24 more, no place for module.model.embed_tokens.weight and 23 more;"),
-        (renamed("_orig_mod."), 2, "and 24 more, no place for _orig_mod.model.embed_tokens.weight and 23 more;"),
-        (with_another(LAST, 40, 32), 2, f"got another shape of {LAST};"),
-        (with_another("lm_head.bias", 50), 2, "got no place for lm_head.bias;"),
-        (with_another("model.layers.0.self_attn.q_proj.bias", 32), 2, "got no place for model.layers.0.self_attn.q_pr"),
-        (with_another("score.weight", 1, 32), 2, None),
-        (with_another("model.layers.0.self_attn.rotary_emb.inv_freq", 4), 2, None),
-        (lambda tensors: {name.removeprefix("model."): x for name, x in tensors.items()}, 2, None),
+        (lambda t: {name: x for name, x in t.items() if name != LAST}, 2, f"got nothing for {LAST} (1 in all);"),
+        (lambda t: t, 3, "got nothing for model.layers.2.input_layernorm.weight (11 in all);"),
+        (lambda t: t, 1, "got no place for model.layers.1.input_layernorm.weight (11 in all);"),
+        (
+            lambda t: {"module." + name: x for name, x in t.items()},
+            2,
+            "no place for module.model.embed_tokens.weight (",
+        ),
+        (lambda t: t | {LAST: torch.ones(40, 32)}, 2, f"got another shape of {LAST} (1 in all);"),
+        (lambda t: t | {"lm_head.bias": torch.ones(50)}, 2, "got no place for lm_head.bias (1 in all);"),
+        (lambda t: t | {"score.weight": torch.ones(1, 32)}, 2, None),
+        (lambda t: t | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, 2, None),
+        (lambda t: {name.removeprefix("model."): x for name, x in t.items()}, 2, None),
     ],
 )
 def test_a_checkpoint_has_the_weights_of_its_config_and_no_others(tmp_path, change, layers, words):
@@ -438,20 +432,15 @@ def test_a_checkpoint_has_the_weights_of_its_config_and_no_others(tmp_path, chan
         loaded = hf.load_model(str(tmp_path), "cpu")[0]
         assert all(map(torch.equal, loaded.parameters(), model.parameters()))
     else:
-        with pytest.raises(ValueError, match=re.escape(words)) as refused:
+        with pytest.raises(ValueError, match=f"^{tmp_path}: expected the weights of the .*{re.escape(words)}"):
             hf.load_model(str(tmp_path), "cpu")
-        assert str(refused.value).startswith(f"{tmp_path}: expected the weights of the Qwen3ForCausalLM that config")
 
 
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"
-
-
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: POINTER, lambda data: data[: len(data) // 2]])
+@pytest.mark.parametrize("damage", [lambda _: b"", lambda _: b"version https://git-lfs", lambda data: data[:-9]])
 @pytest.mark.parametrize("name", ["model-00002-of-00004.safetensors", "model.safetensors.index.json"])
 def test_a_damaged_checkpoint_is_one_sentence_with_its_folder(tmp_path, name, damage):
     tiny("qwen3").save_pretrained(tmp_path, max_shard_size="20KB")
     file = tmp_path / name
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(OSError, match=r"expected a model in safetensors, got a damaged file \(.*\); copy") as refused:
+    with pytest.raises(OSError, match=f"^{tmp_path}: expected a model in safetensors, got a damaged file"):
         hf.load_model(str(tmp_path), "cpu")
-    assert str(refused.value).startswith(f"{tmp_path}: ")

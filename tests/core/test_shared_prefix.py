@@ -18,7 +18,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fb_core import CompatibilityScorer, LocalLLM, hf, shared_prefix_logprobs
+from fb_core import CompatibilityScorer, hf, shared_prefix_logprobs
 from fb_core.shared_prefix import shared_prefix_logprobs_many
 from fb_kernels.testing import largest_tensor
 
@@ -358,13 +358,11 @@ def test_what_cannot_be_trained_is_refused_by_name():
         (prompted, ValueError, "expected adapters inside the layers, got PROMPT_TUNING"),
         (headed, ValueError, "expected a plain LM head, got Linear in LlamaForCausalLM; keep adapters, hooks and"),
         (dropping, ValueError, r"expected no dropout, got 0\.2 in "),
-        (accelerate.cpu_offload(tiny("llama")), ValueError, "expected weights in memory, got .* on the meta device"),
+        (accelerate.cpu_offload(tiny("llama")), ValueError, "expected weights in memory, got an offloaded LlamaFor"),
         (torch.nn.Linear(2, 2), TypeError, "got Linear"),
     ):
         with pytest.raises(kind, match=words):
             shared_prefix_logprobs(model, PREFIX, RAGGED)
-    with pytest.raises(ValueError, match="model: expected weights in memory"):
-        LocalLLM(accelerate.cpu_offload(tiny("phi3")))
 
 
 def test_layers_sharded_by_fsdp2_learn_and_a_sharded_root_is_refused(tmp_path):
@@ -379,7 +377,7 @@ def test_layers_sharded_by_fsdp2_learn_and_a_sharded_root_is_refused(tmp_path):
         for one, other in zip(model.model.layers.parameters(), plain.model.layers.parameters(), strict=True):
             torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-4)
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match="got those of a FSDPLlamaForCausalLM, which FSDP2 gathers inside it; call"):
+        with pytest.raises(ValueError, match="a FSDPLlamaForCausalLM, which FSDP2 gathers inside it; call"):
             shared_prefix_logprobs(model, PREFIX, RAGGED)
     finally:
         distributed.destroy_process_group()
