@@ -463,7 +463,7 @@ FB_FUNCTION(fbcpu_branch_attention, ATTENTION void* out; float* lse; unsigned ch
 
 FB_FUNCTION(fbcpu_branch_attention_backward,
             const void* grad; int64_t grad_row, grad_head; const void* out; int64_t out_row, out_head; ATTENTION
-            const float* lse; float *dq, *dk, *dv, *dprefix_k, *dprefix_v; unsigned char* done;) {
+            const float *lse, *dlse; float *dq, *dk, *dv, *dprefix_k, *dprefix_v; unsigned char* done;) {
   const Layout layout = layout_of(given);
   if (!layout.fits(given.rows)) return OTHER_LAYOUT;
   return typed(given.narrow, [&](const auto& step, auto one) {
@@ -473,8 +473,8 @@ FB_FUNCTION(fbcpu_branch_attention_backward,
         {as(given.v, one), given.v_row, given.v_head, 0},
         {as(given.prefix_k, one), given.prefix_k_row, given.prefix_k_head, given.prefix_k_page},
         {as(given.prefix_v, one), given.prefix_v_row, given.prefix_v_head, given.prefix_v_page}, layout,
-        {narrow(given.scale), narrow(given.softcap), given.window}, given.lse, given.dq, given.dk, given.dv,
-        given.dprefix_k, given.dprefix_v, given.done, given.rows, given.heads, given.kv_heads, given.width,
+        {narrow(given.scale), narrow(given.softcap), given.window}, given.lse, given.dlse, given.dq, given.dk,
+        given.dv, given.dprefix_k, given.dprefix_v, given.done, given.rows, given.heads, given.kv_heads, given.width,
         given.threads);
   });
 }

@@ -1023,14 +1023,14 @@ static int branch_attention(
   return 0;
 }
 
-// With p the probabilities: ds = p (grad . v - grad . out) and dq = scale ds k, dk = scale ds q and dv = p grad, summed
+// With p the probabilities: ds = p (grad . v - grad . out + dlse), dlse 0 if null, and dq = scale ds k, dk = scale ds q and dv = p grad, summed
 // over the rows that see a key; those of the prefix are added to what is there, in the order of the groups, unless they
 // are null. `done`: rows of dq, then of dk and dv, that nothing but finite values reached.
 template <typename T>
 static int branch_attention_backward(
     Heads<T> grad, Heads<T> out, Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> prefix_k, Heads<T> prefix_v,
-    const Layout& layout, const Scoring& how, const float* lse, float* dq, float* dk, float* dv, float* dprefix_k,
-    float* dprefix_v, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, int threads) {
+    const Layout& layout, const Scoring& how, const float* lse, const float* dlse, float* dq, float* dk, float* dv,
+    float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, int threads) {
   typedef Widened<T> F;
   if (rows) std::memset(done, 1, 2 * rows);
   if (!rows || !heads) return 0;
@@ -1059,10 +1059,11 @@ static int branch_attention_backward(
     for (int64_t r = 0; r < n; ++r) {
       copied(queries[r], width, query + r * span);
       copied(slopes[r], width, slope + r * span);
-      const float of = lse[(h * repeat + r % repeat) * rows + first + r / repeat];
-      log[r] = of == -INFINITY ? 0 : of;
+      const int64_t place = (h * repeat + r % repeat) * rows + first + r / repeat;
+      log[r] = lse[place] == -INFINITY ? 0 : lse[place];
       delta[r] = (float)added(
           width, [&](int64_t e, int64_t m) { return some(outs[r] + e, m) * some(slopes[r] + e, m); });
+      if (dlse) delta[r] -= dlse[place];
     }
     // To each of `count` rows of `to` sum_r p[r][j] x[r].
     auto collect = [&](const float* p, const float* x, int64_t from, int64_t taken, int64_t count, float* to) {

@@ -84,11 +84,12 @@ def branch_attention(
 
     Returns:
         out [T, Hq, E] in q's dtype; with return_lse also lse [Hq, T], natural log, float32 (float64 for float64 input).
-        A row that sees no key has out 0 and lse -inf; a row with a NaN or +inf score is NaN. Gradients flow to q, k and
-        v through out (not through lse), and to the prefix if it requires grad (rows of the same packed forward; flat
+        A row that sees no key has out 0 and lse -inf; a row with a NaN or +inf score is NaN. Gradients flow through out
+        and lse to q, k and v, and to the prefix if it requires grad (rows of the same packed forward; flat
         [Tp, Hkv, E] prefixes): zeros outside all slices, sums in the order of groups where slices overlap. A frozen
-        prefix costs nothing extra. On the CPU a layout that does not fit is a ValueError of `BranchLayout`; on a device
-        the affected rows are NaN. For an attention sink use out * sigmoid(lse - sink).
+        prefix costs nothing extra, nor does an lse that no loss uses. On the CPU a layout that does not fit is a
+        ValueError of `BranchLayout`; on a device the affected rows are NaN. For an attention sink use
+        out * sigmoid(lse.T - sink)[..., None], whose gradients are right.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; float8 prefixes are not supported.
@@ -166,7 +167,7 @@ def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=accumulation_dtype(q.dtype))
 
 
-def _backward_fake(_: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _backward_fake(_: Tensor, __: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     q, k, v, *prefix, prefix_grads = *arguments[:5], arguments[-1]
     given = (q, k, v, *(x if prefix_grads else None for x in prefix))
     return tuple(q.new_empty(0 if x is None else x.shape) for x in given)
@@ -182,7 +183,7 @@ _branch_attention = Op(
 )
 _branch_attention_backward = Op(
     "branch_attention_backward",
-    f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}, bool prefix_grads) "
+    f"(Tensor grad_out, Tensor? grad_lse, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}, bool prefix_grads) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     folder="branch_attention",
     fake=_backward_fake,
@@ -193,18 +194,19 @@ _branch_attention_backward = Op(
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     out, lse = output
-    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)  # the lse that no loss uses has a gradient of None
     ctx.save_for_backward(*inputs[:5], out, lse, *inputs[5:10])
     ctx.options = inputs[10:]
     ctx.memory = memory_of(inputs[5:10])  # keeps the plan for the backward
 
 
-def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     needed, saved = ctx.needs_input_grad[:5], ctx.saved_tensors  # read only once: checkpointing allows no second time
     for name, need, prefix in zip(("prefix_k", "prefix_v"), needed[3:], saved[3:5], strict=True):
         if need and saved[-1] is not None:  # pages; under vmap this is known only now
             raise _trained_pages(name, prefix)
-    grads = _branch_attention_backward(grad_out, *saved, *ctx.options, any(needed[3:]))
+    grad_out = torch.zeros_like(saved[5]) if grad_out is None else grad_out
+    grads = _branch_attention_backward(grad_out, grad_lse, *saved, *ctx.options, any(needed[3:]))
     return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *(None,) * 10
 
 

@@ -56,6 +56,7 @@ def branch_attention(
         "branch_attention",
         tensors | {"layout": layout(g, k, l, p), "return_lse": whole},
         gradients=tuple(tensors),
+        outputs=(0, 1)[: 1 + whole],
         shape=f"G={g} K={k} L={l} P={p} E={e}",
         scales=(None, 8.0)[: 1 + whole],
         flops=4.0 * hq * e * pairs,

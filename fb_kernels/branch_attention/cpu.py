@@ -32,6 +32,7 @@ def branch_attention(
 
 def branch_attention_backward(
     grad_out: Tensor,
+    grad_lse: Tensor | None,
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
@@ -48,12 +49,13 @@ def branch_attention_backward(
     grads = [q.new_zeros(0 if x is None else x.shape, dtype=torch.float32) for x in wanted]
     given = {"grad": grad, "out": state, "q": q, "k": k, "v": v}
     done = torch.empty(2, len(q), dtype=torch.bool)  # of dq, of dk and dv
-    written = {"lse": lse.contiguous(), **dict(zip(GRADS, grads, strict=True)), "done": done}
+    totals = {name: x if x is None else x.contiguous() for name, x in (("lse", lse), ("dlse", grad_lse))}
+    written = {**totals, **dict(zip(GRADS, grads, strict=True)), "done": done}
     if not _run("branch_attention_backward", given, prefix_k, prefix_v, tuple(layout_and_numbers), written):
         return NotImplemented
     dq, dk, dv, dprefix_k, dprefix_v = (x.to(q.dtype) for x in grads)
     if not done.all():
-        exact = reference.branch_attention_backward(grad_out, q, k, v, prefix_k, prefix_v, out, lse, *options)
+        exact = reference.branch_attention_backward(grad_out, grad_lse, q, k, v, prefix_k, prefix_v, out, lse, *options)
         dprefix_k, dprefix_v = exact[3:]  # of all rows: values that are not finite may already be in the sums
         mine, own = done[..., None, None]
         dq = torch.where(mine, dq, exact[0])
@@ -68,14 +70,14 @@ def _run(
     prefix_k: Tensor,
     prefix_v: Tensor,
     options: tuple[Any, ...],
-    written: dict[str, Tensor],
+    written: dict[str, Tensor | None],
 ) -> bool:
     """Write the results, of which `done` marks the rows that are valid; returns whether the kernel takes the call."""
     library, q = cpu.library(), given["q"]
     branch, group, start, length, table, _, _, window, scale, softcap = options  # the op's arguments from cu_branch on
     if isinstance(library, str) or q is None or q.dtype not in cpu.STEP:
         return False
-    fields = {name: x.data_ptr() for name, x in written.items()}
+    fields = {name: 0 if x is None else x.data_ptr() for name, x in written.items()}
     for argument, x in (*given.items(), ("prefix_k", prefix_k), ("prefix_v", prefix_v)):
         row = head = address = 0
         if x is not None:

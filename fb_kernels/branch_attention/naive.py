@@ -45,8 +45,10 @@ def branch_attention(
                 scores = torch.einsum("he,nhe->hn", q[row], keys) * scale
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
-                total = scores.detach().logsumexp(-1)  # -inf where no key is seen; it carries no gradient
-                p = scores.softmax(-1).masked_fill((total == -torch.inf)[:, None], 0.0)
+                empty = (scores == -torch.inf).all(-1)  # no key is seen
+                scores = scores.masked_fill(empty[:, None], 0.0)
+                total = scores.logsumexp(-1).masked_fill(empty, -torch.inf)
+                p = scores.softmax(-1).masked_fill(empty[:, None], 0.0)
                 out[row] = torch.einsum("hn,nhe->he", p, values)
                 lse[:, row] = total.masked_fill(total == torch.inf, torch.nan)
     return out, lse

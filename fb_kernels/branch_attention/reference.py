@@ -86,6 +86,7 @@ def branch_attention(
 
 def branch_attention_backward(
     grad_out: Tensor,
+    grad_lse: Tensor | None,
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
@@ -105,7 +106,7 @@ def branch_attention_backward(
     softcap: float | None,
     prefix_grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dprefix_k, dprefix_v) with p = exp(s - lse), ds = p (dout . v - dout . out).
+    """(dq, dk, dv, dprefix_k, dprefix_v) with p = exp(s - lse), ds = p (dout . v - dout . out + dlse).
 
     Without k and v their gradients are empty; so are those of the (flat) prefix if they are not needed.
     """
@@ -119,6 +120,8 @@ def branch_attention_backward(
         pieces, sound = _masked_pieces(q, k, v, prefix_k, prefix_v, masks, block_table, window), masks.sound
     dtype = lse.dtype
     delta = torch.linalg.vecdot(out.to(dtype), grad_out.to(dtype)).T  # [Hq, T]
+    if grad_lse is not None:
+        delta = delta - grad_lse
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     grads = [
         torch.zeros(0 if x is None else x.shape, dtype=dtype, device=q.device)

@@ -3,7 +3,7 @@
 One launch holds two independent kinds of programs. Query programs own a tile of packed rows (rows times the query heads
 of one key head) and read a piece of the prefix, for q . k, dout . v and dq += ds . k. Key programs own a tile of the
 branches' keys and read the rows that see them. If dq has several pieces, a second launch adds them in order. A row's p
-is exp(s - lse), and ds = p (dout . v - dout . out).
+is exp(s - lse), and ds = p (dout . v - delta) with delta = dout . out, less lse's gradient if there is one.
 
 If the prefix needs gradients, one more launch writes lse and dout . out of all rows, and another has programs that own
 a tile of the prefix and read, group after group, the rows that see it.
@@ -39,7 +39,7 @@ def _finite(x):
 
 @triton.jit
 def _weights(scores, products, lse, delta, multiplier, inner, SOFTCAP: tl.constexpr):
-    """(p, ds before the scale) from q . k, dout . v, lse in units of log 2 and delta = dout . out."""
+    """(p, ds before the scale) from q . k, dout . v, lse in units of log 2 and delta."""
     slope = 1.0
     if SOFTCAP:
         scores = tanh(scores * inner)
@@ -77,7 +77,7 @@ def _load_upstream(
     """The results of `_load_rows` without q."""
     grad, grad_row, grad_head = grad
     out, out_row, out_head = out
-    lse, lse_head, lse_row = lse
+    lse, grad_lse, lse_head, lse_row = lse
     inside = valid[:, None] & (tl.arange(0, BLOCK_E) < HEAD_DIM)[None, :]
     grad_at = _places(grad, row * grad_row + head * grad_head, ALIGNED, BLOCK_E)
     out_at = _places(out, row * out_row + head * out_head, ALIGNED, BLOCK_E)
@@ -85,6 +85,8 @@ def _load_upstream(
     wide = upstream.to(tl.float32)
     delta = tl.sum(wide * tl.load(out_at, mask=inside, other=0.0).to(tl.float32), 1)
     total = tl.load(lse + row * lse_row + head * lse_head, mask=valid, other=0.0)
+    if grad_lse is not None:
+        delta -= tl.load(grad_lse + row * lse_row + head * lse_head, mask=valid, other=0.0)
     total = tl.where(total == float("-inf"), 0.0, total * 1.4426950408889634)
     spoilt = tl.sum((~(tl.abs(wide) < float("inf"))).to(tl.int32), 1) > 0
     return upstream, tl.where(spoilt, float("nan"), total), delta
@@ -313,7 +315,7 @@ def _key_program(
     ]
 )
 def _branch_attention_bwd_kernel(
-    grad, q, k, v, prefix_k, prefix_v, out, lse,  # tensors
+    grad, q, k, v, prefix_k, prefix_v, out, lse, grad_lse,  # tensors
     dq, dk, dv,  # results
     table, key_table, branches, prefix_start, prefix_len, block_table,  # the layout
     rows, kv_heads, tiles, splits, capacity, page_size, pages,  # sizes
@@ -333,7 +335,7 @@ def _branch_attention_bwd_kernel(
     kv_head = tl.program_id(0) % kv_heads
     numbers = (window, scale, multiplier, inner)
     q, grad = (q, q_row, q_head), (grad, grad_row, grad_head)
-    out, lse = (out, out_row, out_head), (lse, lse_head, lse_row)
+    out, lse = (out, out_row, out_head), (lse, grad_lse, lse_head, lse_row)
     k, v = (k, k_row, k_head), (v, v_row, v_head)
     prefix_k = (prefix_k, prefix_k_page, prefix_k_row, prefix_k_head)
     prefix_v = (prefix_v, prefix_v_page, prefix_v_row, prefix_v_head)
@@ -366,13 +368,13 @@ def _branch_attention_bwd_add_kernel(partial, dq, size, splits, BLOCK: tl.conste
 
 @triton.jit(do_not_specialize=["rows", "lse_head"])
 def _branch_attention_bwd_state_kernel(
-    grad, out, lse, state, rows, heads, grad_row, grad_head, out_row, out_head, lse_head, lse_row,
+    grad, out, lse, grad_lse, state, rows, heads, grad_row, grad_head, out_row, out_head, lse_head, lse_row,
     ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """state[2, T, Hq]: lse and delta, as from `_load_upstream`, for ROWS heads of rows."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     size = rows.to(tl.int64) * heads
-    grad, out, lse = (grad, grad_row, grad_head), (out, out_row, out_head), (lse, lse_head, lse_row)
+    grad, out, lse = (grad, grad_row, grad_head), (out, out_row, out_head), (lse, grad_lse, lse_head, lse_row)
     _upstream, total, delta = _load_upstream(
         grad, out, lse, i // heads, i % heads, i < size, ALIGNED, HEAD_DIM, BLOCK_E
     )
@@ -528,6 +530,7 @@ def _branch_attention_bwd_prefix_kernel(
 
 def branch_attention_backward(
     grad_out: Tensor,
+    grad_lse: Tensor | None,
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
@@ -574,6 +577,8 @@ def branch_attention_backward(
     given = [x if x.stride(-1) == 1 else x.contiguous() for x in given]
     if max(x.stride(-3) for x in given) >= 1 << 23:  # offsets in a block of keys are 32-bit
         return NotImplemented
+    if grad_lse is not None:  # they share their strides
+        lse, grad_lse = lse.contiguous(), grad_lse.contiguous()
     aligned = branch_layout.aligned(*given)
     launch = tuning.branch_attention_backward(
         q.dtype, width, repeat, triton.cdiv(rows, filled), "aligned" if aligned else "unaligned"
@@ -589,7 +594,7 @@ def branch_attention_backward(
         numbers = (window, scale, softcap * LOG2_E, scale / softcap)
     strides = [n for x in given for n in x.stride()[:-1]]
     _branch_attention_bwd_kernel[((len(tiles) * splits + len(key_tiles)) * kv_heads,)](
-        *given, lse, pieces, dk, dv,
+        *given, lse, grad_lse, pieces, dk, dv,
         tiles, key_tiles, starts, prefix_start.contiguous(), prefix_len.contiguous(), table,
         rows, kv_heads, len(tiles), splits, capacity, max(page_size, 1), prefix_k.shape[0],
         *numbers, *strides, *lse.stride(), *table.stride(), OWN=k is not None, PAGED=block_table is not None,
@@ -610,7 +615,7 @@ def branch_attention_backward(
         )
         some = max(1, (4096 if aligned else 1024) // block_e)  # unaligned addresses take registers
         _branch_attention_bwd_state_kernel[(triton.cdiv(rows * heads, some),)](
-            grad, own_out, lse, state, rows, heads, *grad.stride()[:2], *own_out.stride()[:2], *lse.stride(),
+            grad, own_out, lse, grad_lse, state, rows, heads, *grad.stride()[:2], *own_out.stride()[:2], *lse.stride(),
             ALIGNED=aligned, HEAD_DIM=width, BLOCK_E=block_e, ROWS=some, num_warps=4,
         )  # fmt: skip
         _branch_attention_bwd_prefix_kernel[(triton.cdiv(capacity, wanted["KEYS"]) * kv_heads,)](

@@ -32,7 +32,7 @@ from cases.branch_attention import (
 )
 from launches import count_kernels
 from layouts import LAYOUTS, laid
-from test_contract import check, evaluate, same, upstream
+from test_contract import Seen, check, evaluate, made, same, upstream
 from torch import Tensor
 from ways import names, running
 
@@ -67,10 +67,16 @@ def called(way: str, groups: Groups, width: int = 8, **sizes: Any) -> Case:
     return OP.cast(case, torch.float16) if way == "cuda" else single(case)
 
 
-def outcome(case: Case, way: str, pulled: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+def pulls(case: Case) -> list[Tensor]:
+    """Gradients of out[T, Hq, E] and, if the call returns it, lse[Hq, T]."""
+    q = case.arguments["q"]
+    return upstream(case, [q, q[..., 0].T])
+
+
+def outcome(case: Case, way: str, pulled: Sequence[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
     """Results and the gradients of an implementation that has its own."""
     with blocks(way):
-        return (case.run(), []) if way == "cuda" else evaluate(case, pulled=() if pulled is None else [pulled])
+        return (case.run(), []) if way == "cuda" else evaluate(case, pulled=pulled)
 
 
 @contextmanager
@@ -81,13 +87,13 @@ def blocks(way: str) -> Iterator[None]:
         yield
 
 
-def like_the_reference(case: Case, way: str, pulled: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+def like_the_reference(case: Case, way: str, pulled: Sequence[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
     """Results are checked against the definition; gradients, which have rules of their own, against the reference."""
-    pulled = upstream(case, [case.arguments["q"]])[0] if pulled is None else pulled
+    pulled = pulled or pulls(case)
     results, grads = outcome(case, way, pulled)
     check(OP, case, results, [])
     with running("reference"):
-        expected = evaluate(OP.cast(case, torch.float64), pulled=[pulled])[1]
+        expected = evaluate(OP.cast(case, torch.float64), pulled=pulled)[1]
     for mine, exact in zip(grads, expected, strict=bool(grads)):
         torch.testing.assert_close(mine, exact.float(), rtol=1e-4, atol=1e-5, equal_nan=True)
     return results, grads
@@ -98,10 +104,11 @@ def test_what_a_row_does_not_see_does_not_reach_it(options: dict[str, Any], way:
     outcomes = []
     for dirty in (False, True):
         case = called(way, [([4, 1, 3], 1, 9), ([2], 11, 3)], longest=longest, **options)
-        pulled = upstream(case, [case.arguments["q"]])[0]
+        pulled = pulls(case)
         if dirty:
             tensors = case.tensors
-            for x, value in zip((*(tensors[name] for name in "qkv"), pulled), (*STRANGE, math.inf), strict=True):
+            rows = (*(tensors[name] for name in "qkv"), pulled[0], pulled[1].T)
+            for x, value in zip(rows, (*STRANGE, math.inf, math.nan), strict=True):
                 x[3:5] = value  # the last row of the first branch, and a branch of one row
             tensors["prefix_k"][11:14], tensors["prefix_v"][11:14] = math.nan, math.inf  # the second group's
         (out, lse), grads = outcome(case, way, pulled)
@@ -118,14 +125,17 @@ def test_what_a_row_does_not_see_does_not_reach_it(options: dict[str, Any], way:
 
 
 @kernels(ALL, {}, {"page": 5}, {"window": 3, "softcap": 2.0, "page": 5})
-@pytest.mark.parametrize("where", ["q", "k", "v", "prefix_k", "prefix_v", "upstream"])
+@pytest.mark.parametrize("where", ["q", "k", "v", "prefix_k", "prefix_v", "upstream", "upstream of lse"])
 def test_strange_values_that_are_seen_count_as_in_a_dense_softmax(
     where: str, options: dict[str, Any], way: str, longest: int | None
 ) -> None:
     case = called(way, [([1, 2], 5 * group, 5) for group in range(3)], spare=0, longest=longest, **options)
-    pulled = upstream(case, [case.arguments["q"]])[0]
+    pulled = pulls(case)
     for group, value in enumerate(STRANGE):
-        x = pulled if where == "upstream" else case.tensors[where]
+        if where == "upstream of lse":
+            pulled[1][0, 3 * group + 1] = value
+            continue
+        x = pulled[0] if where == "upstream" else case.tensors[where]
         x.flatten(0, -3)[3 * group + 1 if len(x) == 9 else 5 * group + 3, 0, 2] = value
     like_the_reference(case, way, pulled)
 
@@ -226,12 +236,12 @@ def test_bits_are_the_same_in_every_batch(way: str, longest: int | None, options
     else:
         pieces = [[group] for group in groups]
     case = replace(called(way, groups, longest=longest, **options), gradients=OWN)
-    pulled, first = upstream(case, [case.arguments["q"]])[0], 0
+    pulled, first = pulls(case), 0
     (out, lse), grads = outcome(case, way, pulled)
     for piece in pieces:
         rows = slice(first, first + sum(piece[0][0]))
         first = rows.stop
-        alone, own = outcome(part(case, rows, piece), way, pulled[rows])
+        alone, own = outcome(part(case, rows, piece), way, [pulled[0][rows], pulled[1][:, rows]])
         assert same(alone, [out[rows], lse[:, rows]])
         if way in CPU:
             assert same(own, [grad[rows] for grad in grads])
@@ -246,9 +256,9 @@ def test_a_group_beside_others(way: str, others: list[list[int]]) -> None:
     for name in ("prefix_k", "prefix_v"):
         case.arguments[name][7] = math.inf  # of the last two groups
     results, grads = like_the_reference(case, way)
-    pulled = upstream(case, results)[0]
+    pulled = pulls(case)
     with blocks(way):
-        (out, lse), own = evaluate(part(case, slice(0, 2), groups[:1]), pulled=[pulled[:2]])
+        (out, lse), own = evaluate(part(case, slice(0, 2), groups[:1]), pulled=[pulled[0][:2], pulled[1][:, :2]])
     assert same([out, lse.T, *own[:3]], [x[:2] for x in (results[0], results[1].T, *grads[:3])])
 
 
@@ -318,7 +328,7 @@ def test_no_sync_where_the_host_does_not_read(way: str, module: ModuleType, page
         given = operators(single(make(groups, FEW, page=page)), window=4)
         with blocks(way), count_syncs() as syncs:
             out, lse = module.branch_attention(*given)
-            module.branch_attention_backward(torch.ones_like(out), *given[:5], out, lse, *given[5:], page is None)
+            module.branch_attention_backward(torch.ones_like(out), lse, *given[:5], out, lse, *given[5:], page is None)
         assert syncs.total == 0, syncs
 
 
@@ -376,7 +386,7 @@ class Sequences:
         self.options = self.options | options
         self.layout = case.arguments["layout"]
         self.leaves = [case.arguments[name].requires_grad_() for name in OWN]
-        self.pulled = upstream(case, [case.arguments["q"]])[0]
+        self.pulled = pulls(case)[0]
 
     def packed(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         """[out, dq, dk, dv], the prefixes being views of k and v."""
@@ -429,12 +439,34 @@ def test_one_packed_forward_rounds_like_full_sequences(way: str, dtype: torch.dt
         assert_close_to_reference(got, exact, plain, scale=exact.abs().amax(-1, keepdim=True))
 
 
-def test_lse_carries_no_gradient() -> None:
-    case = make([([2, 2], 0, 3)])
-    leaves = {name: case.arguments[name].requires_grad_() for name in case.gradients}
-    out, lse = case.run(**leaves)
-    assert out.requires_grad
-    assert not lse.requires_grad
+@pytest.mark.parametrize("way", [way for way in names(OP) if way != "cuda"])
+def test_an_lse_that_no_loss_uses_costs_nothing(way: str) -> None:
+    """Its gradient is None where the backward gets it, and the bits are those of zeros."""
+    case = made(OP, way, OP.way(way).dtypes[0])
+    pulled = pulls(case)
+    with running(way):
+        with Seen() as seen:
+            unused = evaluate(replace(case, outputs=(0,)), pulled=pulled[:1])[1]
+        zeros = evaluate(case, pulled=[pulled[0], torch.zeros_like(pulled[1])])[1]
+    assert [given[1] for operator, given in seen.calls if "backward" in operator.name()] == [None]
+    assert same(unused, zeros)
+
+
+def test_a_sink_is_one_more_column_of_the_softmax() -> None:
+    """By the formula of the docstring, with its gradients."""
+    case = make([([4], 0, 3)], spare=0)
+    leaves = [*(case.arguments[name] for name in (*OWN, *SHARED)), torch.randn(4, dtype=torch.float64)]
+    q, k, v, prefix_k, prefix_v, sink = (x.requires_grad_() for x in leaves)
+    out, lse = branch_attention(q, k, v, prefix_k, prefix_v, case.arguments["layout"], return_lse=True)
+    mine = out * torch.sigmoid(lse.T - sink)[..., None]
+    keys, values = (torch.cat(pair).repeat_interleave(2, 1) for pair in ((prefix_k, k), (prefix_v, v)))
+    scores = torch.einsum("ihe,jhe->hij", q, keys) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(torch.ones(4, 7, dtype=torch.bool).triu(4), -math.inf)
+    p = torch.cat([scores, sink[:, None, None].expand(4, 4, 1)], -1).softmax(-1)
+    dense = torch.einsum("hij,jhe->ihe", p[..., :-1], values)
+    pulled = pulls(case)[0]
+    for got, expected in zip(*(torch.autograd.grad(x, leaves, pulled) for x in (mine, dense)), strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("trained", [("q",), OWN, ("prefix_k",), ("prefix_v",), (*OWN, *SHARED)], ids=str)
@@ -552,14 +584,15 @@ def test_gradients_of_wide_heads_are_left_to_others() -> None:
         given = operators(case)
         out, lse = reference.branch_attention(*given)
         for wanted in (False, True):
-            assert triton.branch_attention_backward(out, *given[:5], out, lse, *given[5:], wanted) is NotImplemented
+            backward = (out, lse, *given[:5], out, lse, *given[5:], wanted)
+            assert triton.branch_attention_backward(*backward) is NotImplemented
 
 
 @pytest.mark.parametrize("changed", [None, "q", "k", "prefix_v", "upstream", "odd width", "column", "expanded"])
 def test_form_says_whether_rows_are_aligned(changed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     forms = []
     case = OP.cast(make([([1], 0, 2)], (1, 1), 20 if changed == "odd width" else 16), torch.bfloat16)
-    pulled = upstream(case, [case.arguments["q"]])[0]
+    pulled, dlse = pulls(case)
     if changed == "upstream":
         pulled = laid(pulled)  # from an odd address on
     elif changed == "expanded":  # has columns of stride 0
@@ -570,7 +603,7 @@ def test_form_says_whether_rows_are_aligned(changed: str | None, monkeypatch: py
         case = case.with_(**{changed: LAYOUTS["rows apart"](case.arguments[changed])})
     with small(), running("triton"), monkeypatch.context() as patch:
         patch.setattr(tuning, "branch_attention_backward", lambda *a: forms.append(a[-1]) or BACKWARD_LAUNCH)
-        check(OP, case, *evaluate(case, pulled=[pulled]), [pulled])
+        check(OP, case, *evaluate(case, pulled=[pulled, dlse]), [pulled, dlse])
     assert forms == ["aligned" if changed in (None, "column", "expanded") else "unaligned"]
 
 

@@ -14,13 +14,18 @@ from fb_kernels import BranchLayout, branch_attention, merge_attention_states
 
 
 def test_branch_attention_in_two_parts() -> None:
-    q, prefix, own = torch.randn(6, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 6, 2, 8)
+    """Gradients too, which reach the parts through both results."""
+    shapes = (6, 4, 8), (2, 9, 2, 8), (2, 6, 2, 8)
+    leaves = q, prefix, own = [torch.randn(*shape, requires_grad=True) for shape in shapes]
 
     def run(own: Tensor | tuple[None, None], length: int) -> tuple[Tensor, Tensor]:
         return branch_attention(q, *own, *prefix, BranchLayout.of([[4, 2]], [(1, length)]), return_lse=True)
 
     merged = merge_attention_states(*run((None, None), 7), *run(own, 0))
-    for actual, expected in zip(merged, run(own, 7), strict=True):
+    whole = run(own, 7)
+    pulled = [torch.randn_like(x) for x in whole]
+    grads, wanted = (torch.autograd.grad(results, leaves, pulled) for results in (merged, whole))
+    for actual, expected in zip((*merged, *grads), (*whole, *wanted), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -148,7 +148,7 @@ def dense(
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     scores = (scores if softcap is None else softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -INF)
     out = F.scaled_dot_product_attention(q, k, v, mask) if softcap is None else scores.softmax(-1) @ v
-    return out.transpose(0, 1), scores.logsumexp(-1).detach()
+    return out.transpose(0, 1), scores.logsumexp(-1)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"softcap": 1.5}])

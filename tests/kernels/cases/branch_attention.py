@@ -70,7 +70,8 @@ def make(
     given = (q, *(both[:2] if own else (None, None)), *prefix, layout)
     arguments = dict(zip((*OWN, *SHARED, "layout"), given, strict=True))
     gradients = (OWN if own else OWN[:1]) + (SHARED if page is None else ())
-    return Case("branch_attention", arguments | options | {"return_lse": return_lse}, gradients=gradients)
+    arguments |= options | {"return_lse": return_lse}
+    return Case("branch_attention", arguments, gradients=gradients, outputs=(0, 1)[: 1 + return_lse])
 
 
 def paged(flat: list[Tensor], groups: Groups, page: int, spare: int, heads_first: bool) -> tuple[list[Tensor], Tensor]:
@@ -126,13 +127,14 @@ def scales(case: Case, truth: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gradient_scales(case: Case, _: Sequence[Tensor], upstream: Sequence[Tensor]) -> list[Tensor]:
-    """Likewise; dout . v - dout . out may cancel, and is at most twice the largest dout . v."""
+    """Likewise; dout . v - dout . out + dlse may cancel; the first two are at most twice the largest dout . v."""
     size, pull, width = sizes_of(case), magnitude(upstream[0]), case.arguments["q"].shape[-1]
     own, shift = "k" in size, moved(case, upstream[0].dtype)
     as_values = {"prefix_v": size["prefix_k"]} | ({"v": size["k"]} if own else {})
     as_keys = {"q": pull, "prefix_k": size["prefix_v"]} | ({"k": size["v"]} if own else {})
     reach = states(case, **as_keys, scale=1.0, softcap=None)[1].clamp(min=0.0).T[..., None]
-    ds = 2 * reach * shift * (case.arguments.get("scale") or width**-0.5)
+    reach = 2 * reach + sum(magnitude(x).T[..., None] for x in upstream[1:])
+    ds = reach * shift * (case.arguments.get("scale") or width**-0.5)
     terms = {"q": ds * states(case, **as_values)[0]}
     leaves = {
         name: size[name].requires_grad_() for name in ("v", "prefix_v") if name in size
@@ -401,7 +403,8 @@ def branches(rows: int, lengths: tuple[int, ...], paged: bool = False, own: bool
 
 
 def example(arguments: dict[str, Any], gradients: tuple[str, ...] = (*OWN, *SHARED)) -> Case:
-    return Case("branch_attention", arguments, gradients=gradients)
+    outputs = (0, 1) if arguments.get("return_lse") else (0,)
+    return Case("branch_attention", arguments, gradients=gradients, outputs=outputs)
 
 
 EXAMPLES = {
