@@ -4,8 +4,9 @@ A call that needs only the result, on plain tensors in eager mode, goes straight
 checks if a call of the same `signature` has passed them. All other calls (gradients, compilation, modes, subclasses,
 autocast, transforms, profiling) are checked and go through torch's dispatcher, and give the same result.
 
-Under the transforms of torch.func the operators run inside a `torch.autograd.Function`: grad, vjp, jacrev and vmap work
-(vmap as a loop); forward mode and ops that write to an argument are refused.
+Under the transforms of torch.func the operators run inside a `torch.autograd.Function`, which their kernel for the
+dispatch key of transforms calls, compiled or not: grad, vjp, jacrev and vmap work (vmap as a loop); forward mode and
+ops that write to an argument are refused.
 """
 
 from __future__ import annotations
@@ -116,11 +117,21 @@ class Op:
         self._arguments = [argument.name for argument in self._op._schema.arguments]
         self._function: type[torch.autograd.Function] | None = None
         self._differentiable: Container[str] = ()
+        if self._op._schema.is_mutable:
+            self._transforms()
 
     def __call__(self, *arguments: Any) -> Any:
         """Call through the dispatcher."""
-        if torch.compiler.is_compiling() or not _transformed():
+        if torch.compiler.is_compiling() or forward_ad._current_level < 0:
             return self._op(*arguments)
+        return self._transformed(*arguments)
+
+    def _transforms(self) -> None:
+        """Run `_transformed` where a transform of torch.func is active: below, torch refuses opaque operators."""
+        LIBRARY.impl(self.name, self._transformed, "FuncTorchDynamicLayerFrontMode")
+
+    def _transformed(self, *arguments: Any) -> Any:
+        """Call under a transform of torch.func or forward-mode differentiation."""
         if self._op._schema.is_mutable:
             raise NotImplementedError(
                 f"{self.name}: expected a call outside torch.func and forward-mode differentiation, since it writes to "
@@ -155,6 +166,7 @@ class Op:
         self._differentiable = to
         torch.library.register_autograd(f"{LIBRARY.ns}::{self.name}", backward, setup_context=setup, lib=LIBRARY)
         self._function = _function(self.name, self.name, setup, backward)
+        self._transforms()
         if by is not None:
 
             def refuse(*_: Any) -> None:
@@ -164,6 +176,7 @@ class Op:
 
             torch.library.register_autograd(f"{LIBRARY.ns}::{by.name}", refuse, lib=LIBRARY)
             by._function = _function(self.name, by.name, lambda *_: None, refuse)
+            by._transforms()
 
     def has_no_gradient(self) -> None:
         """Refuse every argument that requires one, or has a tangent."""
@@ -192,20 +205,23 @@ def _needs_gradient(x: Any) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
-def _transformed() -> bool:
-    """Whether a torch.func transform or forward-mode differentiation is active; plain operators support neither."""
-    return _transform() is not None or forward_ad._current_level >= 0
-
-
 def _function(op: str, name: str, setup: Callable, gradient: Callable) -> type[torch.autograd.Function]:
     """The operator `name` of `op` with its gradient, for torch.func transforms; forward mode is refused."""
 
     class Transformed(torch.autograd.Function):
-        generate_vmap_rule = True
-
         @staticmethod
         def forward(*arguments: Any) -> Any:
             return getattr(OPERATORS, name).default(*arguments)
+
+        @staticmethod
+        def vmap(info: Any, dims: tuple[Any, ...], *arguments: Any) -> Any:
+            pairs = zip(arguments, dims, strict=True)
+            each = (x.unbind(dim) if isinstance(dim, int) else [x] * info.batch_size for x, dim in pairs)
+            results = [Transformed.apply(*sample) for sample in zip(*each, strict=True)]
+            if isinstance(results[0], Tensor):
+                return torch.stack(results), 0
+            stacked = tuple(map(torch.stack, zip(*results, strict=True)))
+            return stacked, (0,) * len(stacked)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
