@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+import fb_kernels
 from benchmarks.roofline import GREY
 from fb_core.config import PairSettings, RunSettings, ServeSettings
 from fb_core.page import markdown_table
@@ -66,13 +68,22 @@ def gradients(op: str) -> list[str]:
     return [*names, *calls.by_name()[op][1].optional]
 
 
+def arguments(op: str) -> str:
+    """Its tensors with their shapes, then `name=` for everything else without a default."""
+    _, about = calls.by_name()[op]
+    parameters = inspect.signature(getattr(fb_kernels, op)).parameters.values()
+    needed = [x.name for x in parameters if x.default is x.empty and not re.search(rf"\b{x.name}\b", about.takes)]
+    return ", ".join([about.takes, *(f"{name}=" for name in needed)])
+
+
 def ops_table() -> list[str]:
     """Every public op, in Markdown."""
     rows = []
     for op in ops():
         kinds, (_, about) = kernels(op), calls.by_name()[op]
         triton, cuda = ALL if "triton" in kinds else "", about.cuda if "cuda" in kinds else ""
-        rows.append([f"`{op}`", about.takes, about.gives, ", ".join(gradients(op)) or "none", cuda, triton, about.cpu])
+        to = ", ".join(gradients(op)) or "none"
+        rows.append([f"`{op}`", arguments(op), about.gives, to, cuda, triton, about.cpu])
     return markdown_table(["op", "takes", "gives", "gradients to", "CUDA kernel", "Triton kernel", "CPU kernel"], rows)
 
 

@@ -191,7 +191,7 @@ def test_the_picture_of_a_layout_is_what_the_op_sees() -> None:
 def test_the_table_of_ops_has_every_op_and_its_tensors() -> None:
     for name in reference.ops():
         _, row = calls.by_name()[name]
-        said, at = row.takes.replace("LayerWeights", "weights").replace("DecodeState", "state"), 0
+        said, at = row.takes, 0
         for argument, parameter in inspect.signature(getattr(fb_kernels, name)).parameters.items():
             if not re.search("Tensor|Layout|Weights|State", str(parameter.annotation)):
                 continue
@@ -200,6 +200,16 @@ def test_the_table_of_ops_has_every_op_and_its_tensors() -> None:
             at = shown.end()
         named = set(reference.kernels(name))
         assert (bool(row.cpu), bool(row.cuda)) == ("cpu" in named, "cuda" in named)
+
+
+@pytest.mark.parametrize("op", reference.ops())
+def test_an_op_is_called_with_what_its_row_names(op: str) -> None:
+    """And None for what stands in parentheses."""
+    *_, row = (line for line in PAGES["ops.md"].splitlines() if line.startswith(f"| `{op}` |"))
+    takes, call = row.split(" | ")[1], reference.small(op).fresh()
+    named = [name for name in call.arguments if re.search(rf"\b{name}\b", takes)]
+    function = getattr(fb_kernels, op)
+    function(**{name: None if f"({name}" in takes else call.arguments[name] for name in named})
 
 
 @pytest.mark.parametrize("op", reference.ops())

@@ -39,7 +39,8 @@ OPS = (
         "commit_",
         commit,
         by_definition(naive.commit_),
-        takes="DecodeState, token[B], entropy[B], threshold[] or [B], eos_ids[n], max_length[] or [B], (outcome[B, 3])",
+        takes="state: DecodeState, token[B], entropy[B], threshold[] or [B], eos_ids[n], max_length[] or [B], "
+        "(outcome[B, 3])",
         gives="writes the state",
         cuda="fp32 entropy",
     ),

@@ -78,7 +78,7 @@ OPS = (
         decoder_layer,
         with_tables(naive.decoder_layer, "hidden"),
         checked=_checked,
-        takes="hidden[N, D], LayerWeights, cos[S, E], sin[S, E], positions[N], " + TAKES,
+        takes="hidden[N, D], weights: LayerWeights, cos[S, E], sin[S, E], positions[N], " + TAKES,
         gives="hidden[N, D]; writes k and v to their slots",
         cpu="fp32, bf16",
     ),
