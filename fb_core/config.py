@@ -86,7 +86,7 @@ class PairSettings(Section):
     was trained; without an adapter, false."""
     max_new_tokens: int = Field(default=512, ge=1)
     """Maximum tokens of an answer."""
-    max_events: int | None = Field(default=None, ge=0)
+    max_events: int | None = Field(default=None, ge=0, lt=1 << 31)
     """Maximum events of an answer, never above the adapter's. If left out, the adapter's, else 8."""
     temperature: float = Field(default=0, ge=0, allow_inf_nan=False)
     """Sampling temperature of the small model's own tokens; 0 takes the likeliest. A request to `serve` may have its
@@ -346,7 +346,7 @@ class EvaluateSettings(Section):
     """Use only this many problems of each benchmark, the first ones."""
     max_new_tokens: int = Field(default=4096, ge=1)
     """Maximum tokens of an answer."""
-    max_events: int = Field(default=8, ge=0)
+    max_events: int = Field(default=8, ge=0, lt=1 << 31)
     """Maximum events of an answer."""
     per_shard: int = Field(default=64, ge=1)
     """Problems per shard; up to 64 of them decode at once."""

@@ -10,8 +10,8 @@ LARGEST = (1 << 63) - 1  # what 64 bits hold
 
 def check_count(
     name: str, count: Any, least: int, remedy: str = "leave it out for the default", bound: str = "{} or more"
-) -> None:
-    """Raise unless it is an int of `least` or more that 64 bits hold.
+) -> int:
+    """The count as a plain int, if it is one of `least` or more that 64 bits hold.
 
     Args:
         name: the argument's.
@@ -28,3 +28,4 @@ def check_count(
         expected = bound.format(least) + ", within 64 bits" * huge
         got = f"an int of {count.bit_length()} bits" if huge else f"{count!r:.80}"
         raise ValueError(f"{name}: expected {expected}, got {got}; {remedy}")
+    return int(count)

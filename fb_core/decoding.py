@@ -133,17 +133,15 @@ class CollaborativeDecoder:
             raise ValueError(f"pool: expected 'joint', 'slm' or 'llm', got {pool!r}; 'joint' is the method's own")
         if on_llm_error not in ("raise", "slm"):
             raise ValueError(f"on_llm_error: expected 'raise' or 'slm', got {on_llm_error!r}; 'raise' is the default")
-        for name, count, least in (
-            ("slm_k", slm_k, 1),
-            ("llm_k", llm_k, 1),
-            ("max_events", max_events, 0),
-            ("batch_tokens", batch_tokens, 1),
-            ("max_batch", max_batch, 1),
-            ("prefill_tokens", prefill_tokens, 1),
-        ):
-            check_count(name, count, least)
+        if (max_events := check_count("max_events", max_events, 0)) >= 1 << 31:  # the step counts them in 32 bits
+            raise ValueError(f"max_events: expected at most {(1 << 31) - 1}, got {max_events}; leave it out for 8")
+        slm_k, llm_k = check_count("slm_k", slm_k, 1), check_count("llm_k", llm_k, 1)
+        batch_tokens, max_batch = check_count("batch_tokens", batch_tokens, 1), check_count("max_batch", max_batch, 1)
+        prefill_tokens = check_count("prefill_tokens", prefill_tokens, 1)
         if max_length is not None:
-            check_count("max_length", max_length, 2, f"leave it out for {MAX_LENGTH}", "{} tokens or more")
+            max_length = check_count("max_length", max_length, 2, f"leave it out for {MAX_LENGTH}", "{} tokens or more")
+        if kv_memory is not None:
+            kv_memory = check_count("kv_memory", kv_memory, 1)
         for name, given, kind, needed, remedy in (
             ("llm", self.pair.llm, LLM, max_events > 0 and pool != "slm", "a LocalLLM or a transformers causal LM"),
             ("selector", selector, Selector, max_events > 0, "one such as FutureBridgeSelector(reranker)"),
@@ -362,7 +360,7 @@ class CollaborativeDecoder:
         sampling: Sampling | None = None,
     ) -> list[Generation]:
         """Decode prompts as a user gives them; the arguments are those of `hf.Stop`, and how tokens are drawn."""
-        check_max_new_tokens(max_new_tokens)
+        max_new_tokens = check_max_new_tokens(max_new_tokens)
         check_sampling(sampling)
         checked = checked_prompts("input_ids", prompts, self.slm, room=1)
         ends = self.pair.ends if ends is None else ends

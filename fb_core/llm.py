@@ -168,11 +168,11 @@ def checked_prompts(name: str, prompts: Sequence[Ids], model: hf.CausalLM, room:
     return checked
 
 
-def check_max_new_tokens(max_new_tokens: int, least: int = 1) -> None:
-    """TypeError if not an int, ValueError if below `least`."""
+def check_max_new_tokens(max_new_tokens: int, least: int = 1) -> int:
+    """It as a plain int; TypeError if it is none, ValueError if below `least`."""
     if not isinstance(max_new_tokens, Integral):
         raise TypeError(f"max_new_tokens: expected an int, got {type(max_new_tokens).__name__}; convert it with int()")
-    check_count("max_new_tokens", max_new_tokens, least, "the published limit is 4096")
+    return check_count("max_new_tokens", max_new_tokens, least, "the published limit is 4096")
 
 
 def scored_of(prompts: Sequence[Ids], score_ids: Sequence[Ids] | None) -> Sequence[Ids | None]:

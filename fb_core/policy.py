@@ -30,7 +30,7 @@ class RequestPolicy:
 
     Raises:
         TypeError: a threshold that is not a number.
-        ValueError: a NaN threshold or one that a float cannot hold, or top_k below 1.
+        ValueError: a NaN threshold or one that a float cannot hold, or top_k below 1 or beyond 64 bits.
     """
 
     threshold: float
@@ -41,12 +41,13 @@ class RequestPolicy:
             wrong = "NaN" if math.isnan(self.threshold) else None
         except OverflowError:
             wrong = "one that no float holds"
-        except TypeError:
+        except (TypeError, ValueError):  # the second from a tensor of several numbers
             kind = type(self.threshold).__name__
             raise TypeError(f"threshold: expected a number of nats, got {kind}; convert it with float()") from None
         if wrong is not None:
             raise ValueError(f"threshold: expected a number of nats, got {wrong}; use inf to never ask")
-        check_count("top_k", self.top_k, 1, "the published value is 64")
+        object.__setattr__(self, "threshold", float(self.threshold))  # as a tensor takes it
+        object.__setattr__(self, "top_k", check_count("top_k", self.top_k, 1, "the published value is 64"))
 
     @classmethod
     def calibrate(cls, entropies: Tensor | Sequence[float], quantile: float = 0.99, top_k: int = 64) -> RequestPolicy:

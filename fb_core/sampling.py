@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fb_core.counts import LARGEST
 
 if TYPE_CHECKING:
     from fb_core.config import PairSettings
@@ -25,7 +28,8 @@ class Sampling:
         temperature: divides the logits, above 0.
         top_p: nucleus, in (0, 1]: the fewest of the `top_k` tokens that hold this share of their probability.
         top_k: number of largest logits kept, 0 for all that are known.
-        seed: a sample is a function of the seed, the prompt's tokens and its index among the samples of that prompt.
+        seed: an integer within 1,024 bits; a sample is a function of the seed, the prompt's tokens and its index among
+            the samples of that prompt.
 
     Raises:
         TypeError: a setting that is not a number.
@@ -38,14 +42,19 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        kinds = {"temperature": Real, "top_p": Real, "top_k": Integral, "seed": Integral}
+        kinds: dict[str, Any] = {"temperature": Real, "top_p": Real, "top_k": Integral, "seed": Integral}
         for name, kind in kinds.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise TypeError(f"{name}: expected a number, got {value!r:.80}; leave it out for the default")
-        if not 0.0 < self.temperature < float("inf") or not 0.0 < self.top_p <= 1.0 or self.top_k < 0:
+            try:
+                float(value)
+            except OverflowError:
+                raise ValueError(f"{name}: expected a size below 2**1024, got more; take a smaller one") from None
+            object.__setattr__(self, name, int(value) if kind is Integral else float(value))  # as a tensor takes it
+        if not 0.0 < self.temperature < math.inf or not 0.0 < self.top_p <= 1.0 or not 0 <= self.top_k <= LARGEST:
             raise ValueError(
-                "temperature, top_p, top_k: expected above 0, in (0, 1] and 0 or more, got "
+                "temperature, top_p, top_k: expected above 0, in (0, 1] and 0 or more within 64 bits, got "
                 f"{self.temperature}, {self.top_p}, {self.top_k}; leave sampling out for greedy decoding"
             )
 
@@ -76,7 +85,7 @@ class Sampling:
     def draw(self, prompt: Sequence[int], sample: int = 0) -> Draw:
         """What the sample of this index draws with after a prompt."""
         key = seeded(self.seed, prompt, sample).getrandbits(63)
-        return Draw(float(self.temperature), float(self.top_p), int(self.top_k), key)
+        return Draw(self.temperature, self.top_p, self.top_k, key)
 
     def draws(self, prompts: Sequence[Sequence[int]]) -> list[Draw]:
         """Of many prompts; equal ones are different samples."""

@@ -155,7 +155,7 @@ class ServerLLM(LLM):
                 vocabulary, a log-probability that is not a number up to 0, or a likeliest token with less than half the
                 probability of a uniform distribution over the ids. The object stays usable.
         """
-        check_count("k", k, 1, "the published pools take 8", "{} or more candidates")
+        k = check_count("k", k, 1, "the published pools take 8", "{} or more candidates")
         checked = self._prompts(prompts)
         scored = [
             None if ids is None else hf.id_list("score_ids", ids, self.vocabulary)
@@ -177,12 +177,12 @@ class ServerLLM(LLM):
             ServerError: no answer, a prompt that the server refuses as too long, or an answer without ids or with ids
                 outside the vocabulary. The object stays usable.
         """
-        check_max_new_tokens(max_new_tokens)
+        max_new_tokens = check_max_new_tokens(max_new_tokens)
         return self._all(lambda ids: self._complete(ids, max_new_tokens, {}), self._prompts(prompts))
 
     def _sample(self, prompts: Sequence[Ids], n: int, max_new_tokens: int, how: Sampling) -> list[list[Tensor]]:
         """As `LLM.sample_many`, one request per sample; raises as it does, ServerError as `complete_many`."""
-        check_max_new_tokens(max_new_tokens)
+        max_new_tokens = check_max_new_tokens(max_new_tokens)
 
         def draw(ids: list[int], sample: int) -> Tensor:
             own = seeded(how.seed, ids, sample).getrandbits(31)  # every flavour takes 31 bits

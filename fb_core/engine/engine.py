@@ -225,12 +225,12 @@ class Engine:
             RuntimeError: a closed engine, or a fork of the process that made it.
         """
         decoder = self.decoder
-        check_max_new_tokens(max_new_tokens, 0 if prompt_ranking else 1)
+        max_new_tokens = check_max_new_tokens(max_new_tokens, 0 if prompt_ranking else 1)
+        sample = check_count("sample", sample, 0)
         (ids,) = checked_prompts("input_ids", [input_ids], decoder.slm, room=min(1, max_new_tokens))
         if prompt_ranking:
             hf.token_ids("input_ids", ids, decoder.slm, decoder.vocabulary)
-        events = decoder.max_events if max_events is None else max_events
-        check_count("max_events", events, 0)
+        events = decoder.max_events if max_events is None else check_count("max_events", max_events, 0)
         if events > decoder.max_events:
             raise ValueError(
                 f"max_events: expected at most the engine's {decoder.max_events}, got {events}; make it with more"

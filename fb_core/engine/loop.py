@@ -560,8 +560,15 @@ def _pages(pair: Pair, rows: int, length: int, memory: int | None) -> int:
     """How many pages each model gets.
 
     Raises:
-        ValueError: memory for less than one page.
+        ValueError: rows or pages that the device cannot hold, or memory for less than one page.
     """
+    there = hf.free_memory(pair.slm.device, whole=True)
+    row = 12 * (length + SIZE) + pair.vocabulary * pair.slm.dtype.itemsize  # of a step: tokens, slots, logits
+    if rows > (most := min(there // row, (1 << 31) // (pages_of(length) * SIZE))):  # 32 bits number the slots
+        raise ValueError(
+            f"max_batch: expected at most {most} sequences of {length} tokens in {there} bytes of memory, got {rows}; "
+            "take fewer, or a smaller max_length"
+        )
     models = [pair.slm, *([pair.llm.model] if type(pair.llm) is LocalLLM else [])]
     wanted, each = rows * pages_of(length), sum(map(page_bytes, models))
     count = min(wanted, (hf.free_memory(pair.slm.device) // 2 if memory is None else memory) // each)
@@ -569,6 +576,8 @@ def _pages(pair: Pair, rows: int, length: int, memory: int | None) -> int:
         raise ValueError(
             f"kv_memory: expected {each} bytes or more, a page of {SIZE} tokens, got {memory}; give more memory"
         )
+    if count * each > there:
+        raise ValueError(f"kv_memory: expected at most the {there} bytes of the device, got {memory}; leave it out")
     return count
 
 

@@ -77,10 +77,15 @@ def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[Pr
     Raises:
         OSError: nothing usable there.
         ValueError: a kind of model that transformers knows only with remote code, weights that are not those of its
-            configuration, or weights with an adapter beside them, which may be merged into them or not.
+            configuration, or with an adapter beside them, which may be merged or not, or a device that is not there.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError) as problem:  # as torch has it
+        got = f"{device} ({str(problem).splitlines()[0]})"
+        raise ValueError(f"device: expected one of this machine, got {got}; auto is a GPU if there is one") from None
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     with _reading(path, "a model in safetensors"):
         safe = {"use_safetensors": True, "trust_remote_code": False}

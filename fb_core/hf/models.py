@@ -143,14 +143,14 @@ def valid_ids(valid_vocab: Any, model: PreTrainedModel, tokenizer: Tokenizer | N
     return valid_vocab
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device."""
+def free_memory(device: torch.device, whole: bool = False) -> int:
+    """Bytes that are free on a device, or the whole of its memory."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return torch.cuda.mem_get_info(device)[whole]
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_PHYS_PAGES" if whole else "SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not on every system
-        return 4 << 30
+        return 1 << 40 if whole else 4 << 30
 
 
 def eos_ids(model: PreTrainedModel, *tokenizers: Tokenizer | None) -> frozenset[int]:

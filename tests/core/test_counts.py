@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tiny import tiny
 
@@ -14,7 +15,9 @@ from fb_core import (
     RequestPolicy,
     ServerLLM,
     TokenReranker,
+    hf,
 )
+from fb_core.config import PairSettings
 from fb_core.counts import check_count
 from fb_core.pair import Pair
 from fb_core.training import Recipe
@@ -32,7 +35,7 @@ def engine(**options):
 
 DOORS = [
     *((name, lambda count, name=name: decoder(**{name: count})) for name in ("slm_k", "llm_k", "max_events")),
-    *((name, lambda count, name=name: engine(**{name: count})) for name in ("max_batch", "max_length")),
+    *((name, lambda count, name=name: engine(**{name: count})) for name in ("max_batch", "max_length", "kv_memory")),
     *((name, lambda count, name=name: decoder(**{name: count})) for name in ("batch_tokens", "prefill_tokens")),
     ("max_new_tokens", lambda count: decoder().generate([3], count)),
     ("rank", lambda count: TokenReranker.from_base(tiny("qwen3"), rank=count)),
@@ -53,8 +56,31 @@ def test_a_count_past_64_bits_is_refused_as_others_are(name, call):
             call(count)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: decoder(max_events=1 << 31), "max_events: expected at most 2147483647, got 2147483648; leave"),
+        (lambda: PairSettings(slm="a", llm="b", max_events=1 << 31), "max_events\n.*less than 2147483648"),
+        (lambda: engine(max_batch=10**8), r"max_batch: expected at most \d+ sequences of 128 tokens in \d+ bytes"),
+        (
+            lambda: engine(max_batch=99, kv_memory=1 << 60),
+            "kv_memory: expected at most the 1000000 bytes of the device",
+        ),
+        (
+            lambda: hf.load_model("demo", "cuda:99"),
+            "device: expected one of this machine, got cuda:99 [(].+[)]; auto is",
+        ),
+    ],
+)
+def test_what_no_tensor_and_no_device_holds_is_refused_before_anything_is_made(call, words, monkeypatch):
+    monkeypatch.setattr(hf, "free_memory", lambda device, whole=False: 10**6)
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
 @pytest.mark.parametrize("count", [True, 2.0, "2", None, 0])
 def test_what_no_count_is(count):
     with pytest.raises(ValueError, match=r"^rows: expected 1 or more, got .*; say how many$"):
         check_count("rows", count, 1, "say how many")
     check_count("rows", (1 << 63) - 1, 1)
+    assert type(check_count("rows", np.int64(3), 1)) is int

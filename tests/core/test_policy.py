@@ -1,4 +1,6 @@
 import math
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -47,7 +49,16 @@ def test_bad_arguments(call, sentence):
         call()
 
 
-@pytest.mark.parametrize("value", ["1.2", b"1", None, [1.0], 1j])
+@pytest.mark.parametrize(
+    "number",
+    [np.float32(1.7), np.int64(2), Fraction(17, 10), Decimal("1.7"), torch.ones(1), pytest.param(10**300, id="huge")],
+)
+def test_a_threshold_of_any_kind_is_kept_as_a_float(number):
+    threshold = RequestPolicy(number).threshold
+    assert (type(threshold), threshold) == (float, float(number))
+
+
+@pytest.mark.parametrize("value", ["1.2", b"1", None, [1.0], 1j, torch.ones(2), Decimal("sNaN")])
 def test_a_threshold_or_quantile_that_is_no_number_is_named(value):
     with pytest.raises(TypeError, match=f"threshold: expected a number of nats, got {type(value).__name__}; convert"):
         RequestPolicy(value)
