@@ -444,7 +444,11 @@ def _together(state: _State, loop: Loop, handles: dict[Task, Handle]) -> None:
                 if task.done:
                     del handles[task]
                     scored = task.continuations is not None
-                    handle._end(task.error or (task.scores if scored else state.decoder.generation(task.row)))
+                    try:
+                        outcome = task.error or (task.scores if scored else state.decoder.generation(task.row))
+                    except Exception as problem:  # the tokenizer's
+                        outcome = problem
+                    handle._end(outcome)
         except BaseException as problem:  # an error of no single sequence
             while handles:
                 handles.popitem()[1]._end(problem)

@@ -332,6 +332,7 @@ class Loop:
                 self._begin(task)
             else:
                 self.end(task)
+            if task.done:
                 changed.append(task)
 
     @torch.no_grad()
@@ -387,12 +388,16 @@ class Loop:
                 changed.append(task)
 
     def _begin(self, task: Task) -> None:
+        """Make a sequence a row of the step; an error ends it and no other."""
         assert task.pages is not None
         task.step_row, task.since = len(self.rows), self.step.begun
         self.rows.append(task)
         limit = task.stop.length(task.row) - 1  # it halts before its last token
-        self.step.put(task.step_row, task.row.tokens, task.pages, limit, task.threshold, task.draw)
-        self.step.go_on(task.step_row, task.max_events)
+        try:
+            self.step.put(task.step_row, task.row.tokens, task.pages, limit, task.threshold, task.draw)
+            self.step.go_on(task.step_row, task.max_events)
+        except Exception as problem:
+            self._fail(task, problem)
 
     def end(self, task: Task) -> None:
         """End a sequence now and free what it holds; the last row moves into its place."""
@@ -425,8 +430,11 @@ class Loop:
             if outcome.halt == Halt.NAN:
                 self._fail(task, not_finite(len(task.row.new), task.row.index))
             elif outcome.halt == Halt.EVENT:
-                self._ask(task, outcome.entropy)
-                continue
+                try:
+                    self._ask(task, outcome.entropy)
+                    continue
+                except Exception as problem:
+                    self._fail(task, problem)
             else:
                 self._append(task, outcome.token, outcome.ranked, bool(outcome.halt))
             changed.append(task)

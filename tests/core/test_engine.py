@@ -12,9 +12,11 @@ import time
 import warnings
 import weakref
 from concurrent.futures import CancelledError, Future
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -521,6 +523,47 @@ def test_an_error_of_all_reaches_all_who_were_submitted(monkeypatch):
                 handle.result(60)
         monkeypatch.undo()
         assert [facts(running.submit(prompts(5)[0], 9).result(60))] == alone(slm, llm, prompts(5), 9)
+
+
+@pytest.mark.parametrize("threshold", [np.float32(1.5), Fraction(3, 2), pytest.param(10**300, id="huge")])
+def test_numbers_of_any_kind_reach_the_step_as_plain_ones(threshold):
+    slm, llm = models()
+    (ids,) = prompts(9, seed=6)
+    with engine(slm, llm, max_batch=np.int64(2), max_events=np.int64(4)) as running:
+        own = {"threshold": threshold, "max_events": np.int64(2)}
+        handles = [running.submit(ids, np.int64(16), **more) for more in ({}, own)]
+        for handle, nats, events in zip(handles, (1.2, float(threshold)), (4, 2), strict=True):
+            want = alone(slm, llm, [ids], 16, threshold=nats, max_events=events)
+            assert [facts(handle.result(60))] == want
+
+
+@pytest.mark.parametrize("where", ["put", "go_on", "ask", "text"])
+def test_an_error_in_what_one_sequence_needs_ends_it_alone(monkeypatch, where):
+    slm, llm = models()
+    slow, asked = Slow(llm), prompts(5, 90, 7, seed=15)
+    slow.go.set()
+    want = alone(slm, llm, asked, 12, threshold=-1.0)
+    with engine(slm, slow, threshold=-1.0, max_batch=3, max_length=200) as running:
+        loop, pages = running.decoder.loop, running.decoder.loop.model.pages
+        place, name, of_it = {
+            "put": (loop.step, "put", lambda row, tokens, *_: len(tokens) == 90),
+            "go_on": (loop.step, "go_on", lambda row, *_: loop.rows[row].row.prompt == 90),
+            "ask": (loop._threads, "submit", lambda _, task, *__: task.row.prompt == 90),
+            "text": (Pair, "text", lambda _, new: new.tolist() == want[1][0]),
+        }[where]
+        act = getattr(place, name)
+
+        def acting(*arguments):
+            if of_it(*arguments):
+                raise RuntimeError("can't do this one")
+            return act(*arguments)
+
+        monkeypatch.setattr(place, name, acting)
+        handles = [running.submit(ids, 12) for ids in asked]
+        with pytest.raises(RuntimeError, match="can't do this one"):
+            handles[1].result(60)
+        assert [facts(handles[index].result(60)) for index in (0, 2)] == [want[0], want[2]]
+        waited(lambda: pages.free == pages.count)
 
 
 def test_a_listener_that_fails_ends_its_own_sequence():
