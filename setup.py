@@ -110,7 +110,9 @@ def build_in_place() -> None:
     """Compile the libraries beside the package, and say what is left out."""
     wanted_here = libraries()
     if CPU not in wanted_here:
-        print("csrc: no kernels for CPUs: no C++ compiler, or FB_BUILD_CPU=skip; plain PyTorch runs instead", flush=True)
+        print(
+            "csrc: no kernels for CPUs: no C++ compiler, or FB_BUILD_CPU=skip; plain PyTorch runs instead", flush=True
+        )
     for name, optional in wanted_here.items():
         compile_library(name, Path(file_of(name)), optional)
 
