@@ -32,6 +32,7 @@ def cases() -> Iterator[Case]:
         yield _case(1, length, 1024, pad=1)
         yield _case(1, length, 1024, window=512, softcap=50.0, width=256, page=16, pad=1)
         yield _case(1, length, 1024, dtype=torch.float32)
+        yield _case(1, length, 1024, through_lse=True)
 
 
 def _case(
@@ -47,6 +48,7 @@ def _case(
     softcap: float | None = None,
     page: int | None = None,
     pad: int = 0,
+    through_lse: bool = False,
 ) -> Case:
     def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -74,12 +76,12 @@ def _case(
     many = width <= 128 and not pad and dtype != torch.float32  # tiles of 64 keys
     name = f"G={groups} K={CANDIDATES} L={length} P={prefix} E={width} {str(dtype).removeprefix('torch.')}"
     name += f" w={window}" * (window is not None) + " cap" * (softcap is not None)
-    name += " paged" * (page is not None) + " unaligned" * bool(pad)
+    name += " paged" * (page is not None) + " unaligned" * bool(pad) + " dlse" * through_lse
     return Case(
         "branch_attention_backward",
         name,
         lambda: branch_attention_backward(
-            *(q, q, k, k, keys, keys, q, lse, cu_branch, cu_group, start, count, table),
+            *(q, lse if through_lse else None, q, k, k, keys, keys, q, lse, cu_branch, cu_group, start, count, table),
             *(length, prefix, window, width**-0.5, softcap, trained),
         ),
         {KERNEL: cost, PREFIX: on_prefix},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def _run(
     prefix_k: Tensor,
     prefix_v: Tensor,
     options: tuple[Any, ...],
-    written: dict[str, Tensor | None],
+    written: Mapping[str, Tensor | None],
 ) -> bool:
     """Write the results, of which `done` marks the rows that are valid; returns whether the kernel takes the call."""
     library, q = cpu.library(), given["q"]

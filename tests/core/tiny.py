@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -37,6 +38,18 @@ _CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
             "attn_implementation": "eager",  # sdpa leaves the attention soft-cap out
         },
     ),
+    "gpt_oss": (  # with attention sinks
+        GptOssConfig,
+        {
+            "head_dim": 8,
+            "sliding_window": 5,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "attn_implementation": "eager",
+            "experts_implementation": "eager",  # others take no float64
+        },
+    ),
 }
 
 
@@ -44,7 +57,7 @@ def tiny(family: str = "qwen3", seed: int = 0, *, spread: float = 3.0, **overrid
     """A random float32 model on the CPU, in eval mode: 2 layers, hidden 32, 4 heads over 2, V = 50, EOS = 1.
 
     Args:
-        family: one of FAMILIES.
+        family: one of FAMILIES, or gpt_oss.
         seed: of the weights; the global generator is left as it was.
         spread: the standard deviation of the logits over the vocabulary, about.
         overrides: configuration entries, e.g. sliding_window=5, tie_word_embeddings=False, vocab_size=64.
