@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 Request: TypeAlias = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, context ids, continuation ids
 UNSUPPORTED = ("mixed_precision_dtype", "parallelize", "softmax_dtype", "tp_plan")
+FOLLOWED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "pad_token_id", "use_cache")
+NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1, "typical_p": 1}  # change no text
 
 
 @register_model("futurebridge")
@@ -119,7 +121,8 @@ class FutureBridgeLM(HFLM):
         """The continuation of each context up to its stop strings, by `hf` or by the pair.
 
         Raises:
-            ValueError: a request that leaves no room for its prompt, or samples with settings out of range.
+            ValueError: a request that leaves no room for its prompt, or has settings that are out of range or that a
+                pair does not follow.
         """
         if self.engine is None:
             return super().generate_until(requests, disable_tqdm)
@@ -127,6 +130,12 @@ class FutureBridgeLM(HFLM):
         try:
             for context, asked in (request.args for request in requests):
                 wanted = normalize_gen_kwargs(asked, self.max_gen_toks)
+                for name, value in wanted.items():
+                    if value and name not in FOLLOWED and value != NEUTRAL.get(name):
+                        raise ValueError(
+                            f"{name}: expected none with llm=, which does not follow it, got {value!r:.80}; "
+                            "leave it out of the task's generation_kwargs, or use --model hf"
+                        )
                 if wanted["max_gen_toks"] >= self.max_length:
                     raise ValueError(
                         f"max_gen_toks: expected less than max_length, {self.max_length}, got more; "

@@ -344,6 +344,28 @@ def test_generations_are_a_pairs_where_there_is_a_large_model(
         FutureBridgeLM(model, tokenizer=words, adapter="folder")
 
 
+def test_a_setting_that_a_pair_does_not_follow_is_refused(
+    model: PreTrainedModel, words: PreTrainedTokenizerFast
+) -> None:
+    lm = FutureBridgeLM(model, tokenizer=words, llm=tiny("qwen3", 2, vocab_size=len(words)), threshold=9.0)
+    plain = {"until": [], "max_gen_toks": 4, "do_sample": False}
+    idle = {"repetition_penalty": 1.0, "num_beams": 1, "no_repeat_ngram_size": 0, "use_cache": True, "top_p": 1.0}
+    whole, same = lm.generate_until(requests("generate_until", ("Kate", plain), ("Kate", plain | idle)), True)
+    assert whole == same
+    for name, value in (
+        ("repetition_penalty", 1.2),
+        ("no_repeat_ngram_size", 1),
+        ("min_new_tokens", 3),
+        ("num_beams", 2),
+        ("bad_words_ids", [[7]]),
+        ("presence_penalty", 0.5),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected none with llm=, which does not follow it, got"):
+            lm.generate_until(requests("generate_until", ("Kate", plain | {name: value})), disable_tqdm=True)
+        assert lm.engine is not None
+        assert lm.engine.load.pages == 0
+
+
 def test_an_adapter_brings_what_it_was_trained_for(
     model: PreTrainedModel, words: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
