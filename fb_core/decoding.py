@@ -260,7 +260,8 @@ class CollaborativeDecoder:
         The length limits, stopping criteria, EOS tokens, left padding and streamer (one prompt) given to `generate` are
         honoured, and so are `do_sample`, `temperature`, `top_p` and `top_k`: the seed is then drawn from torch's own
         generator. There is one beam, and logits processors are ignored. It returns the prompts and their new tokens,
-        [B, P + n], padded on the right, as a tensor even if `return_dict_in_generate` is set.
+        [B, P + n], padded on the right (with the first EOS token if there is no pad token), as a tensor even if
+        `return_dict_in_generate` is set.
         """
 
         def custom_generate(
@@ -317,7 +318,9 @@ class CollaborativeDecoder:
         done = self._decode(prompts, room, frozenset(), on_token=on_token, sampling=sampling)
         new = [generation.token_ids for generation in done]
         padding = generation_config.pad_token_id
-        padded = pad_sequence(new, batch_first=True, padding_value=0 if padding is None else padding)
+        if padding is None and (ends := generation_config.eos_token_id) is not None:
+            padding = ends if isinstance(ends, int) else ends[0]
+        padded = pad_sequence(new, batch_first=True, padding_value=padding or 0)
         return torch.cat([input_ids, padded], 1)
 
     @property

@@ -164,13 +164,17 @@ class FutureBridgeSelector(ScoringSelector):
         self.reranker = reranker
 
     def check_slm(self, slm: hf.CausalLM) -> None:
-        """ValueError if the reranker was made on a model with other weights."""
+        """ValueError if the reranker was made on a model with other weights, or cannot read this one's cache."""
         base = self.reranker.base
         if base is not slm and hf.fingerprint(base) != hf.fingerprint(slm):
             raise ValueError(
                 f"selector: expected a reranker made on the decoder's own SLM, got one made on a {type(base).__name__} "
                 "with other weights or architecture; make or load it on this SLM"
             )
+        if self.reranker.scope == "candidate":
+            cache = hf.Cache()
+            hf.last_logits(slm, torch.zeros(1, 2, dtype=torch.int64, device=slm.device), cache=cache)
+            hf.cached_prefix(cache, base, 2)
 
     @torch.no_grad()
     def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:

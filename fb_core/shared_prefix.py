@@ -150,7 +150,8 @@ def checked(model: hf.CausalLM, requests: Requests, valid_vocab: int) -> list[tu
     return pairs
 
 
-_SOUND: WeakSet[nn.Module] = WeakSet()  # models whose packed forward was compared with a plain one
+_SOUND: dict[bool, WeakSet[nn.Module]] = {False: WeakSet(), True: WeakSet()}
+"""Whether in training mode -> the models whose packed forward was compared with a plain one."""
 
 
 @overload
@@ -196,7 +197,7 @@ def shared_prefix_logprobs(
 
     Args:
         model: a transformers causal LM whose attention goes through `AttentionInterface`, or a PEFT model of one; on
-            first use, a packed forward of a few tokens is compared with a plain one.
+            first use, and again in training mode, a packed forward of a few tokens is compared with a plain one.
         prefix: [P] token ids, at least one.
         continuations: K sequences [R_k] of token ids, of any lengths.
         temperature: divides the logits.
@@ -210,8 +211,8 @@ def shared_prefix_logprobs(
 
     Raises:
         TypeError: not a transformers model, or ids that are not integers.
-        ValueError: a model that a packed forward would compute wrongly (refused by name), active dropout, an adapter on
-            the LM head, an empty prefix, an id outside the vocabulary, the wrong device, or more positions than the
+        ValueError: a model that a packed forward would compute wrongly (refused by name), active dropout or noise, an
+            adapter on the LM head or one that acts by token, an empty prefix, an id outside the vocabulary, the wrong device, or more positions than the
             model has.
     """
     return shared_prefix_logprobs_many(  # type: ignore[call-overload, no-any-return]
@@ -281,8 +282,8 @@ def check_trainable(model: hf.Trainable) -> hf.CausalLM:
     inner = hf.causal_lm(model)
     hf.check_supported(inner)
     hf.lm_head(inner)
-    if inner not in _SOUND:
+    if model not in _SOUND[model.training]:
         with torch.autocast(inner.device.type, enabled=False):
-            hf.check_packed_forward(inner)
-        _SOUND.add(inner)
+            hf.check_packed_forward(inner, model)
+        _SOUND[model.training].add(model)
     return inner

@@ -67,13 +67,12 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
                 )
         for model in filter(None, (self.model, self.ref_model)):
             model = self.accelerator.unwrap_model(model)
-            for name, layer in model.named_modules():
-                if isinstance(layer, nn.Dropout) and layer.p > 0:
-                    raise ValueError(
-                        f"SharedPrefixGRPOTrainer: model: expected no dropout, got {layer.p} in {name}; pass "
-                        "disable_dropout=True"
-                    )
-            check_trainable(model)
+            modes = {layer: layer.training for layer in model.modules()}
+            try:
+                check_trainable(model.train())
+            finally:
+                for layer, mode in modes.items():
+                    layer.training = mode
 
     def _get_per_token_logps_and_entropies(
         self,

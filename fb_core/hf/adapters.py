@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from fb_core.counts import check_count
 from fb_core.hf.checkpoints import is_hub_id
 from fb_core.hf.models import share_weights
+from fb_core.hf.packed import attention_modules
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -32,23 +33,28 @@ HARMLESS_ENTRIES = (
     "target_modules",
     "task_type",
 )
-ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")  # qkv_proj: Phi3
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """LoRA on the attention projections of a weight-sharing copy; only the adapter's parameters require grad."""
+    """LoRA on the projections of the decoder's attention, in a weight-sharing copy; only the adapter requires grad.
+
+    Raises:
+        ValueError: adapters in the model, or attention that multiplies by something other than linear layers.
+    """
     if any(isinstance(layer, BaseTunerLayer) for layer in model.modules()):
         raise ValueError(
             f"model: expected a plain base model, got {type(model).__name__} with adapters in it; "
             "merge_and_unload them first"
         )
-    present = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    config.target_modules = sorted(present.intersection(ATTENTION_PROJECTIONS))
-    if not config.target_modules:
-        raise ValueError(
-            f"model: expected linear layers named {', '.join(ATTENTION_PROJECTIONS)}, got {type(model).__name__} "
-            "without any; use a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2"
-        )
+    inside = {layer for attention in attention_modules(model) for layer in attention.modules()}
+    mine = [(name, layer) for name, layer in model.named_modules() if layer in inside]
+    for name, layer in mine:
+        if not isinstance(layer, nn.Linear) and any(x.ndim > 1 for x in layer.parameters(recurse=False)):
+            raise ValueError(
+                f"model: expected linear layers alone to project in attention, got {type(layer).__name__} in {name} of "
+                f"{type(model).__name__}; use a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2"
+            )
+    config.target_modules = [name for name, layer in mine if isinstance(layer, nn.Linear)]
     config.task_type = config.modules_to_save = None
     with warnings.catch_warnings():  # peft reads a property that transformers has renamed
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -137,14 +143,17 @@ def causal_lm(model: Trainable) -> PreTrainedModel:
     """The causal LM inside a PEFT model, adapters active; any other model as it is.
 
     Raises:
-        ValueError: an adapter that adds tokens to the prompt; the causal LM inside would ignore it.
+        ValueError: an adapter that adds tokens to the prompt or acts from some of them on; the causal LM inside would
+            ignore it.
     """
     if not isinstance(model, PeftModel):
         return model
-    if model.active_peft_config.is_prompt_learning:
-        kind = model.active_peft_config.peft_type.value
-        raise ValueError(
-            f"model: expected adapters inside the layers, got {kind}, which adds to the prompt; train with LoRA or "
-            "another adapter of the layers"
-        )
+    for config in (model.peft_config[name] for name in model.active_adapters):
+        invoked = getattr(config, "alora_invocation_tokens", None)
+        if invoked or config.is_prompt_learning:
+            acts = "acts after its alora_invocation_tokens alone" if invoked else "adds to the prompt"
+            raise ValueError(
+                f"model: expected adapters inside the layers, got {config.peft_type.value}, which {acts}; train with "
+                "LoRA or another adapter of the layers"
+            )
     return model.get_base_model()

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from fb_core.hf.models import CausalLM, check_in_memory, checking, misfit, unfit, vocabulary
+from fb_core.hf.models import (
+    CausalLM,
+    agree,
+    check_in_memory,
+    checking,
+    max_positions,
+    misfit,
+    rounded_otherwise,
+    unfit,
+    vocabulary,
+)
 from fb_core.native import NativeDecoder
 
 if TYPE_CHECKING:
@@ -100,23 +110,31 @@ def check_decodable(name: str, model: CausalLM) -> None:
     _DECODES.add(model)
 
 
+@torch.no_grad()
 def _decodes(model: CausalLM) -> bool:
     """Whether a padded batch and a cache that grows give the logits of plain forwards; a few tokens are run."""
-    size, device = vocabulary(model), model.device
-    long, short = torch.tensor([size * step // 11 for step in range(1, 11)], device=device).split([6, 4])
-    plain = torch.cat([last_logits(model, ids[None]) for ids in (long, short)])
-    ids, mask = left_padded([long[:-1], short[:-1]])
+    size, steps, room = vocabulary(model), 4, min(11, max_positions(model) or 11)
+    tokens = torch.tensor([size * step // 20 for step in range(1, 20)], device=model.device)
+    rows = [tokens[:room], tokens[-room + 3 :]]
+
+    def plain() -> Tensor:
+        whole = [model(input_ids=ids[None], use_cache=False).logits[0, -steps:].float() for ids in rows]
+        return torch.stack([*whole, whole[0]])
+
+    wanted, other = plain(), rounded_otherwise(plain, model)
+    if bool(wanted.isnan().any()):
+        return True  # which is said where they are used
+    together, alone, cached = Cache(), Cache(), []
+    ids, mask = left_padded([ids[:-steps] for ids in rows])
     assert mask is not None
-    together, alone = Cache(), Cache()
     last_logits(model, ids, mask, together)
-    last = torch.stack([long[-1:], short[-1:]])
-    grown = last_logits(model, last, torch.cat([mask, torch.ones_like(last)], 1), together)
-    last_logits(model, long[None, :3], cache=alone)
-    extended = last_logits(model, long[None, 3:], cache=alone)
-    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-    cached, wanted = torch.cat([grown, extended]), plain[[0, 1, 0]]
-    largest = float(wanted.abs().amax())
-    return torch.allclose(cached, wanted, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+    last_logits(model, rows[0][None, :2], cache=alone)
+    for step in range(room - steps, room):
+        last = torch.stack([row[step - room :][:1] for row in rows])
+        mask = torch.cat([mask, torch.ones_like(last)], 1)
+        extended = rows[0][None, alone.get_seq_length() : step + 1]
+        cached += [last_logits(model, last, mask, together), last_logits(model, extended, cache=alone)]
+    return agree(torch.cat(cached).view(steps, 3, -1).transpose(0, 1), wanted, other)
 
 
 def left_padded(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

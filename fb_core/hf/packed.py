@@ -6,26 +6,42 @@ is switched to `fb_branch` for one call and always restored.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, starmap
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers import Cache as HFCache
 
-from fb_core.hf.models import check_in_memory, checking, lm_head, misfit, text_config, unfit, vocabulary
+from fb_core.hf.models import (
+    Draws,
+    agree,
+    check_in_memory,
+    checking,
+    logits,
+    max_positions,
+    misfit,
+    rounded_otherwise,
+    text_config,
+    unfit,
+    unseen_draws,
+    vocabulary,
+)
 from fb_core.native import NativeDecoder
-from fb_kernels import BranchLayout, branch_attention, linear_logprob
+from fb_kernels import BranchLayout, branch_attention
 
 ROWS = 16_384  # of a packed forward of whole sequences
+RATE = re.compile("^p$|drop|jitter|noise")  # names of what draws in training mode
 ATTENTION = "fb_branch"  # transformers would treat a name with "flash" in it as its own
 
 
@@ -59,7 +75,7 @@ class Layout:
     prefix: PrefixKV | None = None  # None: the packed rows themselves are the prefix
     captured: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> its packed k, v
     capture: bool = False
-    windows: list[int | None] = field(default_factory=list)  # the window of every attention call through modules
+    calls: list[tuple[nn.Module, int | None]] = field(default_factory=list)  # attention modules, with their windows
 
     @classmethod
     def build(
@@ -131,7 +147,7 @@ def _fb_branch(
         )
     q, k, v = (states[0].transpose(0, 1).to(query.dtype) for states in (query, key, value))  # [T, heads, E]
     layer: int = module.layer_idx  # type: ignore[assignment]
-    fb_layout.windows.append(sliding_window)
+    fb_layout.calls.append((module, sliding_window))
     out, lse = fb_layout.attend(layer, q, k, v, sliding_window, scaling, softcap)
     if s_aux is not None:  # attention sinks take part in the softmax only
         out = out * torch.sigmoid(lse.T - s_aux).to(out.dtype)[..., None]
@@ -147,15 +163,17 @@ _ONE_AT_A_TIME = threading.RLock()  # else threads on one model would restore ea
 @contextmanager
 def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Switch a model's attention implementation inside the context; the old one is always restored."""
-    config = model.config
     with _ONE_AT_A_TIME:
-        parts = {key: getattr(config, key, None) for key in config.sub_configs}  # a multimodal model's may differ
-        before = {key: part._attn_implementation for key, part in {"": config, **parts}.items() if part is not None}
+        configs = [each.config for each in model.modules() if isinstance(each, PreTrainedModel)]
+        for config in configs:  # parts of a multimodal model's, and theirs, may differ
+            configs += filter(None, (getattr(config, key, None) for key in config.sub_configs))
+        before = [(config, config._attn_implementation) for config in configs]
         try:
             model.set_attn_implementation(name)
             yield
         finally:
-            config._attn_implementation = before
+            for config, implementation in before:
+                config._attn_implementation_internal = implementation  # the setter would change its parts too
 
 
 @contextmanager
@@ -199,12 +217,11 @@ def packed_forward(
         [T, D], or [N, D] with rows.
 
     Raises:
-        ValueError: active dropout, or the model did not route every layer, with its window, through the attention
-            interface.
+        ValueError: active dropout or noise, or the model did not route every layer, with its window, through the
+            attention interface.
     """
-    for name, layer in model.named_modules() if model.training else ():
-        if isinstance(layer, nn.Dropout) and layer.training and layer.p > 0:
-            raise ValueError(f"{type(model).__name__}: expected no dropout, got {layer.p} in {name}; call .eval()")
+    if model.training:
+        _check_steady(model)
     if not torch.is_grad_enabled() and not torch.is_autocast_enabled(ids.device.type):
         native = NativeDecoder.of(model)
         if native is not None:
@@ -213,26 +230,64 @@ def packed_forward(
     return hidden if rows is None else hidden[rows]
 
 
+_STEADY: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()  # flags and rates with which nothing is drawn
+
+
+def _check_steady(model: PreTrainedModel) -> None:
+    """Refuse, by name, what draws at random in training mode; asked again when a flag or a rate has changed."""
+    owners = [*model.named_modules(), ("config", text_config(model))]
+    now = [x for _, owner in owners for key, x in vars(owner).items() if key == "training" or isinstance(x, float)]
+    if _STEADY.get(model) == now:
+        return
+    with torch.no_grad(), unseen_draws(model), Draws() as drawn, suppress(ValueError):  # as for a layer left out
+        forward_through_modules(model, *_probe(model))
+    dropping = any(isinstance(each, nn.Dropout) and each.training and each.p > 0 for _, each in owners)
+    entries = ((name, *entry) for name, owner in owners for entry in vars(owner).items())
+    rates = [f"{x} in {name}.{key}" for name, key, x in entries if RATE.search(key) and isinstance(x, float) and x > 0]
+    if dropping or drawn.most > 1 or (drawn.most and rates):  # a layer that may be dropped draws one number
+        got = rates[0] if rates else "random numbers in training mode"
+        raise ValueError(
+            f"{type(model).__name__}: expected no dropout or noise, got {got}; call .eval() or set it to 0"
+        )
+    _STEADY[model] = now
+
+
+def _probe(model: PreTrainedModel) -> tuple[Tensor, Tensor, Layout]:
+    """(ids, positions, layout) of a prefix and two branches, of n tokens each."""
+    n, device = min(10, (max_positions(model) or 20) // 2), model.device
+    ids = torch.arange(1, 3 * n + 1, device=device) * 7919 % vocabulary(model)  # a prime
+    positions = torch.tensor([*range(2 * n), *range(n, 2 * n)], device=device)
+    return ids, positions, Layout.build([([n], 0, 0), ([n, n], 0, n)], device, capture=True)
+
+
 def forward_through_modules(model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
     """`packed_forward` by the model's own modules, with their gradients: [T, D]."""
-    layout.windows.clear()
+    layout.calls.clear()
     with _attention(model, ATTENTION), _recomputed(model) if model.training else nullcontext():
         hidden = model.base_model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, fb_layout=layout
         ).last_hidden_state[0]
     slides = _sliding_layers(model)
-    if len(layout.windows) != len(slides):
+    if len(layout.calls) != len(slides):
         raise ValueError(
             f"{type(model).__name__}: expected {len(slides)} attention layers to go through "
-            f"the attention interface, got {len(layout.windows)}; use a model of a supported family"
+            f"the attention interface, got {len(layout.calls)}; use a model of a supported family"
         )
-    for layer, (sliding, window) in enumerate(zip(slides, layout.windows, strict=True)):
+    for layer, (sliding, (_, window)) in enumerate(zip(slides, layout.calls, strict=True)):
         if sliding and window is None:
             raise ValueError(
                 f"{type(model).__name__}: expected the sliding window of layer {layer} to go through the attention "
                 "interface, got none (the model puts it into its mask alone); use a model of a supported family"
             )
     return hidden
+
+
+@torch.no_grad()
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that attend in the decoder, in the order in which they are called."""
+    ids, positions, layout = _probe(model)
+    forward_through_modules(model, ids, positions, layout)
+    return [module for module, _ in layout.calls]
 
 
 def _sliding_layers(model: PreTrainedModel) -> list[bool]:
@@ -287,6 +342,9 @@ def _whole(
     return packed_forward(model, torch.cat(list(sequences)), positions, layout, at), layout
 
 
+_HELD: WeakKeyDictionary[nn.Module, list[list[list[int]]]] = WeakKeyDictionary()  # [Hkv, E] of each layer's k and v
+
+
 def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
     """The one sequence of `length` tokens that a user's cache holds.
 
@@ -299,11 +357,11 @@ def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
         raise TypeError(
             f"cache: expected a transformers cache, got {type(cache).__name__}; pass the DynamicCache of a forward"
         )
-    config = text_config(model)
-    if len(cache.layers) != config.num_hidden_layers:
+    wanted = _HELD[model]
+    if len(cache.layers) != len(wanted):
         raise ValueError(
-            f"cache: expected the {config.num_hidden_layers} layers of {type(model).__name__}, got "
-            f"{len(cache.layers)}; fill it with this model"
+            f"cache of {type(model).__name__}: expected keys and values of its {len(wanted)} layers, got those of "
+            f"{len(cache.layers)}; give no cache if layers share theirs"
         )
     for index, layer in enumerate(cache.layers):
         keys, filled = layer.keys, int(layer.get_seq_length())
@@ -320,6 +378,11 @@ def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
             raise ValueError(
                 f"cache: expected {model.dtype} on {model.device}, got {keys.dtype} on {keys.device} in layer {index}; "
                 "fill it with this model"
+            )
+        if (shapes := [[*x.shape[1:2], *x.shape[3:]] for x in (keys, layer.values)]) != wanted[index]:
+            raise ValueError(
+                f"cache of {type(model).__name__}: expected keys and values of [heads, width] {wanted[index]} in layer "
+                f"{index}, got {shapes}; give no cache if it keeps something else there"
             )
     return Prefix(PrefixKV.from_cache(cache), 0, length)
 
@@ -352,38 +415,44 @@ def check_supported(model: object) -> None:
 
 
 @torch.no_grad()
-def check_packed_forward(model: PreTrainedModel) -> None:
+def check_packed_forward(model: PreTrainedModel, whole: nn.Module | None = None) -> None:
     """Compare a packed forward of a few tokens with plain ones, so that no model is silently scored wrong.
 
+    Args:
+        model: a causal LM.
+        whole: what its plain forwards run through: a PEFT model of it, or itself if left out.
+
     Raises:
-        ValueError: NaN logits, or log-probabilities that differ.
+        ValueError: NaN logits, log-probabilities that differ, or active dropout or noise.
     """
-    size, device = vocabulary(model), model.device
-    a, b, c, d = size // 7, size // 3, size // 2, size - 1
-    branches = torch.tensor([[a, b, c, d], [a, b, d, c]], device=device)
     if getattr(text_config(model), "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
         warnings.warn(
             f"{type(model).__name__} caps its attention logits and 'sdpa' leaves that out: load it with "
             "attn_implementation='eager' so that decoding and scoring see the same model",
             stacklevel=3,
         )
-    with checking("model", model), _attention(model, "eager"):
-        plain = model(input_ids=branches, use_cache=False).logits[:, -2:].float()
-    layout = Layout.build([([2], 0, 0), ([2, 2], 0, 2)], device)
-    ids = torch.cat([branches[0, :2], branches[0, 2:], branches[1, 2:]])
-    positions = torch.tensor([0, 1, 2, 3, 2, 3], device=device)
-    hidden = packed_forward(model, ids, positions, layout)[2:]
-    if bool(plain.isnan().any()):
+    whole = model if whole is None else whole
+    ids, positions, layout = _probe(model)
+    prefix, *branches = ids.view(3, -1)
+    rows, shape = torch.stack([torch.cat([prefix, each]) for each in branches]), (3, len(prefix), -1)
+
+    def plain() -> Tensor:
+        found = whole(input_ids=rows, use_cache=False).logits.float()
+        return torch.cat([found[0], found[1, len(prefix) :]]).log_softmax(-1).view(shape)
+
+    with unseen_draws(model):
+        with checking("model", model), _attention(model, "eager"):
+            theirs, other = plain(), rounded_otherwise(plain, model)
+        hidden = packed_forward(model, ids, positions, layout)
+    if bool(theirs.isnan().any()):
         raise ValueError(f"model: expected finite logits, got NaN from {type(model).__name__}; check its weights")
-    head = lm_head(model)
-    targets = branches[:, 1:3].reshape(-1)
-    ours = linear_logprob(hidden, head.weight, targets, head.bias, logit_scale=head.logit_scale, softcap=head.softcap)
-    theirs = plain.log_softmax(-1).view(4, -1).gather(1, targets[:, None])[:, 0]
-    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-    if not torch.allclose(ours.float(), theirs, rtol=tolerance, atol=tolerance * float(plain.abs().amax())):
+    _HELD[model] = [[list(x.shape[1:]) for x in layout.captured[layer]] for layer in sorted(layout.captured)]
+    ours = logits(model, hidden).log_softmax(-1).view(shape)
+    if not agree(ours, theirs, other):
+        name = f"{type(whole).__name__} {getattr(whole, 'peft_type', '')}".strip()
         raise ValueError(
-            f"model: expected packed and plain forwards to agree, got log-probabilities {ours.tolist()} and "
-            f"{theirs.tolist()} from {type(model).__name__}; use a model of a supported family"
+            f"model: expected packed and plain forwards to agree, got {name}, whose log-probabilities differ by up to "
+            f"{float((ours - theirs).abs().max()):.3g} nats; use a model of a supported family"
         )
 
 

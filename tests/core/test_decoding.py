@@ -690,6 +690,15 @@ def test_every_causal_lm_decodes_as_generate_does_or_is_refused_by_name(kind):
     assert all("; use a model " in sentence for sentence in sentences)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_what_decodes_wrongly_is_refused_and_nothing_else(dtype):
+    policy = RequestPolicy(NEVER)
+    with pytest.raises(ValueError, match="got MegatronBertForCausalLM with other logits"):
+        CollaborativeDecoder(zoo.build("megatron-bert").to(dtype), None, None, policy, max_events=0)
+    for kind in ("gpt_oss", "mixtral", "gpt2"):
+        CollaborativeDecoder(zoo.build(kind).to(dtype), None, None, policy, max_events=0)
+
+
 def scaled(kind, **rope):
     own = {"original_max_position_embeddings": 16} if kind == "phi3" else {}
     settings = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
@@ -822,6 +831,10 @@ def test_custom_generate_of_a_left_padded_batch(loop):
     first = generations[0].token_ids[: generations[0].token_ids.tolist().index(stop) + 1].tolist()
     assert out[0, 6:].tolist() == first + [0] * (7 - len(first))
     assert out[1, 6:].tolist() == generations[1].token_ids.tolist()
+    decoder.slm.generation_config.pad_token_id = decoder.slm.config.pad_token_id = None
+    for ends in (stop, [stop, 0]):
+        out = custom(decoder, ids, attention_mask=mask, max_new_tokens=7, eos_token_id=ends)
+        assert out[0, 6:].tolist() == first + [stop] * (7 - len(first))
 
 
 def test_custom_generate_refuses_other_models_and_ends_the_stream_of_a_failure():

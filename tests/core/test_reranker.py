@@ -9,10 +9,11 @@ import re
 
 import pytest
 import torch
+import zoo
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, V, tiny
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Gemma3Config
 
 from fb_core import TokenReranker, hf
 from fb_core.atomic import read_file
@@ -404,3 +405,33 @@ def test_moving_or_casting_apart_from_the_model_is_refused():
         with pytest.raises(ValueError, match="expected to stay"):
             move()
     assert torch.equal(reranker.to("cpu").float().scores(*state()), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "within", "layers"),
+    [
+        ("opt", "model.decoder.layers", {"q_proj", "k_proj", "v_proj", "out_proj"}),
+        ("phi", "model.layers", {"q_proj", "k_proj", "v_proj", "dense"}),
+        ("gpt_neox", "gpt_neox.layers", {"query_key_value", "dense"}),
+        ("gemma3", "model.language_model.layers", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    ],
+)
+def test_the_adapter_is_on_every_projection_of_the_decoders_attention(kind, within, layers):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
+    if kind == "gemma3":
+        text = {**sizes, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": V, "query_pre_attn_scalar": 8}
+        vision = {**sizes, "image_size": 28, "patch_size": 14}
+        model = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config=vision)).eval()
+    else:
+        model = zoo.build(kind)
+    reranker = TokenReranker.from_base(model)
+    adapted = [name for name, layer in reranker.adapted.base_model.model.named_modules() if hasattr(layer, "lora_A")]
+    adapted = [name for name in adapted if not name.endswith(("lora_A", "lora_B"))]
+    assert all(name.startswith(within) for name in adapted)
+    assert {name.rpartition(".")[2] for name in adapted} == layers
+    assert len(adapted) == len(layers) * hf.text_config(model).num_hidden_layers
+
+
+def test_attention_that_projects_by_something_else_is_refused():
+    with pytest.raises(ValueError, match="expected linear layers alone to project in attention, got Conv1D in transf"):
+        TokenReranker.from_base(zoo.build("gpt2"))

@@ -33,6 +33,7 @@ from fb_core import (
     BranchGroup,
     CollaborativeDecoder,
     CompatibilityScorer,
+    FutureBridgeSelector,
     LocalLLM,
     RequestPolicy,
     TokenReranker,
@@ -373,6 +374,8 @@ def test_unsupported_models_are_refused_by_name():
     alibi = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=V))
     headless = BertModel(BertConfig(**small, intermediate_size=32))
     own = {"layer_types": ["full_attention"] * 4, "attn_temperature_tuning": False}
+    broken = tiny("phi3")
+    broken.model.norm.forward = lambda hidden: hidden.absent
     for model, words in (
         (linear, "Qwen3NextForCausalLM with layers of type linear_attention"),
         (encoder, "BartForConditionalGeneration with an encoder"),
@@ -381,7 +384,7 @@ def test_unsupported_models_are_refused_by_name():
         (alibi, "BloomForCausalLM"),
         (headless, "BertModel with no LM head"),
         (zoo.build("llama4_text", **own), "Llama4ForCausalLM with its layers outside base_model"),
-        (zoo.build("hrm_text"), "HrmTextForCausalLM with AttributeError in its forward"),
+        (broken, "Phi3ForCausalLM with AttributeError in its forward"),
     ):
         with pytest.raises(ValueError, match=words):
             CompatibilityScorer(model.eval())
@@ -425,9 +428,9 @@ def test_cache_that_is_not_this_prefix_alone_is_refused():
     for cache, kind, words in (
         (half, ValueError, "expected 10 tokens in every layer, got 7 in 10 slots"),
         (cache_of(model, torch.stack([prefix + 5, prefix])), ValueError, "expected one sequence, got 2"),
-        (cache_of(tiny("qwen3", num_hidden_layers=3), prefix), ValueError, "expected the 2 layers"),
+        (cache_of(tiny("qwen3", num_hidden_layers=3), prefix), ValueError, "of its 2 layers, got those of 3"),
         (cache_of(tiny("qwen3").bfloat16(), prefix), ValueError, "expected torch.float32"),
-        (DynamicCache(), ValueError, "expected the 2 layers"),
+        (DynamicCache(), ValueError, "expected keys and values of its 2 layers, got those of 0"),
         (((prefix, prefix),), TypeError, "expected a transformers cache, got tuple"),
     ):
         with pytest.raises(kind, match=words):
@@ -438,6 +441,37 @@ def test_cache_that_is_not_this_prefix_alone_is_refused():
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=len(prefix))):
         got = scorer.score(*GROUP, cache_of(model, prefix, cache))  # keys as the model's own modules compute them
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        ("gemma3n_text", {"num_kv_shared_layers": 2}, "expected keys and values of its 4 layers, got those of 2"),
+        ("glm4_moe_lite", {"v_head_dim": 16}, r"of \[heads, width\] \[\[4, 16\], \[4, 16\]\] in layer 0, got"),
+        (
+            "jetmoe",
+            {"kv_channels": 8},
+            r"of \[heads, width\] \[\[4, 8\], \[4, 8\]\] in layer 0, got \[\[2, 8\], \[2, 8\]\]",
+        ),
+    ],
+)
+def test_a_cache_of_something_else_is_refused_where_it_is_given_or_will_be_read(kind, settings, words):
+    model, words = zoo.build(kind, **settings), f"cache of .*ForCausalLM: .*{words}"
+    scorer = CompatibilityScorer(model)
+    expected = scorer.score(*GROUP)
+    with pytest.raises(ValueError, match=words):
+        scorer.score(*GROUP, cache=cache_of(model, GROUP[0]))
+    assert torch.equal(scorer.score(*GROUP), expected)
+    if kind == "jetmoe":
+        with pytest.raises(ValueError, match="linear layers alone to project in attention, got JetMoe"):
+            TokenReranker.from_base(model)
+        return
+    reranker = TokenReranker.from_base(model)
+    with pytest.raises(ValueError, match=words):
+        CollaborativeDecoder(model, None, FutureBridgeSelector(reranker), RequestPolicy(-math.inf), pool="slm")
+    by_sequence = FutureBridgeSelector(TokenReranker.from_base(model, scope="sequence"))
+    decoder = CollaborativeDecoder(model, None, by_sequence, RequestPolicy(-math.inf), pool="slm", max_events=2)
+    assert len(decoder.generate(GROUP[0], 3).events) == 2
 
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -466,9 +500,9 @@ def test_active_dropout_is_refused():
     scorer = CompatibilityScorer(model)
     expected = scorer.score(*GROUP)
     model.train()
-    with pytest.raises(ValueError, match=r"expected no dropout, got 0\.5 in .*eval"):
+    with pytest.raises(ValueError, match=r"expected no dropout or noise, got 0\.5 in .*eval"):
         scorer.score(*GROUP)
-    with pytest.raises(ValueError, match="expected no dropout"):
+    with pytest.raises(ValueError, match="expected no dropout or noise"):
         CompatibilityScorer(model)
     model.eval()
     assert torch.equal(scorer.score(*GROUP), expected)
@@ -484,6 +518,11 @@ def test_parts_of_a_multimodal_model_keep_their_own_attention():
     CompatibilityScorer(model).score(*GROUP)
     now = [part._attn_implementation for part in (config, config.text_config, config.vision_config)]
     assert now == ["sdpa", "eager", "sdpa"]
+    model.draft = tiny("phi3")  # in no part of the configuration
+    CompatibilityScorer(model).score(*GROUP)
+    assert model.draft.config._attn_implementation == "sdpa"
+    stacked = zoo.build("hrm_text")  # whose configuration takes an implementation by name alone
+    torch.testing.assert_close(CompatibilityScorer(stacked).score(*GROUP), full_forwards(stacked, *GROUP))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import accelerate
 import peft
 import pytest
 import torch
+import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scorer import NoLogits
@@ -352,12 +353,14 @@ def test_what_cannot_be_trained_is_refused_by_name():
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     prompted = peft.get_peft_model(tiny("llama"), config)
     headed = peft.get_peft_model(tiny("llama"), peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    invoked = adapted(tiny("llama"), task_type="CAUSAL_LM", alora_invocation_tokens=[5, 2])
     dropping = adapted(tiny("llama"), lora_dropout=0.2).train()
     for model, kind, words in (
         (alibi, ValueError, "BloomForCausalLM"),
         (prompted, ValueError, "expected adapters inside the layers, got PROMPT_TUNING"),
+        (invoked, ValueError, "got LORA, which acts after its alora_invocation_tokens alone"),
         (headed, ValueError, "expected a plain LM head, got Linear in LlamaForCausalLM; keep adapters, hooks and"),
-        (dropping, ValueError, r"expected no dropout, got 0\.2 in "),
+        (dropping, ValueError, r"expected no dropout or noise, got 0\.2 in "),
         (accelerate.cpu_offload(tiny("llama")), ValueError, "expected weights in memory, got an offloaded LlamaFor"),
         (torch.nn.Linear(2, 2), TypeError, "got Linear"),
     ):
@@ -381,6 +384,94 @@ def test_layers_sharded_by_fsdp2_learn_and_a_sharded_root_is_refused(tmp_path):
             shared_prefix_logprobs(model, PREFIX, RAGGED)
     finally:
         distributed.destroy_process_group()
+
+
+def asks(model):
+    """What both doors do with a model after a call in eval mode; the user's random numbers stay as they were."""
+    scorer = CompatibilityScorer(model)
+    for call in (scorer.logprobs, partial(shared_prefix_logprobs, model)):
+        yield lambda call=call: call(PREFIX, RAGGED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "named"),
+    [
+        ("opt", {"dropout": 0.1}, "0.1 in model.decoder.dropout"),
+        ("opt", {"dropout": 0.0, "layerdrop": 0.1}, "0.1 in model.decoder.layerdrop"),
+        ("starcoder2", {"residual_dropout": 0.2}, "0.2 in model.layers.0.self_attn.residual_dropout"),
+        ("mixtral", {"router_jitter_noise": 0.3}, "0.3 in model.layers.0.mlp.jitter_noise"),
+        ("opt", {"dropout": 0.0}, None),
+        ("mixtral", {}, None),
+    ],
+)
+def test_what_draws_in_training_mode_is_refused_by_name(kind, settings, named):
+    model = zoo.build(kind, **settings)
+    for ask in asks(model):
+        ask()
+        model.train()
+        state = torch.get_rng_state()
+        if named is None:
+            assert all(torch.equal(*pair) for pair in zip(ask(), ask(), strict=True))
+            continue
+        with pytest.raises(ValueError, match=re.escape(f"expected no dropout or noise, got {named}; call .eval()")):
+            ask()
+        assert torch.equal(torch.get_rng_state(), state)
+        model.eval()
+        ask()
+
+
+def test_a_rate_that_is_set_later_is_seen():
+    model = zoo.build("opt", dropout=0.0).train()
+    shared_prefix_logprobs(model, PREFIX, RAGGED)
+    model.model.decoder.layers[1].dropout = 0.25
+    with pytest.raises(ValueError, match=r"got 0\.25 in model\.decoder\.layers\.1\.dropout"):
+        shared_prefix_logprobs(model, PREFIX, RAGGED)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "settings", "right"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}, False),
+        ("modernbert-decoder", {}, False),
+        ("roc_bert", {}, False),
+        ("gpt_oss", {}, True),
+        ("mixtral", {}, True),
+        ("gemma2", {}, True),
+    ],
+)
+def test_in_16_bits_what_packs_wrongly_is_refused_and_nothing_else(kind, settings, right, dtype):
+    model = zoo.build(kind, **settings).to(dtype)
+    if right:
+        CompatibilityScorer(model)
+        return
+    with pytest.raises(ValueError, match=f"expected packed and plain forwards to agree, got {type(model).__name__}"):
+        CompatibilityScorer(model)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "tokens"])
+def test_adapters_on_the_embedding_count(target):
+    token = {"trainable_token_indices": PREFIX[:3].tolist()} if target == "tokens" else {}
+    layers = ["q_proj"] if token else ["q_proj", "embed_tokens"]
+    config = peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False, **token)
+    model = peft.get_peft_model(tiny("llama", tie_word_embeddings=False), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter += "trainable_tokens_delta" in name
+        want = full_forwards(model, PREFIX, RAGGED)
+        for mine, (logprob, _, _) in zip(shared_prefix_logprobs(model, PREFIX, RAGGED), want, strict=True):
+            close(mine, logprob)
+
+
+def test_a_mixture_of_adapters_by_token_is_refused(tmp_path):
+    for name in "01":
+        adapted(tiny("llama"), task_type="CAUSAL_LM").save_pretrained(tmp_path / name)
+    base = tiny("llama")
+    base.config.use_cache = False
+    paths = {name: str(tmp_path / name) for name in "01"}
+    mixed = peft.get_peft_model(base, peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters=paths)).eval()
+    with pytest.raises(ValueError, match="to agree, got PeftModelForCausalLM .*XLORA, whose log-probabilities"):
+        shared_prefix_logprobs(mixed, PREFIX, RAGGED)
 
 
 def test_a_model_that_packs_wrongly_is_found_at_first_sight():

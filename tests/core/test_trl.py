@@ -12,6 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import zoo
 from limits import HANG
 from tiny import FAMILIES, V, tiny
 from tokenizers import Tokenizer
@@ -312,14 +313,19 @@ def mixture() -> MixtralForCausalLM:
         (tiny, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32: expected it to be off"),
         (tiny, {"torch_compile": True}, "torch_compile: expected it to be off"),
         (mixture, {}, "router_aux_loss_coef: expected it to be off"),
-        (tiny, {"peft_config": adapter(lora_dropout=0.1)}, "expected no dropout, got 0.1 in .*; pass disable_dropout"),
+        (tiny, {"peft_config": adapter(lora_dropout=0.1)}, "expected no dropout or noise, got 0.1 in .*lora_dropout"),
+        (
+            lambda: zoo.build("starcoder2", vocab_size=V, residual_dropout=0.2),
+            {"disable_dropout": True},
+            "expected no dropout or noise, got 0.2 in model.layers.0.self_attn.residual_dropout",
+        ),
         (
             lambda: tiny(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
             {},
             "got Qwen3ForCausalLM with rotary scaling dynamic",
         ),
     ],
-    ids=["entropy bonus", "adaptive", "float32 head", "compiled", "router", "dropout", "model"],
+    ids=["entropy bonus", "adaptive", "float32 head", "compiled", "router", "dropout", "function", "model"],
 )
 def test_refused_by_name(model: Any, settings: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
