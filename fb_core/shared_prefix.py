@@ -212,8 +212,8 @@ def shared_prefix_logprobs(
     Raises:
         TypeError: not a transformers model, or ids that are not integers.
         ValueError: a model that a packed forward would compute wrongly (refused by name), active dropout or noise, an
-            adapter on the LM head or one that acts by token, an empty prefix, an id outside the vocabulary, the wrong device, or more positions than the
-            model has.
+            adapter on the LM head or one that acts by token, an empty prefix, an id outside the vocabulary, the wrong
+            device, or more positions than the model has.
     """
     return shared_prefix_logprobs_many(  # type: ignore[call-overload, no-any-return]
         model,
