@@ -449,7 +449,8 @@ def check_packed_forward(model: PreTrainedModel, whole: nn.Module | None = None)
     _HELD[model] = [[list(x.shape[1:]) for x in layout.captured[layer]] for layer in sorted(layout.captured)]
     ours = logits(model, hidden).log_softmax(-1).view(shape)
     if not agree(ours, theirs, other):
-        name = f"{type(whole).__name__} {getattr(whole, 'peft_type', '')}".strip()
+        kind = getattr(getattr(whole, "peft_type", None), "value", "")
+        name = f"{kind} {type(whole).__name__}".strip()
         raise ValueError(
             f"model: expected packed and plain forwards to agree, got {name}, whose log-probabilities differ by up to "
             f"{float((ours - theirs).abs().max()):.3g} nats; use a model of a supported family"
