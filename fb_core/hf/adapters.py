@@ -149,11 +149,11 @@ def causal_lm(model: Trainable) -> PreTrainedModel:
     if not isinstance(model, PeftModel):
         return model
     for config in (model.peft_config[name] for name in model.active_adapters):
-        invoked = getattr(config, "alora_invocation_tokens", None)
-        if invoked or config.is_prompt_learning:
-            acts = "acts after its alora_invocation_tokens alone" if invoked else "adds to the prompt"
+        entries = [name for name in ("alora_invocation_tokens", "layer_replication") if getattr(config, name, None)]
+        if entries or config.is_prompt_learning:
+            acts = f"with {entries[0]}" if entries else "which adds to the prompt"
             raise ValueError(
-                f"model: expected adapters inside the layers, got {config.peft_type.value}, which {acts}; train with "
-                "LoRA or another adapter of the layers"
+                f"model: expected adapters inside the layers, on every token alike, got {config.peft_type.value}, "
+                f"{acts}; train with plain LoRA or another adapter of the layers"
             )
     return model.get_base_model()

@@ -17,12 +17,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from fb_core.hf.models import (
     CausalLM,
+    Watch,
     agree,
     check_in_memory,
     checking,
     max_positions,
     misfit,
-    rounded_otherwise,
     unfit,
     vocabulary,
 )
@@ -121,7 +121,9 @@ def _decodes(model: CausalLM) -> bool:
         whole = [model(input_ids=ids[None], use_cache=False).logits[0, -steps:].float() for ids in rows]
         return torch.stack([*whole, whole[0]])
 
-    wanted, other = plain(), rounded_otherwise(plain, model)
+    wanted = plain()
+    with Watch():
+        other = plain()
     if bool(wanted.isnan().any()):
         return True  # which is said where they are used
     together, alone, cached = Cache(), Cache(), []

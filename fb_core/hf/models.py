@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -112,48 +112,39 @@ def checking(name: str, model: PreTrainedModel) -> Iterator[None]:
         raise unfit(name, model, f"{type(problem).__name__} in its forward ({first:.120})") from problem
 
 
-class _OtherSums(TorchDispatchMode):
-    """Flips the last bit of every 16-bit matrix product of this thread, as another order of its sums might."""
+class Watch(TorchDispatchMode):
+    """Flips the last bit of every 16-bit matrix product of this thread, as another order of its sums might.
+
+    `drawn` is the most random numbers that one operation took.
+    """
+
+    drawn = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation's result, its last bit flipped where it is such a product."""
         result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawn = max(self.drawn, result.numel() if isinstance(result, Tensor) else 2)
         if "mm" in func.__name__ and result.dtype in (torch.bfloat16, torch.float16):
             return (result.view(torch.int16) ^ 1).view(result.dtype)
         return result
 
 
-def rounded_otherwise(plain: Callable[[], Tensor], model: PreTrainedModel) -> Tensor:
-    """What plain forwards give if their 16-bit sums are rounded otherwise; what they give in a wider dtype."""
-    with _OtherSums() if model.dtype.itemsize < 4 else nullcontext():
-        return plain()
-
-
 def agree(ours: Tensor, plain: Tensor, other: Tensor) -> bool:
-    """Whether logits or log-probs [parts, n, ...] are `plain` up to the model's own rounding, by which `other` differs.
+    """Whether logits or log-probs [parts, n, ...] are `plain` up to the model's own rounding (`other`'s, by `Watch`).
 
     In 16 bits the median error of each part counts: rounding sends a few tokens to other experts.
     """
     least = 1e-3 * float(plain.abs().amax())
     if torch.equal(other, plain):
         return torch.allclose(ours, plain, rtol=1e-3, atol=least)
-    error, rounding = ((x - plain).abs().view(*plain.shape[:2], -1).mean(-1).median(-1).values for x in (ours, other))
+    error, rounding = (
+        (x - plain).abs().reshape(*plain.shape[:2], -1).mean(-1).median(-1).values for x in (ours, other)
+    )
     return bool((error <= 3 * rounding + least).all())
 
 
-class Draws(TorchDispatchMode):
-    """Watches what this thread draws: `most` numbers by one operation."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operation as it is."""
-        result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.most = max(self.most, result.numel() if isinstance(result, Tensor) else 2)
-        return result
-
-
-def unseen_draws(model: PreTrainedModel) -> AbstractContextManager[None]:
+def quietly(model: PreTrainedModel) -> AbstractContextManager[None]:
     """What is drawn inside is not drawn from the user's generators."""
     kind = model.device.type
     return torch.random.fork_rng([] if kind == "cpu" else [model.device], device_type="cuda" if kind == "cpu" else kind)

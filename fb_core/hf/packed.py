@@ -24,17 +24,16 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers import Cache as HFCache
 
 from fb_core.hf.models import (
-    Draws,
+    Watch,
     agree,
     check_in_memory,
     checking,
     logits,
     max_positions,
     misfit,
-    rounded_otherwise,
+    quietly,
     text_config,
     unfit,
-    unseen_draws,
     vocabulary,
 )
 from fb_core.native import NativeDecoder
@@ -239,12 +238,12 @@ def _check_steady(model: PreTrainedModel) -> None:
     now = [x for _, owner in owners for key, x in vars(owner).items() if key == "training" or isinstance(x, float)]
     if _STEADY.get(model) == now:
         return
-    with torch.no_grad(), unseen_draws(model), Draws() as drawn, suppress(ValueError):  # as for a layer left out
+    with torch.no_grad(), quietly(model), Watch() as seen, suppress(ValueError):  # as for a layer left out
         forward_through_modules(model, *_probe(model))
     dropping = any(isinstance(each, nn.Dropout) and each.training and each.p > 0 for _, each in owners)
     entries = ((name, *entry) for name, owner in owners for entry in vars(owner).items())
     rates = [f"{x} in {name}.{key}" for name, key, x in entries if RATE.search(key) and isinstance(x, float) and x > 0]
-    if dropping or drawn.most > 1 or (drawn.most and rates):  # a layer that may be dropped draws one number
+    if dropping or seen.drawn > 1 or (seen.drawn and rates):  # a layer that may be dropped draws one number
         got = rates[0] if rates else "random numbers in training mode"
         raise ValueError(
             f"{type(model).__name__}: expected no dropout or noise, got {got}; call .eval() or set it to 0"
@@ -440,9 +439,11 @@ def check_packed_forward(model: PreTrainedModel, whole: nn.Module | None = None)
         found = whole(input_ids=rows, use_cache=False).logits.float()
         return torch.cat([found[0], found[1, len(prefix) :]]).log_softmax(-1).view(shape)
 
-    with unseen_draws(model):
+    with quietly(model):
         with checking("model", model), _attention(model, "eager"):
-            theirs, other = plain(), rounded_otherwise(plain, model)
+            theirs = plain()
+            with Watch():
+                other = plain()
         hidden = packed_forward(model, ids, positions, layout)
     if bool(theirs.isnan().any()):
         raise ValueError(f"model: expected finite logits, got NaN from {type(model).__name__}; check its weights")

@@ -354,11 +354,13 @@ def test_what_cannot_be_trained_is_refused_by_name():
     prompted = peft.get_peft_model(tiny("llama"), config)
     headed = peft.get_peft_model(tiny("llama"), peft.LoraConfig(r=2, target_modules=["lm_head"]))
     invoked = adapted(tiny("llama"), task_type="CAUSAL_LM", alora_invocation_tokens=[5, 2])
+    repeated = adapted(tiny("llama"), layer_replication=[[0, 2], [0, 2]])
     dropping = adapted(tiny("llama"), lora_dropout=0.2).train()
     for model, kind, words in (
         (alibi, ValueError, "BloomForCausalLM"),
-        (prompted, ValueError, "expected adapters inside the layers, got PROMPT_TUNING"),
-        (invoked, ValueError, "got LORA, which acts after its alora_invocation_tokens alone"),
+        (prompted, ValueError, "expected adapters inside the layers, .* got PROMPT_TUNING"),
+        (repeated, ValueError, "got LORA, with layer_replication"),
+        (invoked, ValueError, "got LORA, with alora_invocation_tokens"),
         (headed, ValueError, "expected a plain LM head, got Linear in LlamaForCausalLM; keep adapters, hooks and"),
         (dropping, ValueError, r"expected no dropout or noise, got 0\.2 in "),
         (accelerate.cpu_offload(tiny("llama")), ValueError, "expected weights in memory, got an offloaded LlamaFor"),
