@@ -62,14 +62,8 @@ def test_a_count_past_64_bits_is_refused_as_others_are(name, call):
         (lambda: decoder(max_events=1 << 31), "max_events: expected at most 2147483647, got 2147483648; leave"),
         (lambda: PairSettings(slm="a", llm="b", max_events=1 << 31), "max_events\n.*less than 2147483648"),
         (lambda: engine(max_batch=10**8), r"max_batch: expected at most \d+ sequences of 128 tokens in \d+ bytes"),
-        (
-            lambda: engine(max_batch=99, kv_memory=1 << 60),
-            "kv_memory: expected at most the 1000000 bytes of the device",
-        ),
-        (
-            lambda: hf.load_model("demo", "cuda:99"),
-            "device: expected one of this machine, got cuda:99 [(].+[)]; auto is",
-        ),
+        (lambda: engine(max_batch=99, kv_memory=1 << 60), "kv_memory: expected at most the 1000000 bytes"),
+        (lambda: hf.load_model("demo", "cuda:99"), "device: expected one of this machine, got cuda:99 [(].+[)]; "),
     ],
 )
 def test_what_no_tensor_and_no_device_holds_is_refused_before_anything_is_made(call, words, monkeypatch):

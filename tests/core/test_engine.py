@@ -13,6 +13,7 @@ import warnings
 import weakref
 from concurrent.futures import CancelledError, Future
 from fractions import Fraction
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -308,10 +309,12 @@ def test_where_pages_are_scarce_sequences_wait():
 def test_a_threshold_and_a_budget_of_ones_own():
     slm, llm = models()
     (ids,) = prompts(9, seed=6)
-    with engine(slm, llm, max_events=4) as running:
-        for threshold, events in ((-math.inf, 2), (1.5, 4), (math.inf, 4), (1.2, 0)):
-            want = alone(slm, llm, [ids], 16, threshold=threshold, max_events=events)
-            assert [facts(running.submit(ids, 16, threshold=threshold, max_events=events).result(60))] == want
+    odd = ((np.float32(1.5), np.int64(4)), (Fraction(3, 2), 4), (10**300, 4))  # numbers that no tensor takes
+    with engine(slm, llm, max_events=np.int64(4), max_batch=np.int64(2)) as running:
+        for threshold, events in ((-math.inf, 2), (1.5, 4), (math.inf, 4), (1.2, 0), *odd):
+            want = alone(slm, llm, [ids], 16, threshold=float(threshold), max_events=int(events))
+            handle = running.submit(ids, np.int64(16), threshold=threshold, max_events=events)
+            assert [facts(handle.result(60))] == want
         with pytest.raises(ValueError, match="expected at most the engine's 4, got 5"):
             running.submit(ids, 16, max_events=5)
         with pytest.raises(ValueError, match="threshold"):
@@ -525,44 +528,22 @@ def test_an_error_of_all_reaches_all_who_were_submitted(monkeypatch):
         assert [facts(running.submit(prompts(5)[0], 9).result(60))] == alone(slm, llm, prompts(5), 9)
 
 
-@pytest.mark.parametrize("threshold", [np.float32(1.5), Fraction(3, 2), pytest.param(10**300, id="huge")])
-def test_numbers_of_any_kind_reach_the_step_as_plain_ones(threshold):
-    slm, llm = models()
-    (ids,) = prompts(9, seed=6)
-    with engine(slm, llm, max_batch=np.int64(2), max_events=np.int64(4)) as running:
-        own = {"threshold": threshold, "max_events": np.int64(2)}
-        handles = [running.submit(ids, np.int64(16), **more) for more in ({}, own)]
-        for handle, nats, events in zip(handles, (1.2, float(threshold)), (4, 2), strict=True):
-            want = alone(slm, llm, [ids], 16, threshold=nats, max_events=events)
-            assert [facts(handle.result(60))] == want
-
-
-@pytest.mark.parametrize("where", ["put", "go_on", "ask", "text"])
+@pytest.mark.parametrize("where", ["loop.step.put", "loop.step.go_on", "loop._threads.submit", "pair.text"])
 def test_an_error_in_what_one_sequence_needs_ends_it_alone(monkeypatch, where):
     slm, llm = models()
-    slow, asked = Slow(llm), prompts(5, 90, 7, seed=15)
+    slow, asked, second = Slow(llm), prompts(5, 90, 7, seed=15), iter([False, True])
     slow.go.set()
-    want = alone(slm, llm, asked, 12, threshold=-1.0)
-    with engine(slm, slow, threshold=-1.0, max_batch=3, max_length=200) as running:
-        loop, pages = running.decoder.loop, running.decoder.loop.model.pages
-        place, name, of_it = {
-            "put": (loop.step, "put", lambda row, tokens, *_: len(tokens) == 90),
-            "go_on": (loop.step, "go_on", lambda row, *_: loop.rows[row].row.prompt == 90),
-            "ask": (loop._threads, "submit", lambda _, task, *__: task.row.prompt == 90),
-            "text": (Pair, "text", lambda _, new: new.tolist() == want[1][0]),
-        }[where]
+    (of, _, name), threshold = where.rpartition("."), -1.0 if "submit" in where else NEVER
+    with engine(slm, slow, threshold=threshold, max_batch=3, max_length=200) as running:
+        place, pages = attrgetter(of)(running.decoder), running.decoder.loop.model.pages
         act = getattr(place, name)
-
-        def acting(*arguments):
-            if of_it(*arguments):
-                raise RuntimeError("can't do this one")
-            return act(*arguments)
-
-        monkeypatch.setattr(place, name, acting)
-        handles = [running.submit(ids, 12) for ids in asked]
-        with pytest.raises(RuntimeError, match="can't do this one"):
+        monkeypatch.setattr(place, name, lambda *given: 1 / 0 if next(second, False) else act(*given))
+        with running._state.changed:
+            handles = [running.submit(ids, 3 * new) for new, ids in enumerate(asked, 1)]
+        with pytest.raises(ZeroDivisionError):
             handles[1].result(60)
-        assert [facts(handles[index].result(60)) for index in (0, 2)] == [want[0], want[2]]
+        for place, new in ((0, 3), (2, 9)):
+            assert [facts(handles[place].result(60))] == alone(slm, llm, asked[place : place + 1], new, None, threshold)
         waited(lambda: pages.free == pages.count)
 
 
