@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import reprlib
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ PATIENCE, AGAIN = 3, 64  # answers in a row without what was asked, until only e
 MASKED = -9999.0  # the log-probability that vLLM gives for -inf
 TRIES = 3  # of a request whose answer is padded or too short
 TURN = 10.0  # seconds that a request waits at most for those of the other kind
+SOON, SLOW, RECENT = 1.5, 4, 8  # or no longer than this, or than so many times the slowest of so many answers
 ROUNDING = 1e-3  # nats that a log-probability may exceed 0 by
 TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})", re.ASCII)
 
@@ -85,34 +87,44 @@ _PLAIN = {
 
 
 class _Turns:
-    """Requests of one kind at a time; those that wait go together once all of the other kind are answered."""
+    """Requests of one kind at a time; all that wait go once the other kind's are answered, or take far too long."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._kind, self._running = "", 0
-        self._waiting, self._turns = Counter[str](), Counter[str]()
+        self._kind = ""  # whose turn it is
+        self._waiting, self._running = dict[object, str](), dict[object, float]()  # kinds; when they began
+        self._took = deque[float](maxlen=RECENT)
 
     @contextmanager
     def of(self, kind: str) -> Iterator[None]:
+        mine = object()
         with self._changed:
-            if self._running and (self._waiting or kind != self._kind):
-                self._waiting[kind] += 1
-                turn = self._turns[kind]
-                if not self._changed.wait_for(lambda: self._turns[kind] != turn, TURN):
-                    self._waiting -= Counter([kind])
-                    self._running += 1
-            else:
-                self._kind, self._running = kind, self._running + 1
+            self._waiting[mine] = kind
+            seconds = self._let_go()
+            while mine in self._waiting:
+                self._changed.wait(seconds)
+                seconds = self._let_go()
         try:
             yield
+            self._took.append(time.monotonic() - self._running[mine])
         finally:
             with self._changed:
-                self._running -= 1
-                if self._waiting and not self._running:
-                    self._kind = next((kind for kind in self._waiting if kind != self._kind), self._kind)
-                    self._running = self._waiting.pop(self._kind)
-                    self._turns[self._kind] += 1
-                    self._changed.notify_all()
+                del self._running[mine]
+                self._let_go()
+
+    def _let_go(self) -> float:
+        """Begin those whose turn it is; the seconds after which the others need not wait any longer."""
+        now, others = time.monotonic(), set(self._waiting.values()) - {self._kind}
+        patience = min(TURN, max(SOON, SLOW * max(self._took, default=TURN)))
+        seconds = max(self._running.values(), default=-TURN) + patience - now
+        if others and seconds <= 0:
+            self._kind = others.pop()
+        if not others or seconds <= 0:
+            for mine in [each for each, kind in self._waiting.items() if kind == self._kind]:
+                self._running[mine] = now
+                del self._waiting[mine]
+            self._changed.notify_all()
+        return seconds
 
 
 class VLLM(Dialect):

@@ -865,13 +865,15 @@ def test_padding_that_vllm_gives_for_likely_ids_is_asked_again(padded):
                 llm.candidates([5], 2)
 
 
-def test_a_question_waits_for_those_of_the_other_kind_but_not_for_ever(monkeypatch):
-    monkeypatch.setattr(dialects, "TURN", 0.05)
+@pytest.mark.parametrize("stuck", ["likely", "given"])
+def test_a_question_waits_for_those_of_the_other_kind_but_for_none_that_is_stuck(monkeypatch, stuck):
+    monkeypatch.setattr(dialects, "TURN", HANG)
+    monkeypatch.setattr(dialects, "SOON", 0.05, raising=False)
     end = threading.Event()
 
     def answer(handler):
         given = "logprob_token_ids" in handler.fields
-        if given:
+        if handler.fields["prompt"] == [7] and given == (stuck == "given"):
             end.wait(HANG)
         says(
             {
@@ -883,11 +885,13 @@ def test_a_question_waits_for_those_of_the_other_kind_but_not_for_ever(monkeypat
 
     with scripted(answer) as there:
         llm = ServerLLM(there.url, vocabulary=V)
-        hanging = threading.Thread(target=llm.candidates, args=([5], 1, [9]))
+        llm.candidates([5], 1, [9])
+        hanging = threading.Thread(target=llm.candidates, args=([7], 1, [9]), daemon=True)
         hanging.start()
-        while len(there.asked) < 2:
+        while len(there.asked) < 3 + (stuck == "given"):
             time.sleep(0.01)
-        assert llm.candidates([5], 1).ids.tolist() == [3]
+        for _ in range(2):
+            assert llm.candidates([5], 1, [9]).score_logprob.tolist() == [-2.0]
         end.set()
         hanging.join()
 
