@@ -25,12 +25,12 @@ class Dialect(ABC):
     """The requests to one kind of server, and how its answers are read; a malformed answer raises whatever it causes.
 
     Args:
-        post: (path, fields) -> the answer.
+        post: (path, fields, number of tokens that the answer may name, which limits its bytes) -> the answer.
         vocabulary: ids from this one on are refused.
         ends: ids that end a continuation.
     """
 
-    def __init__(self, post: Callable[[str, dict[str, Any]], Any], vocabulary: int, ends: list[int]) -> None:
+    def __init__(self, post: Callable[[str, dict[str, Any], int], Any], vocabulary: int, ends: list[int]) -> None:
         self.post = post
         self.vocabulary = vocabulary
         self.ends = ends
@@ -49,7 +49,8 @@ class Dialect(ABC):
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text, without surrounding special tokens."""
-        return self.tokens(self.post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"])
+        fields = {"prompt": text, "add_special_tokens": False}
+        return self.tokens(self.post("/tokenize", fields, len(text.encode()))["tokens"])
 
     def token(self, value: Any) -> int:
         """A token id of an answer."""
@@ -137,7 +138,7 @@ class VLLM(Dialect):
 
     ignored = 0  # questions since the server last answered one with logprob_token_ids
 
-    def __init__(self, post: Callable[[str, dict[str, Any]], Any], vocabulary: int, ends: list[int]) -> None:
+    def __init__(self, post: Callable[[str, dict[str, Any], int], Any], vocabulary: int, ends: list[int]) -> None:
         super().__init__(post, vocabulary, ends)
         self._turns = _Turns()
 
@@ -159,22 +160,24 @@ class VLLM(Dialect):
                 self.ignored = 0
         if missing:
             self.ignored += 1
-            choices = self._choices(prompt=[[*ids, token] for token in missing], max_tokens=1, prompt_logprobs=0)
+            prompts, places = [[*ids, token] for token in missing], len(missing) * (len(ids) + 2)
+            choices = self._choices(places, prompt=prompts, max_tokens=1, prompt_logprobs=0)
             last = [choice["prompt_logprobs"][-1] for choice in sorted(choices, key=lambda choice: choice["index"])]
             scores |= self.logprobs((t, of[str(t)]["logprob"]) for t, of in zip(missing, last, strict=True))
         return top, scores
 
     def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
         fields = {"max_tokens": n, "return_token_ids": True, "stop_token_ids": self.ends} | sampled
-        (choice,) = self._choices(prompt=ids, **fields)
+        (choice,) = self._choices(len(ids) + n, prompt=ids, **fields)
         return self.tokens(choice["token_ids"])
 
     def _next(self, ids: list[int], **fields: Any) -> dict[int, float]:
-        (choice,) = self._choices(prompt=ids, max_tokens=1, return_tokens_as_token_ids=True, **fields)
+        named = len(ids) + fields["logprobs"] + len(fields.get("logprob_token_ids", ()))
+        (choice,) = self._choices(named, prompt=ids, max_tokens=1, return_tokens_as_token_ids=True, **fields)
         return self.logprobs((self._id(name), value) for name, value in choice["logprobs"]["top_logprobs"][0].items())
 
-    def _choices(self, **fields: Any) -> Any:
-        return self.post("/v1/completions", _PLAIN | fields)["choices"]
+    def _choices(self, named: int, **fields: Any) -> Any:
+        return self.post("/v1/completions", _PLAIN | fields, named)["choices"]
 
     def _id(self, name: str) -> int:
         match = TOKEN_ID.fullmatch(name)
@@ -202,7 +205,8 @@ class SGLang(Dialect):
 
     def _generate(self, ids: list[int], n: int, sampled: dict[str, Any], **fields: Any) -> Any:
         sampling = _PLAIN | {"max_new_tokens": n, "stop_token_ids": self.ends} | sampled
-        return self.post("/generate", {"input_ids": ids, "sampling_params": sampling, **fields})
+        named = len(ids) + n + fields.get("top_logprobs_num", 0) + len(fields.get("token_ids_logprob", ()))
+        return self.post("/generate", {"input_ids": ids, "sampling_params": sampling, **fields}, named)
 
 
 class LlamaCpp(Dialect):
@@ -225,7 +229,7 @@ class LlamaCpp(Dialect):
 
     def tokenize(self, text: str) -> list[int]:
         fields = {"content": text, "add_special": False, "parse_special": True}
-        return self.tokens(self.post("/tokenize", fields)["tokens"])
+        return self.tokens(self.post("/tokenize", fields, len(text.encode()))["tokens"])
 
     def _next(self, ids: list[int], n: int) -> dict[int, float]:
         whole = {"logit_bias": [["0", 1e9]]}  # samples id 0: half a character would have no probabilities
@@ -234,7 +238,8 @@ class LlamaCpp(Dialect):
 
     def _completion(self, ids: list[int], n: int, **fields: Any) -> Any:
         plain = {"temperature": 0, "dynatemp_range": 0, "samplers": ["temperature"], "mirostat": 0, "logit_bias": []}
-        return self.post("/completion", plain | {"cache_prompt": True, "prompt": ids, "n_predict": n} | fields)
+        asked = plain | {"cache_prompt": True, "prompt": ids, "n_predict": n} | fields
+        return self.post("/completion", asked, len(ids) + n + fields.get("n_probs", 0))
 
 
 DIALECTS: dict[str, type[Dialect]] = {"vllm": VLLM, "sglang": SGLang, "llama.cpp": LlamaCpp}

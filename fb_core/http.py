@@ -44,21 +44,21 @@ class Connections:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=_run, args=(self._loop,), name="fb-http", daemon=True).start()
 
-    def post(self, path: str, body: bytes, gone: Future[None] | None = None) -> tuple[int, bytes]:
+    def post(self, path: str, body: bytes, most: int, gone: Future[None] | None = None) -> tuple[int, bytes]:
         """Status and body of the answer to a POST, which is given up when `gone` is cancelled.
 
         Raises:
             CancelledError: it was given up.
-            ServerError: an answer above `MAX_BODY`.
+            ServerError: an answer of more than `most` bytes, or above `MAX_BODY`.
             TimeoutError: no complete answer in time.
             OSError: no connection, or a broken one.
         """
-        running = asyncio.run_coroutine_threadsafe(self._post(path, body), self._loop)
+        running = asyncio.run_coroutine_threadsafe(self._post(path, body, min(most, MAX_BODY)), self._loop)
         if gone is not None:
             gone.add_done_callback(lambda _: running.cancel())
         return running.result()
 
-    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
+    async def _post(self, path: str, body: bytes, most: int) -> tuple[int, bytes]:
         answer = bytearray()
         try:
             async with (
@@ -67,9 +67,9 @@ class Connections:
             ):
                 async for chunk in response.aiter_raw():
                     answer += chunk
-                    if len(answer) > MAX_BODY:
+                    if len(answer) > most:
                         raise ServerError(
-                            f"{self._url}: expected at most {MAX_BODY} bytes from {path}, got more; check what "
+                            f"{self._url}: expected at most {most} bytes from {path}, got more; check what "
                             "listens there"
                         )
                 return response.status_code, bytes(answer)

@@ -27,6 +27,7 @@ from fb_core.sampling import Sampling, seeded
 
 Flavour = Literal["vllm", "sglang", "llama.cpp"]
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds before a retry; doubled each time, times 0.5 to 1.5
+ANSWER, EACH = 1 << 20, 256  # bytes of an answer, and for each token that it may name
 PART = 8  # so many characters of a key are too many to show
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # from reading a malformed answer
 TEXTS = (
@@ -311,9 +312,9 @@ class ServerLLM(LLM):
             return flavour
         return self.flavour
 
-    def _post_once(self, path: str, fields: dict[str, Any]) -> Any:
+    def _post_once(self, path: str, fields: dict[str, Any], named: int) -> Any:
         """The JSON answer to a JSON request; a status other than 200 is a LookupError."""
-        status, answer = self._connections.post(path, self._body(fields))
+        status, answer = self._connections.post(path, self._body(fields), ANSWER + EACH * named)
         if status != 200:
             raise LookupError(f"status {status}")
         return self._parsed(path, answer)
@@ -321,7 +322,7 @@ class ServerLLM(LLM):
     def _body(self, fields: dict[str, Any]) -> bytes:
         return json.dumps(fields if self.model is None else {"model": self.model, **fields}).encode()
 
-    def _post(self, path: str, fields: dict[str, Any]) -> Any:
+    def _post(self, path: str, fields: dict[str, Any], named: int) -> Any:
         """The JSON answer to a JSON request, with retries; CancelledError once nobody waits for it."""
         body, gone = self._body(fields), GONE.get() or Future()
         for attempt in range(self.retries + 1):
@@ -330,7 +331,7 @@ class ServerLLM(LLM):
                 with suppress(TimeoutError):
                     gone.result(delay)
             try:
-                status, answer = self._connections.post(path, body, gone)
+                status, answer = self._connections.post(path, body, ANSWER + EACH * named, gone)
             except ServerError:
                 raise
             except OSError as problem:

@@ -21,7 +21,7 @@ from limits import HANG
 from test_llm import BAD_CALLS, lists
 from tiny import EOS, V, prompts, tiny
 
-from fb_core import ServerError, ServerLLM, cli, dialects, http, server
+from fb_core import ServerError, ServerLLM, cli, dialects, server
 from fb_core.config import PairSettings, RunSettings, ServerSettings
 from fb_core.decoding import CollaborativeDecoder
 from fb_core.engine.engine import Engine
@@ -429,9 +429,8 @@ def test_slow_answers_end_at_the_timeout(answer):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_answers_are_bounded(monkeypatch, chunked):
-    monkeypatch.setattr(http, "MAX_BODY", 10**6)
-
+@flavours
+def test_answers_are_bounded_by_what_was_asked(flavour, chunked):
     def flood(handler):
         length = "Transfer-Encoding: chunked" if chunked else "Content-Length: 99999999999"
         handler.wfile.write(f"HTTP/1.1 200 OK\r\n{length}\r\n\r\n".encode())
@@ -439,9 +438,14 @@ def test_answers_are_bounded(monkeypatch, chunked):
             handler.wfile.write(b"10000\r\n" + bytes(0x10000) + b"\r\n" if chunked else bytes(0x10000))
 
     with within(HANG), scripted(flood) as there:
-        with pytest.raises(ServerError, match="expected at most 1000000 bytes from /completion, got more; check"):
-            ask(there.url)
-        assert len(there.asked) == 1
+        llm = ServerLLM(there.url, flavour, vocabulary=V, timeout=HANG)
+        for call, named in (
+            (lambda: llm.candidates([5, 6], 3), 5 + (flavour != "vllm")),
+            (lambda: llm.complete([5, 6], 4000), 2 + 4000),
+            (lambda: llm.check_tokenizer(Words(), ["a text"]), 6),
+        ):
+            with pytest.raises(ServerError, match=f"at most {(1 << 20) + 256 * named} bytes from /.*, got more; check"):
+                call()
 
 
 @pytest.mark.parametrize(
@@ -749,18 +753,20 @@ def test_what_is_sent_for_samples(flavour, answer, sent):
 
 
 def test_llama_cpp_is_asked_for_more_until_the_scores_are_there():
-    size = 5000
+    size = 20_000
 
     def top(handler):
-        n = handler.server.asked[-1]["n_probs"]
-        says(probs(*((token, -0.01 * token) for token in range(n))))(handler)
+        answer = probs(*((token, -0.001 * token) for token in range(handler.server.asked[-1]["n_probs"])))
+        for entry in answer["completion_probabilities"][0]["top_logprobs"]:
+            entry |= {"token": " electronically", "bytes": list(b" electronically")}  # as long as the longest words
+        says(answer)(handler)
 
     with scripted(top) as there:
-        assert ask(there.url, 2, [1, 60], vocabulary=size).score_logprob.tolist() == pytest.approx([-0.01, -0.6])
+        assert ask(there.url, 2, [1, 60], vocabulary=size).score_logprob.tolist() == pytest.approx([-0.001, -0.06])
         assert [fields.pop("n_probs") for fields in there.asked] == [128]
         there.asked.clear()
-        assert ask(there.url, 2, [4999], vocabulary=size).score_logprob.tolist() == pytest.approx([-49.99])
-        assert [fields["n_probs"] for fields in there.asked] == [128, 2048, 5000]
+        assert ask(there.url, 2, [19_999], vocabulary=size).score_logprob.tolist() == pytest.approx([-19.999])
+        assert [fields["n_probs"] for fields in there.asked] == [128, 2048, 20_000]
     with scripted(says(FINE)) as there:
         with pytest.raises(ServerError, match=r"expected 3 candidates and 2 scores .* got 3 and no score of \[7\]"):
             ask(there.url, 3, [4, 7], vocabulary=size)
