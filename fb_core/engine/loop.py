@@ -356,30 +356,31 @@ class Loop:
     def _score(self, changed: list[Task]) -> None:
         """Run continuations whose prefixes are in pages: one forward, as large as a piece of a prompt or one of them.
 
-        The last token of a prefix begins each of its continuations.
+        Those that wait take turns, a continuation each. The last token of a prefix begins each of its continuations.
         """
-        room, work = self._room, list[tuple[Task, list[Tensor]]]()
-        for task in self.scoring:
-            some: list[Tensor] = []
-            for tokens in islice(task.continuations or (), len(task.scores), None):
-                if len(tokens) > room and (some or work):
-                    break
-                some.append(tokens)
-                room -= len(tokens)
-            if not some:
-                break
-            work.append((task, some))
-        if not work:
+        if not self.scoring:
             return
+        room, work = self._room, dict[Task, list[Tensor]]()
+        turns = deque((task, islice(task.continuations or (), len(task.scores), None)) for task in self.scoring)
+        while turns:
+            task, left = turns.popleft()
+            if (tokens := next(left, None)) is None:
+                continue
+            if len(tokens) > room and work:
+                self.scoring.rotate(-self.scoring.index(task))
+                break
+            work.setdefault(task, []).append(tokens)
+            room -= len(tokens)
+            turns.append((task, left))
         pack = []
-        for task, some in work:
+        for task, some in work.items():
             prefix = hf.Prefix(self.model.kv, 0, task.held, tuple(task.pages or ()))
             last = torch.tensor(task.row.tokens[-1:], device=self.step.logits.device)
             branches = [torch.cat([last, tokens]) for tokens in some]
             pack.append((prefix, [shared_prefix.Branches(task.held, branches, 1)]))
         vocabulary = self.step.vocabulary
         results = shared_prefix.forward(self.model.model, pack, valid_vocab=vocabulary, return_greedy=True)
-        for (task, _), (outputs,) in zip(work, results, strict=True):
+        for task, (outputs,) in zip(work, results, strict=True):
             task.scores += [(logprob.float().cpu(), greedy.cpu()) for logprob, greedy in outputs]
             if any(bool(logprob.isnan().any()) for logprob, _ in task.scores[-len(outputs) :]):
                 task.error = not_finite(0, task.row.index)
@@ -388,7 +389,6 @@ class Loop:
                 changed.append(task)
 
     def _begin(self, task: Task) -> None:
-        """Make a sequence a row of the step; an error ends it and no other."""
         assert task.pages is not None
         task.step_row, task.since = len(self.rows), self.step.begun
         self.rows.append(task)

@@ -133,6 +133,25 @@ def test_continuations_run_in_pieces_between_steps(monkeypatch):
     assert len({begun for _, begun, _ in sizes}) == 5
 
 
+def test_scores_take_turns(monkeypatch):
+    slm, llm = models()
+    asked = list(zip(prompts(20, 9, 5), (prompts(*n) for n in ([10] * 12, [10] * 12, [3, 3])), strict=True))
+    packs, forward = [], loop.shared_prefix.forward
+
+    def forwarding(model, pack, **options):
+        packs.append([len(groups[0].continuations) for _, groups in pack])
+        return forward(model, pack, **options)
+
+    monkeypatch.setattr(loop, "CHUNK", 40)
+    monkeypatch.setattr(loop.shared_prefix, "forward", forwarding)
+    with engine(slm, llm, max_length=300, prefill_tokens=40) as running:
+        with running._state.changed:
+            handles = [running.score(*each) for each in asked]
+        for each, handle in zip(asked, handles, strict=True):
+            check_scores(slm, *each, handle.result(60))
+    assert packs[:2] == [[2, 1, 1], [2, 1, 1]]  # the first begins, then the second; the third is done
+
+
 def test_who_stops_waiting_for_scores_frees_its_pages_and_the_others_go_on():
     slm, llm = models()
     (prefix, ids), continuations = prompts(150, 9), prompts(*[8] * 200)
