@@ -368,12 +368,12 @@ def _pack(model: Any) -> None:
             vars(parts[0].untyped_storage())[WHOLE] = whole
             moved += whole.nbytes
             if moved > UNTRIMMED:
-                _trim()
+                trim()
                 moved = 0
-    _trim()
+    trim()
 
 
-def _trim() -> None:
+def trim() -> None:
     """Give freed memory back to the system: glibc keeps that of parts below 32 MB."""
     if LINUX and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

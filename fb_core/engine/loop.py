@@ -25,7 +25,7 @@ from fb_core.engine.pages import SIZE, pages_of
 from fb_core.engine.step import DecodeStep, Ranked, rank, ranked
 from fb_core.intervention import Intervention
 from fb_core.llm import GONE, LLM, LocalLLM
-from fb_core.native import NativeDecoder
+from fb_core.native import NativeDecoder, trim
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, not_finite
 from fb_core.pool import Event, Pool
@@ -41,6 +41,8 @@ POLL_SECONDS = 0.05
 """Seconds that the loop waits for an LLM elsewhere where nothing else is to be done."""
 LONGEST = 4 * CHUNK
 """Tokens of a continuation that is scored, which is one forward."""
+UNTRIMMED = 1 << 28
+"""Logits that are computed on a CPU before freed memory goes back to the system."""
 LOGITS = 64
 """Rows of a prompt whose logits are computed at once."""
 Ask = Callable[[Sequence[State], Tensor], Sequence[Pool] | OSError]
@@ -148,6 +150,7 @@ class Loop:
         elsewhere = llm is not None and not isinstance(llm, LocalLLM)
         self._threads = ThreadPoolExecutor(rows, "fb-ask") if elsewhere and rows > 1 else None
         self._process = os.getpid()
+        self._untrimmed = 0  # logits on a CPU since memory was given back
 
     @property
     def memory(self) -> dict[str, int]:
@@ -387,6 +390,10 @@ class Loop:
             if task.error is not None or len(task.scores) == len(task.continuations or ()):
                 self.end(task)
                 changed.append(task)
+        self._untrimmed += (self._room - room) * vocabulary * self.step.logits.is_cpu
+        if self._untrimmed > UNTRIMMED:  # results lie between freed buffers, so that glibc keeps these
+            trim()
+            self._untrimmed = 0
 
     def _begin(self, task: Task) -> None:
         assert task.pages is not None

@@ -2,14 +2,17 @@
 
 import copy
 import math
+import os
+import sys
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import pytest
 import torch
 from test_engine import alone, engine, facts, models, waited
 from tiny import V, prompts, tiny
 
-from fb_core import CompatibilityScorer
+from fb_core import CompatibilityScorer, native
 from fb_core.engine import loop
 from fb_core.engine.engine import Engine
 from fb_core.engine.model import PagedModel
@@ -150,6 +153,18 @@ def test_scores_take_turns(monkeypatch):
         for each, handle in zip(asked, handles, strict=True):
             check_scores(slm, *each, handle.result(60))
     assert packs[:2] == [[2, 1, 1], [2, 1, 1]]  # the first begins, then the second; the third is done
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_between_small_results_goes_back_to_the_system(monkeypatch):
+    monkeypatch.setattr(loop, "UNTRIMMED", 0, raising=False)
+    slm, held = tiny("llama", vocab_size=8000), []
+    with Engine(Pair(slm, None), None, RequestPolicy(9.0), max_events=0) as running:
+        for _ in range(3):
+            for act in (running.score([5], [[9] * 32] * 200).result, native.trim):
+                act()
+                held.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    assert max(kept - least for kept, least in zip(held[::2], held[1::2], strict=True)) < 10 << 20
 
 
 def test_who_stops_waiting_for_scores_frees_its_pages_and_the_others_go_on():
