@@ -416,6 +416,8 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # what a terminal's encoding lacks is no reason to stop
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' progress bars are for terminals
+    if "://" in os.environ.get("FUTUREBRIDGE_PORT", ""):  # Kubernetes' link to a service of that name, tcp://...
+        del os.environ["FUTUREBRIDGE_PORT"]
     try:
         app()
     except (ValueError, TypeError, OSError, ImportError) as problem:

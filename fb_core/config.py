@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from importlib import resources
@@ -25,6 +26,13 @@ def _server_url(url: str) -> str:
 
     checked_url(url)  # settings are stored and shown: no secret may be in them
     return url
+
+
+def _origin(origin: str) -> str:
+    if not re.fullmatch(r"\*|(?!http://.*:80$|https://.*:443$)[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+", origin):
+        words = 'expected "*", or an origin as browsers send it, such as https://chat.example, got another form'
+        raise ValueError(f"{words}; write it in small letters, with no path, slash at its end or usual port")
+    return origin
 
 
 ServerUrl = Annotated[str, AfterValidator(_server_url)]
@@ -151,7 +159,7 @@ class ServeSettings(PairSettings):
     """Maximum prompt tokens prefilled between two steps while others run."""
     served_name: str | None = None
     """The model's name for clients; if left out, `slm`."""
-    allowed_origin: str | None = None
+    allowed_origin: Annotated[str, AfterValidator(_origin)] | None = None
     """Origin of a web page that may use the server from browsers, such as https://chat.example; "*" for any."""
 
     @property

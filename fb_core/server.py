@@ -40,12 +40,12 @@ TEXTS = (
 Answer = TypeVar("Answer")
 
 
-def key_in(variable: str | None) -> str | None:
-    """The `api_key` in an environment variable; None if no variable is named, ValueError if it is not set."""
+def key_in(variable: str | None, setting: str = "api_key_variable") -> str | None:
+    """The key in the environment variable that a setting names; None if it names none, ValueError if it is not set."""
     if variable is None:
         return None
     if variable not in os.environ:
-        raise ValueError(f"api_key_variable: expected {variable} in the environment, got none; export it")
+        raise ValueError(f"{setting}: expected {variable} in the environment, got none; export it")
     return os.environ[variable]
 
 

@@ -557,6 +557,11 @@ def test_the_help_names_all_settings_of_a_pair(command):
     assert {f"--{name.replace('_', '-')}" for name in settings.model_fields} <= shown
 
 
+def test_what_kubernetes_calls_the_port_of_a_service_is_none_of_ours():
+    result = futurebridge("serve", "--slm", "demo:plans", FUTUREBRIDGE_PORT="tcp://10.0.0.5:8000")
+    assert "llm: expected llm or server" in result.stderr
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "\xff", "[" * 100_000, '{"a": ' + "1" * 5_000])
 def test_damaged_settings_of_a_run_are_one_sentence(tmp_path, text):
     (tmp_path / "settings.json").write_text(text, encoding="latin-1")

@@ -78,6 +78,7 @@ from fb_core.hf.tokens import (
     id_list,
     many_token_ids,
     text_group,
+    text_group_in_steps,
     text_ids,
     thinking_switch,
     token_ids,

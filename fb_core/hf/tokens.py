@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -14,14 +14,22 @@ from transformers import PreTrainedModel
 
 from fb_core.hf.models import Tokenizer, max_positions, vocabulary
 
+TOGETHER = 1 << 16  # characters that are tokenized in one go, where there are several texts
 
-def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]], thinking: bool = False) -> list[int]:
+
+def chat_ids(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    thinking: bool = False,
+    check: Callable[[str], None] = lambda text: None,
+) -> list[int]:
     """Token ids of a conversation, up to the answer: by the chat template, or as plain text without one.
 
     Args:
         tokenizer: the model's own.
         messages: role and content of each.
         thinking: whether the answer begins with thinking, for templates that can switch it.
+        check: called with the text before it is tokenized; may refuse it.
 
     Raises:
         ValueError: a text that the tokenizer has no ids for.
@@ -31,6 +39,7 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]], thinking: boo
     if not plain:
         options = {"tokenize": False, "add_generation_prompt": True, **thinking_switch(thinking)}
         text = str(tokenizer.apply_chat_template(messages, **options))
+    check(text)
     return text_ids(tokenizer, text, special=plain)
 
 
@@ -46,12 +55,22 @@ def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True, name: str
         TypeError: not a text.
         ValueError: a text that the tokenizer has no ids for.
     """
-    _check_text(name, text)
+    (ids,) = _many_ids(tokenizer, [(name, text)], special)
+    return ids
+
+
+def _many_ids(tokenizer: Tokenizer, named: Sequence[tuple[str, str]], special: bool = False) -> list[list[int]]:
+    """Token ids of texts, each with a name for errors; raises as `text_ids`."""
+    for name, text in named:
+        _check_text(name, text)
     try:
-        return list(tokenizer.encode(text, add_special_tokens=special))
+        return tokenizer([text for _, text in named], add_special_tokens=special).input_ids
     except Exception as problem:
         if type(problem) is not Exception:  # tokenizers raises plain Exceptions
             raise
+        if len(named) > 1:
+            return [_many_ids(tokenizer, [each], special)[0] for each in named]  # the one at fault is named
+        ((name, text),) = named
         raise ValueError(
             f"{name}: expected words of the tokenizer's vocabulary, got {text[:80]!r} ({problem}); use those words, or "
             "a model that takes any text"
@@ -88,6 +107,18 @@ def text_group(
         ValueError: a part without a token, or one that begins inside a token or holds what the tokenizer has no token
             for, or a future whose tokens depend on the candidate.
     """
+    steps = text_group_in_steps(tokenizer, prefix, candidates, future, where)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def text_group_in_steps(
+    tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], future: str | None, where: str = ""
+) -> Generator[None, None, TextGroup]:
+    """As `text_group`, some texts at each step."""
     kind = "continuations" if future is None else "candidates"
     if isinstance(candidates, str | bytes | Mapping | Set) or not isinstance(candidates, Iterable):
         raise TypeError(f"{where}{kind}: expected a list of texts, got {type(candidates).__name__}; make one of it")
@@ -100,10 +131,9 @@ def text_group(
     for name, text in named.items():
         _check_text(where + name, text)
 
-    def following(before: str, ids_before: list[int], name: str) -> list[int]:
-        """Ids of the text `name`, after a text with known ids."""
+    def following(before: str, ids_before: list[int], name: str, whole: list[int]) -> list[int]:
+        """Ids of the text `name`, after a text with known ids, in those of both."""
         text, name = named[name], where + name
-        whole = text_ids(tokenizer, before + text, special=False, name=name)
         if whole[: len(ids_before)] != ids_before:
             raise ValueError(
                 f"{name}: expected a text that begins a token after {before[-20:]!r}, got {text[:20]!r}, which the "
@@ -116,19 +146,25 @@ def text_group(
         return ids
 
     first = text_ids(tokenizer, prefix, special=False, name=f"{where}prefix")
-    branches = []
-    for k, text in enumerate(texts):
-        candidate = following(prefix, first, f"{kind}[{k}]")
-        after = [] if future is None else following(prefix + text, first + candidate, "future")
-        branches.append((candidate, after))
-        if branches[k][1] != branches[0][1]:
-            raise ValueError(
-                f"{where}future: expected the same tokens after every candidate, got others after candidates[0] and "
-                f"candidates[{k}]; begin it with a space or another character that is not joined to it"
-            )
-    candidate, after = branches[0]
-    special = _leading_special(tokenizer, prefix + texts[0] + (future or ""), [*first, *candidate, *after])
-    return TextGroup([*special, *first], [candidate for candidate, _ in branches], after)
+    found, after = list[list[int]](), list[int]()
+    count = 1 + TOGETHER // (1 + len(prefix) + max(map(len, texts)) + len(future or ""))
+    for start in range(0, len(texts), count):
+        names = [f"{kind}[{k}]" for k in range(start, min(start + count, len(texts)))]
+        befores = [(where + name, prefix + named[name]) for name in names]
+        for name, whole in zip(names, _many_ids(tokenizer, befores), strict=True):
+            found.append(following(prefix, first, name, whole))
+        wholes = [] if future is None else [(f"{where}future", before + future) for _, before in befores]
+        for k, whole in enumerate(_many_ids(tokenizer, wholes) if wholes else (), start):
+            own = following(prefix + texts[k], [*first, *found[k]], "future", whole)
+            after = after or own
+            if own != after:
+                raise ValueError(
+                    f"{where}future: expected the same tokens after every candidate, got others after candidates[0] "
+                    f"and candidates[{k}]; begin it with a space or another character that is not joined to it"
+                )
+        yield
+    special = _leading_special(tokenizer, prefix + texts[0] + (future or ""), [*first, *found[0], *after])
+    return TextGroup([*special, *first], found, after)
 
 
 def _leading_special(tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int]:

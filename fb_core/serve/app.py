@@ -12,13 +12,13 @@ import math
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
 from functools import cache
 from importlib import resources
 from ipaddress import ip_address
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from prometheus_client import generate_latest
@@ -33,14 +33,16 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from fb_core.serve.protocol import ChatRequest, CompletionRequest, Piece, ScoreRequest, Shape, problem_fields
-from fb_core.serve.service import Busy, Reply, Scoring, Service
+from fb_core.serve.service import PIECE, Busy, Reply, Scoring, Service, Work
 
 LOG = logging.getLogger("futurebridge.access")
 ERRORS = logging.getLogger("futurebridge.errors")
 LAST = 5.0  # seconds to close the engine, or to tell clients that the server ends
 SMALL = 16 << 10  # bytes of a request that are read at once
 GONE = 499  # the client closed the connection
-NAMES = {**{name: f"futurebridge.{name}" for name in ("max_events", "threshold", "recipe")}, "ranking": "logprobs"}
+NAMES = {name: f"futurebridge.{name}" for name in ("max_events", "threshold", "recipe")}
+NAMES |= {"ranking": "logprobs", "input_ids": "prompt", "max_new_tokens": "max_tokens"}
+CHAT_NAMES = {"input_ids": "messages", "prompt": "messages"}
 """What a client calls an argument of the engine."""
 PAGE_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
 JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -77,6 +79,7 @@ class Application(Starlette):
 
     def __init__(self, service: Service, *, key: str | None = None, loopback: bool = False, page: bool = True) -> None:
         self.service, self.key, self.loopback = service, key, loopback
+        self._asked: set[asyncio.Task[Any]] = set()  # of requests that are read, begun, or answered whole
         routes = [
             self._route("/v1/models", self._models),
             self._route("/v1/models/{model:path}", self._models),
@@ -105,9 +108,15 @@ class Application(Starlette):
         state |= {"path": "other", "status": None, "reply": None}
 
         async def watched(message: Message) -> None:
+            last = False
             if message["type"] == "http.response.start":
                 state["status"] = state["status"] or message["status"]
+            elif last := not message.get("more_body"):
+                await send({**message, "more_body": True})
+                message = {"type": "http.response.body"}  # which waits until the client has taken the others
             await send(message)
+            if last and state["reply"] is not None:
+                self.service.end_of(state["reply"])
 
         try:
             await super().__call__(scope, receive, watched)
@@ -115,7 +124,7 @@ class Application(Starlette):
             seconds, reply, more = time.perf_counter() - began, state["reply"], {}
             status = state["status"] or GONE
             if reply is not None:
-                reply.cancel()
+                self.service.end_of(reply)
                 if reply.first is not None:
                     self.service.metrics.first.observe(reply.first - began)
                 if status == 200:
@@ -129,10 +138,15 @@ class Application(Starlette):
         self.service.metrics.requests.labels(path, str(status)).inc()
         LOG.info(json.dumps({"path": path, "status": status, **more}))
 
+    def end(self) -> None:
+        """End all requests now, each with an error."""
+        self.service.end()
+        for task in self._asked:
+            task.cancel()
+
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Close the engine at shutdown; the server has drained its connections by then."""
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, "fb-json"))  # for what leaves the loop
         yield
         self.service.close()
         closing = threading.Thread(target=self.service.engine.close, daemon=True)  # it may wait for a large model
@@ -151,7 +165,7 @@ class Application(Starlette):
                 return await answer(request)
             except (HTTPException, ClientDisconnect):
                 raise
-            except Exception as problem:
+            except (Exception, asyncio.CancelledError) as problem:
                 raise _failed(problem) from None
 
         return Route(path, checked, methods=[method])
@@ -226,9 +240,13 @@ class Application(Starlette):
             raise Problem(404, message, parameter="model", code="model_not_found")
 
     async def _answered(self, request: Request, kind: type[Body]) -> Response:
-        body = await self._read(request, kind)
-        self._check_model(body.model)
-        return await _while_there(request, self._reply(request, body))
+        self._asked.add(task := cast("asyncio.Task[Any]", asyncio.current_task()))
+        try:
+            body = await self._read(request, kind)
+            self._check_model(body.model)
+            return await _while_there(request, self._reply(request, body))
+        finally:
+            self._asked.discard(task)
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         """The request's body, checked; reading stops at the limit."""
@@ -240,21 +258,19 @@ class Application(Starlette):
         try:
             if len(data) <= SMALL:
                 return kind.model_validate_json(bytes(data))
-            return await asyncio.to_thread(kind.model_validate_json, bytes(data))
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self.service.turns.thread, kind.model_validate_json, bytes(data))
         except ValidationError as problem:
-            first = problem.errors(include_url=False)[0]
-            name, words = ".".join(map(str, first["loc"])), first["msg"]
-            if first["type"] == "extra_forbidden":
-                words = "expected a parameter that this server supports; leave it out"
-            elif isinstance(own := first.get("ctx", {}).get("error"), ValueError):
-                words, name = own.args[0], own.args[1] if own.args[1:] else name
+            error: Any = problem.errors(include_url=False)[0]
+            words, *inner = getattr(error.get("ctx", {}).get("error"), "args", (error["msg"],))
+            name = ".".join(map(str, (*error["loc"], *inner)))
             raise Problem(400, f"{name or 'body'}: {words}", parameter=name or None) from None
 
     async def _reply(self, request: Request, body: CompletionRequest | ChatRequest | ScoreRequest) -> Response:
         if isinstance(body, ScoreRequest):
             scoring = await self._begun(request, body, self.service.score(body))
             fields = await scoring.fields(self.service.settings.name)
-            return Response(await asyncio.to_thread(_encoded, fields), media_type="application/json")
+            return Response(await self.service.turns.run(_encoded(fields)), media_type="application/json")
         reply = await self._begun(request, body, self.service.begin(body))
         chat = isinstance(body, ChatRequest)
         shape = Shape(
@@ -267,7 +283,7 @@ class Application(Starlette):
         came: list[list[Piece]] = [[] for _ in reply.answers]
         async for index, piece in reply.pieces():
             came[index].append(piece)
-        return Response(await asyncio.to_thread(_written, shape, reply, came), media_type="application/json")
+        return Response(await self.service.turns.run(_written(shape, reply, came)), media_type="application/json")
 
     async def _begun(self, request: Request, body: object, beginning: Coroutine[Any, Any, Begun]) -> Begun:
         """The reply, begun; a Problem for what the service refuses."""
@@ -281,10 +297,11 @@ class Application(Starlette):
             name, _, words = str(wrong).partition(":")
             if not (parameter := name.partition("[")[0]).isidentifier():
                 raise Problem(400, str(wrong)) from None
-            if name in ("input_ids", "prompt"):
-                name = parameter = "messages" if isinstance(body, ChatRequest) else "prompt"
-            elif name in NAMES:
-                name = parameter = NAMES[name]
+            names = NAMES | (CHAT_NAMES if isinstance(body, ChatRequest) else {})
+            if name == "max_new_tokens" and getattr(body, "max_completion_tokens", None):
+                name = parameter = "max_completion_tokens"
+            elif name in names:
+                name = parameter = names[name]
             raise Problem(400, f"{name}:{words}", parameter=parameter) from None
         except RuntimeError as wrong:  # the engine is closed
             raise Problem(503, str(wrong), "server_error") from None
@@ -324,24 +341,44 @@ def try_page() -> tuple[str, str]:
     return text, f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-def _written(shape: Shape, reply: Reply, came: list[list[Piece]]) -> bytes:
+def _written(shape: Shape, reply: Reply, came: list[list[Piece]]) -> Work[bytes]:
     """A whole response."""
-    choices = [
-        choice
-        for index, (pieces, answer) in enumerate(zip(came, reply.answers, strict=True))
-        for choice in shape.choices(index, Piece.joined(pieces), answer.prompt)
-    ]
-    return _encoded(shape.fields(choices, reply.usage(), reply.answers[0].prompt))
+    choices = list[dict[str, Any]]()
+    for index, (pieces, answer) in enumerate(zip(came, reply.answers, strict=True)):
+        choices += shape.choices(index, Piece.joined(pieces), answer.prompt)
+        yield
+    return (yield from _encoded(shape.fields(choices, reply.usage(), reply.answers[0].prompt)))
 
 
-def _encoded(fields: dict[str, Any]) -> bytes:
-    """JSON; the encoder goes step by step, so that a large response does not hold up other threads."""
-    return "".join(JSON.iterencode(fields)).encode()
+def _encoded(fields: dict[str, Any]) -> Work[bytes]:
+    """JSON, a part at each step."""
+    parts = list[str]()
+    for part in _parts(fields):
+        parts.append(part)
+        yield
+    return "".join(parts).encode()
 
 
-def _failed(problem: Exception) -> Problem:
+def _parts(value: Any) -> Iterator[str]:
+    """JSON in parts, none of which takes the encoder long: what has an index stands alone, of a list a few."""
+    if value and isinstance(value, dict):
+        for place, (name, each) in enumerate(value.items()):
+            yield f"{',' if place else '{'}{JSON.encode(name)}:"
+            yield from _parts(each)
+        yield "}"
+    elif value and isinstance(value, list):
+        alone = isinstance(value[0], dict) and "index" in value[0]
+        for start in range(0, len(value), 1 if alone else PIECE):
+            yield "," if start else "["
+            yield from _parts(value[start]) if alone else (JSON.encode(value[start : start + PIECE])[1:-1],)
+        yield "]"
+    else:
+        yield JSON.encode(value)
+
+
+def _failed(problem: BaseException) -> Problem:
     """What a client is told of an error on the server's side; the details go to the log."""
-    if isinstance(problem, CancelledError):
+    if isinstance(problem, CancelledError | asyncio.CancelledError):
         return Problem(
             503, "server: expected to finish the answer, but it is shutting down; try again later", "server_error"
         )

@@ -9,10 +9,12 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic_core import from_json
 
 from fb_core import hf
 from fb_core.engine.engine import Scores
@@ -21,28 +23,41 @@ from fb_core.pool import Event
 from fb_core.serve.text import Name
 
 STOPS, STOP_LENGTH, STOP_IDS = 16, 256, 128  # strings, characters of one, token ids
-OFF: dict[str, tuple[Any, ...]] = {
+MESSAGES, CALLS = 4096, 128  # of a chat, tools called in one
+Off = dict[str, tuple[Any, ...]]
+OFF: Off = {
+    "add_generation_prompt": (True,),
+    "bad_words": ([],),
     "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logit_bias": ({},),
+    "logits_processors": ([],),
     "min_p": (0,),
     "min_tokens": (0,),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
+    "priority": (0,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "use_beam_search": (False,),
 }
 """Values, besides null, that these parameters may have: those that ask for what decoding of text does anyway."""
-UNREAD = ("functions", "metadata", "prompt_cache_key", "safety_identifier", "tools", "user")
+UNREAD = ("functions", "metadata", "prompt_cache_key", "request_id", "safety_identifier", "tools", "user")
 """Parameters that change no answer: labels, and tools, which `tool_choice` cannot require and the model never calls."""
 
 
@@ -112,8 +127,51 @@ def _content(value: Any) -> str:
     return "".join(part["text"] for part in value)
 
 
+def _calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls of tools whose arguments, JSON in clients' messages, are objects, as chat templates take them."""
+    for index, call in enumerate(calls):
+        function = call.get("function")
+        if isinstance(function, dict) and (given := function.get("arguments")) is not None:
+            if isinstance(given, str):
+                with suppress(ValueError):
+                    function["arguments"] = from_json(given or "{}")
+            if not isinstance(function["arguments"], dict):
+                words = f"expected a JSON object, as a string or as it is, got {_shown(given)}"
+                raise ValueError(words, f"{index}.function.arguments")
+    return calls
+
+
+def _messages(value: Any) -> Any:
+    """Messages, before any of them is read."""
+    if isinstance(value, list) and len(value) > MESSAGES:
+        raise ValueError(f"expected at most {MESSAGES}, got {len(value)}; send fewer")
+    return value
+
+
 class _Strict(BaseModel):
+    """Of JSON: what is null was left out. Its first unknown field is the only one to be told of."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
+    off: ClassVar[Off] = {}
+    unread: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, body: Any) -> Any:
+        """The fields without nulls, labels and those in `off`; an error's second argument is the name."""
+        if not isinstance(body, dict):
+            return body
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        given = {name: value for name, value in body.items() if value is not None and name not in cls.unread}
+        for name, value in given.items():
+            confirming = (each for each in cls.off.get(name, ()) if isinstance(each, bool) == isinstance(value, bool))
+            if name in cls.off and value not in confirming:  # Python's True is 1, and JSON's is not
+                allowed = " or ".join(json.dumps(each) for each in cls.off[name])
+                words = f"expected {allowed}, or nothing, got {_shown(value)}; this server supports no other"
+                raise ValueError(words, name)
+            if name not in cls.off and name not in known:
+                raise ValueError("expected a parameter that this server supports; leave it out", name[:100])
+        return {name: value for name, value in given.items() if name in known}
 
 
 class Overrides(_Strict):
@@ -134,8 +192,8 @@ class Overrides(_Strict):
 class StreamOptions(_Strict):
     """Options of a streamed answer."""
 
+    off = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
 
 
 class Request(_Strict):
@@ -155,6 +213,7 @@ class Request(_Strict):
         prompt_ranking: how many of the likeliest tokens are returned with each token of the prompt; None without.
     """
 
+    off, unread = OFF, UNREAD
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -169,20 +228,6 @@ class Request(_Strict):
     return_token_ids: bool = False
     prompt_ranking: int | None = Field(default=None, alias="prompt_logprobs", ge=0, le=RANKED)
     futurebridge: Overrides = Overrides()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _supported(cls, body: Any) -> Any:
-        """The request without nulls, labels and the parameters in `OFF`; an error's second argument is the name."""
-        if not isinstance(body, dict):
-            return body
-        given = {name: value for name, value in body.items() if value is not None and name not in UNREAD}
-        for name, value in given.items():
-            if name in OFF and value not in OFF[name]:
-                allowed = " or ".join(json.dumps(each) for each in OFF[name])
-                words = f"expected {allowed}, or nothing, got {_shown(value)}; this server supports no other"
-                raise ValueError(words, name)
-        return {name: value for name, value in given.items() if name not in OFF}
 
     @model_validator(mode="after")
     def _streamed(self) -> Request:
@@ -202,6 +247,7 @@ class CompletionRequest(Request):
         ranking: how many of the likeliest tokens are returned with each token; None without log-probs.
     """
 
+    off = OFF | {"add_special_tokens": (True,)}
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompts)]
     echo: bool = False
     max_tokens: int = Field(default=16, ge=0)
@@ -231,15 +277,16 @@ class Message(_Strict):
         tool_calls: of an assistant.
     """
 
+    off = {"annotations": ([],)}
     role: Literal["system", "user", "assistant"]
     content: Annotated[str, PlainValidator(_content)]
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict], Field(max_length=CALLS, fail_fast=True), AfterValidator(_calls)] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _said(cls, message: Any) -> Any:
-        """The message without nulls: clients send back the answers that they got, nulls included."""
+        """The message under today's names: clients send back the answers that they got."""
         if not isinstance(message, dict):
             return message
         said = {name: value for name, value in message.items() if value is not None}
@@ -255,8 +302,9 @@ class Message(_Strict):
 class ChatRequest(Request):
     """A request to `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
-    echo: Literal[False] = False
+    off = OFF | {"add_special_tokens": (False,), "echo": (False,)}
+    echo: ClassVar[bool] = False
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_messages)]
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
@@ -299,12 +347,6 @@ class ScoreRequest(_Strict):
     continuations: Annotated[list[str] | list[list[int]] | None, PlainValidator(_continuations)] = None
     candidates: Annotated[list[str] | list[list[int]] | None, PlainValidator(_continuations)] = None
     future: Annotated[str | list[int] | None, PlainValidator(_text_or_ids)] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _given(cls, body: Any) -> Any:
-        """The request without nulls."""
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     @model_validator(mode="after")
     def _one_form(self) -> ScoreRequest:
@@ -482,8 +524,8 @@ def prompt_entry(tokens: Sequence[tuple[int, Name, float, int]]) -> dict[str, An
     }
 
 
-def score_fields(model: str, group: hf.TextGroup, scores: Scores) -> dict[str, Any]:
-    """The JSON of scores: of continuations, or of the future after each candidate."""
+def score_fields(model: str, group: hf.TextGroup, scores: Scores) -> Generator[None, None, dict[str, Any]]:
+    """The JSON of scores, of one at each step: of continuations, or of the future after each candidate."""
     data, tokens = [], len(group.prefix)
     for index, (ids, (exact, greedy)) in enumerate(zip(group.candidates, scores, strict=True)):
         start = len(ids) if group.future else 0
@@ -492,6 +534,7 @@ def score_fields(model: str, group: hf.TextGroup, scores: Scores) -> dict[str, A
         own = {"sum": total, "mean": total / len(logprobs), "logprobs": logprobs, "greedy": greedy[start:].tolist()}
         data.append({"index": index, **own, "token_ids": [*ids, *group.future]})
         tokens += len(exact)
+        yield
     head = {"id": "scores-" + uuid.uuid4().hex, "object": "continuations", "created": int(time.time()), "model": model}
     return {**head, "data": data, "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}}
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import resource
 import signal
 import socket
 import sys
+from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
 from typing import Any
@@ -18,9 +21,11 @@ from fb_core.engine.engine import Engine
 from fb_core.engine.pages import SIZE
 from fb_core.loading import load
 from fb_core.serve.app import LAST, LOG, Application
-from fb_core.serve.connection import Connection
+from fb_core.serve.connection import Connection, Crowd
 from fb_core.serve.service import Service
 from fb_core.server import key_in
+
+FILES = 8192  # open files that a server uses at most
 
 
 def load_server(settings: ServeSettings, *, loopback: bool, page: bool = True) -> Application:
@@ -31,9 +36,10 @@ def load_server(settings: ServeSettings, *, loopback: bool, page: bool = True) -
         loopback: as for `Application`.
         page: likewise.
     """
-    key = key_in(settings.key_variable)
-    if key == "":
-        raise ValueError("key_variable: expected a key in it, got an empty one; export one or leave it out")
+    key = key_in(settings.key_variable, "key_variable")
+    if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
+        words = "expected a key of letters, digits and signs of ASCII in it, as a header can hold"
+        raise ValueError(f"key_variable: {words}, got none or another, such as one with a line's end; export another")
     loaded = load(settings)
     engine = Engine(
         loaded.pair,
@@ -55,8 +61,19 @@ def load_server(settings: ServeSettings, *, loopback: bool, page: bool = True) -
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
-    """A listening socket and its URL; TCP_NODELAY is set, so that no piece of a stream waits for an acknowledgement."""
-    listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    """A listening socket and its URL; TCP_NODELAY is set, so that no piece of a stream waits for an acknowledgement.
+
+    Raises:
+        OSError: an address that this process cannot listen on.
+    """
+    try:
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as problem:
+        option = "--port" if problem.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        why = (problem.strerror or "unknown").lower()
+        raise OSError(
+            f"{option}: expected a free address to listen on, got {host}:{port} ({why}); name another"
+        ) from None
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections inherit this
     name = f"[{host}]" if ":" in host else host
     return listening, f"http://{name}:{listening.getsockname()[1]}"
@@ -94,6 +111,17 @@ def serve(settings: ServeSettings, *, host: str, port: int, drain: int, page: bo
         engine.close()
 
 
+def _open_files() -> int:
+    """Open files that this process may have, after it has asked for more; `FILES` are enough."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # infinity is -1
+    wanted = min(FILES, hard) if hard >= 0 else FILES
+    if 0 <= soft < wanted:
+        with suppress(OSError, ValueError):  # the system may have a lower limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return min(FILES, soft) if soft >= 0 else FILES
+
+
 class Server(uvicorn.Server):
     """Ends open answers with an error once the drain time is over, so that their clients learn of it.
 
@@ -103,9 +131,11 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: Application, drain: int) -> None:
-        self.end, self.drain = app.service.end, drain
-        made: Any = partial(Connection, log=app.log)
-        options: dict[str, Any] = {"ws": "none", "log_level": "error", "access_log": False}
+        self.end, self.drain, files = app.end, drain, _open_files()
+        made: Any = partial(
+            Connection, crowd=Crowd(files // 2), log=app.log
+        )  # so many; the rest is for those that come
+        options: dict[str, Any] = {"ws": "none", "log_level": "error", "access_log": False, "backlog": files // 16}
         super().__init__(uvicorn.Config(app, http=made, timeout_graceful_shutdown=drain + int(LAST), **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from fb_core.decoding import Generation, Usage
 from fb_core.engine.engine import Engine, Handle, Scores, Token
 from fb_core.engine.step import Ranked
 from fb_core.pool import Event
-from fb_core.sampling import Sampling
+from fb_core.sampling import Sampling, occurrences
 from fb_core.selectors import LLMPreference
 from fb_core.serve.metrics import Metrics
 from fb_core.serve.protocol import (
@@ -39,11 +41,41 @@ BYTES = 16  # of text for a token; a prompt with more for each that there is roo
 LOGPROBS = 1 << 18  # in one reply
 CONTINUATIONS, TEXT = 1 << 12, 1 << 22  # in one request; characters that are tokenized for it
 PIECE = 64  # tokens
+TURN = 0.01  # seconds
 DIRECT = LLMPreference()  # one object for all requests, so that their events are served together
+
+
+Result = TypeVar("Result")
+Work = Generator[None, None, Result]  # it gives way to other requests at each yield
 
 
 class Busy(Exception):
     """The queue is full."""
+
+
+class Turns:
+    """A thread in which requests take turns with what would hold up the event loop."""
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, "fb-requests")
+
+    async def run(self, work: Work[Result]) -> Result:
+        """The result of some work, after as many turns as it takes; it goes no further once the caller is cancelled."""
+        loop = asyncio.get_running_loop()
+        while not (came := await loop.run_in_executor(self.thread, self._turn, work)):
+            pass
+        return came[0]
+
+    @staticmethod
+    def _turn(work: Work[Result]) -> tuple[Result] | None:
+        """One turn; the result, if it has come."""
+        end = time.perf_counter() + TURN
+        try:
+            while time.perf_counter() < end:
+                next(work)
+        except StopIteration as stop:
+            return (stop.value,)
+        return None
 
 
 @dataclass(eq=False)
@@ -62,7 +94,7 @@ class Answer:
     finish: Finish = "length"
     ended: bool = False
 
-    def beginning(self) -> Piece:
+    def beginning(self) -> Work[Piece]:
         """What is returned of the prompt, once its log-probs are known, if they are needed."""
         self.begun = True
         echo, ranking, count = self.request.echo, self.request.ranking, self.request.prompt_ranking
@@ -77,6 +109,7 @@ class Answer:
                 places = {token: places.get(token, (ranked.taken, ranked.place))} | places
                 entries.append(prompt_entry([(each, self.before.name(each), *at) for each, at in places.items()]))
             text += self.before.add(token)
+            yield
         text += self.before.end()
         return Piece(text if echo else "", (), logprobs, prompt=None if count is None else entries)
 
@@ -138,13 +171,17 @@ class Reply:
         cut: whether the end of the server cuts the answers off.
 
     Args:
+        turns: of the service.
+        places: in the queue.
         samples: answers that are drawn for each prompt.
         copies: equal ones of each answer.
     """
 
-    def __init__(self, samples: int = 1, copies: int = 1) -> None:
-        self.samples, self.copies = samples, copies
+    def __init__(self, turns: Turns, places: int = 1, samples: int = 1, copies: int = 1) -> None:
+        self.turns, self.places, self.samples, self.copies = turns, places, samples, copies
         self.answers: list[Answer] = []
+        self._handles: list[Handle[Any]] = []
+        self._over = False
         self.tokens = asyncio.Queue[tuple[int, Token | None]]()
         self.first: float | None = None
         self.cut = False
@@ -170,12 +207,13 @@ class Reply:
                 answer = self.answers[index]
                 if not answer.begun and (answer.request.echo or answer.request.prompt_ranking is not None):
                     self.first = self.first or time.perf_counter()
-                    yield index, await asyncio.to_thread(answer.beginning)
+                    yield index, await self.turns.run(answer.beginning())
                 if not answer.ended:
                     for piece in answer.pieces(tokens):
                         if piece.finish is None:
                             self.first = self.first or time.perf_counter()
                         yield index, piece
+            await asyncio.sleep(0)  # what has come already holds up no other request
 
     @property
     def prompt(self) -> int:
@@ -193,23 +231,29 @@ class Reply:
             "large_model": {"calls": large.calls, "tokens": large.appended},
         }
 
+    def submitted(self, handle: Handle[Any]) -> None:
+        """Take what was submitted to the engine, from any thread."""
+        self._handles.append(handle)
+        if self._over:
+            handle.cancel()
+
     def cancel(self) -> None:
-        """Cancel the answers that have not ended."""
-        for answer in self.answers:
-            answer.handle.cancel()
+        """Cancel what has not ended, and what is still submitted."""
+        self._over = True
+        for handle in list(self._handles):
+            handle.cancel()
 
 
 class Scoring(Reply):
     """Scores of continuations, as they come.
 
-    Args:
-        handle: the engine's.
+    Attributes:
+        handle: the engine's, once they are submitted.
         group: what is scored: continuations, or candidates with one future, whose tokens alone count.
     """
 
-    def __init__(self, handle: Handle[Scores], group: hf.TextGroup) -> None:
-        super().__init__()
-        self.handle, self.group = handle, group
+    handle: Handle[Scores]
+    group: hf.TextGroup
 
     async def fields(self, model: str) -> dict[str, Any]:
         """The response; raises as `pieces`."""
@@ -217,11 +261,7 @@ class Scoring(Reply):
         if self.cut:
             raise CancelledError
         self.first = time.perf_counter()
-        return await asyncio.to_thread(score_fields, model, self.group, self.handle.result())
-
-    def cancel(self) -> None:
-        """Cancel what has not ended."""
-        self.handle.cancel()
+        return await self.turns.run(score_fields(model, self.group, self.handle.result()))
 
 
 class Service:
@@ -240,23 +280,28 @@ class Service:
         self.engine, self.tokenizer, self.settings, self.thinking = engine, tokenizer, settings, thinking
         self.length = min(settings.max_length, hf.max_positions(engine.decoder.slm) or settings.max_length)
         self.metrics = Metrics(engine)
-        self.requests = 0  # sequences that have not ended
+        self.requests = 0  # sequences whose request is not answered
+        self.turns = Turns()
         self._open: set[Reply] = set()
-        self._tokenizing = ThreadPoolExecutor(1, "fb-tokenize")  # in order, while other answers go on
         hf.text_ids(tokenizer, "")  # a fast tokenizer's first call may change it: make that before any thread does
 
-    def prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
-        """Token ids of a request's prompts; ValueError for a text that the tokenizer refuses."""
+    def prompts(self, request: CompletionRequest | ChatRequest) -> Iterator[list[int]]:
+        """Token ids of each of a request's prompts; ValueError for a text that the tokenizer refuses."""
         if isinstance(request, ChatRequest):
+            messages = [message.model_dump(exclude_none=True) for message in request.messages]
+            fits = partial(self._check_texts, "messages")
             try:
-                messages = [message.model_dump(exclude_none=True) for message in request.messages]
-                return [hf.chat_ids(self.tokenizer, messages, self.thinking)]
+                yield hf.chat_ids(self.tokenizer, messages, self.thinking, lambda text: fits([text]))
             except TemplateError as problem:
                 raise ValueError(f"messages: expected what the model's chat template takes, got {problem}") from None
-        return [hf.text_ids(self.tokenizer, each) if isinstance(each, str) else each for each in request.prompt]
+        else:
+            for each in request.prompt:
+                yield hf.text_ids(self.tokenizer, each) if isinstance(each, str) else each
 
     async def begin(self, request: CompletionRequest | ChatRequest) -> Reply:
         """Submit a request to the engine: one sequence per prompt, or `n` if their tokens are drawn.
+
+        Its places in the queue are kept until `end_of` it.
 
         Raises:
             Busy: the queue is full.
@@ -264,40 +309,50 @@ class Service:
             RuntimeError: a closed engine.
         """
         sampling = Sampling.asked(self.settings, request)
-        reply = Reply(copies=request.n) if sampling is None else Reply(samples=request.n)
-        count = len(request.inputs) * reply.samples
+        samples = 1 if sampling is None else request.n
         self._check_size(request)
-        if self.requests + count > self.settings.queue:
-            raise Busy(f"queue: expected at most {self.settings.queue} sequences under way; try again")
-        self.requests += count
-        try:
-            loop = asyncio.get_running_loop()
-            for ids in await loop.run_in_executor(self._tokenizing, self.prompts, request):
-                for sample in range(reply.samples):
-                    self._submit(reply, ids, request, sampling, sample)
-        except BaseException:
-            reply.cancel()
-            raise
-        finally:
-            self.requests -= count - len(reply.answers)
+        reply = Reply(self.turns, len(request.inputs) * samples, samples, request.n // samples)
+        await self._begun(reply, self._submitted(reply, request, sampling, asyncio.get_running_loop()))
         self.metrics.prompt_tokens.inc(reply.prompt)
         return reply
 
+    async def _begun(self, reply: Reply, work: Work[None]) -> None:
+        """Do the work that begins a reply; Busy if there are no places for it."""
+        if self.requests + reply.places > self.settings.queue:
+            raise Busy(f"queue: expected at most {self.settings.queue} sequences under way; try again")
+        self.requests += reply.places
+        self._open.add(reply)
+        try:
+            await self.turns.run(work)
+        except BaseException:
+            self.end_of(reply)
+            raise
+
+    def end_of(self, reply: Reply) -> None:
+        """Give back a reply's places: its answer is sent, or nobody waits for it."""
+        if reply in self._open:
+            self._open.remove(reply)
+            self.requests -= reply.places
+            reply.cancel()
+
     def _check_size(self, request: CompletionRequest | ChatRequest) -> None:
-        """ValueError for more answers than the queue, texts too long to tokenize, and too many log-probs."""
+        """ValueError for more answers than the queue, and texts too long to tokenize."""
         count, queue = len(request.inputs), self.settings.queue
         if count * request.n > queue:
             name, got = "prompt" if count > queue else "n", count * request.n
             raise ValueError(f"{name}: expected at most the queue's {queue} answers, got {got}; ask for fewer")
         self._check_texts("prompt", request.inputs)
+
+    def _check_logprobs(self, request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]]) -> None:
+        """ValueError for too many log-probs."""
         tokens = self.settings.max_new_tokens if request.max_tokens is None else request.max_tokens
-        places = sum(min(self.length, len(each.encode() if isinstance(each, str) else each)) for each in request.inputs)
         each, own = (0 if ranks is None else 1 + ranks for ranks in (request.ranking, request.prompt_ranking))
-        logprobs = count * min(tokens, self.length) * each + places * (own + each * request.echo)
-        if request.n * logprobs > LOGPROBS:
+        places = sum(map(len, prompts)) * (own + each * request.echo)
+        logprobs = request.n * (len(prompts) * min(tokens, self.length) * each + places)
+        if logprobs > LOGPROBS:
             raise ValueError(
                 f"ranking: expected at most {LOGPROBS} log-probs in an answer, its prompts times n times tokens times "
-                f"1 + the ranks, got {request.n * logprobs}; ask for less"
+                f"1 + the ranks, got {logprobs}; ask for less"
             )
 
     def _check_texts(self, name: str, inputs: Sequence[str | list[int]]) -> None:
@@ -311,30 +366,14 @@ class Service:
 
     async def score(self, request: ScoreRequest) -> Scoring:
         """Submit continuations to the engine; raises as `begin`."""
-        if self.requests >= self.settings.queue:
-            raise Busy(f"queue: expected at most {self.settings.queue} sequences under way; try again")
-        self.requests += 1
-        loop = asyncio.get_running_loop()
-
-        def on_end() -> None:
-            self.requests -= 1
-            self._open.discard(reply)
-            reply.tokens.put_nowait((0, None))
-
-        try:
-            group, rows = await loop.run_in_executor(self._tokenizing, self._group, request)
-            handle = self.engine.score(group.prefix, rows, listener=lambda _: loop.call_soon_threadsafe(on_end))
-        except BaseException:
-            self.requests -= 1
-            raise
-        reply = Scoring(handle, group)
-        self._open.add(reply)
-        self.metrics.prompt_tokens.inc(len(group.prefix))
-        self.metrics.scored.inc(sum(map(len, rows)))
+        reply = Scoring(self.turns)
+        await self._begun(reply, self._scored(reply, request, asyncio.get_running_loop()))
+        self.metrics.prompt_tokens.inc(len(reply.group.prefix))
+        self.metrics.scored.inc(sum(len(ids) + len(reply.group.future) for ids in reply.group.candidates))
         return reply
 
-    def _group(self, request: ScoreRequest) -> tuple[hf.TextGroup, list[Tensor]]:
-        """Token ids of what is to be scored, and its rows; ValueError for what is refused, and for too much."""
+    def _scored(self, reply: Scoring, request: ScoreRequest, loop: asyncio.AbstractEventLoop) -> Work[None]:
+        """Submit what is to be scored; ValueError for what is refused, and for too much."""
         many, future = request.many, request.future
         kind = "continuations" if future is None else "candidates"
         if len(many) > CONTINUATIONS:
@@ -346,13 +385,20 @@ class Service:
                 raise ValueError(
                     f"{kind}: expected at most {TEXT} characters, each with the prefix, got {size}; send token ids"
                 )
-            group = hf.text_group(self.tokenizer, request.prefix, many, future)  # type: ignore[arg-type]
+            group = yield from hf.text_group_in_steps(self.tokenizer, request.prefix, many, future)  # type: ignore[arg-type]
         else:
             group = hf.TextGroup(request.prefix, many, future or [])  # type: ignore[arg-type]
         if (tokens := sum(len(ids) + len(group.future) for ids in group.candidates)) > LOGPROBS:
             raise ValueError(f"{kind}: expected at most {LOGPROBS} tokens together, got {tokens}; ask more than once")
-        rows, decoder = [[*ids, *group.future] for ids in group.candidates], self.engine.decoder
-        return group, hf.many_token_ids(kind, rows, decoder.slm, decoder.vocabulary)
+        decoder, rows = self.engine.decoder, list[Tensor]()
+        for start in range(0, len(group.candidates), PIECE):
+            some = [[*ids, *group.future] for ids in group.candidates[start : start + PIECE]]
+            rows += hf.many_token_ids(kind, some, decoder.slm, decoder.vocabulary)
+            yield
+
+        told = partial(loop.call_soon_threadsafe, reply.tokens.put_nowait, (0, None))
+        reply.group, reply.handle = group, self.engine.score(group.prefix, rows, listener=lambda _: told())
+        reply.submitted(reply.handle)
 
     def end(self) -> None:
         """End all answers now, even if the engine is waiting for the large model."""
@@ -362,59 +408,65 @@ class Service:
 
     def close(self) -> None:
         """Accept no more requests."""
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self.turns.thread.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(
+    def _submitted(
         self,
         reply: Reply,
-        ids: list[int],
         request: CompletionRequest | ChatRequest,
         sampling: Sampling | None,
-        sample: int,
-    ) -> None:
-        """Submit one prompt; its tokens go to the reply."""
+        loop: asyncio.AbstractEventLoop,
+    ) -> Work[None]:
+        """Tokenize and submit each prompt; its tokens go to the reply."""
         own, decoder = request.futurebridge, self.engine.decoder
-        loop, index = asyncio.get_running_loop(), len(reply.answers)
         if own.recipe in ("direct", "futurebridge") and not decoder.max_events:
             raise ValueError(f'recipe: expected "greedy", got "{own.recipe}"; this server asks no large model')
         if own.recipe == "futurebridge" and isinstance(decoder.selector, LLMPreference):
             raise ValueError(
                 'recipe: expected "greedy" or "direct", got "futurebridge"; this server decodes with "direct"'
             )
+        prompts = list[list[int]]()
+        for ids in self.prompts(request):
+            prompts.append(ids)
+            yield
+        self._check_logprobs(request, prompts)
 
-        def on_token(token: Token | None) -> None:
+        def on_token(index: int, token: Token | None) -> None:
             reply.tokens.put_nowait((index, token))
             if token is not None:
                 self.metrics.count(token)
-                return
-            self.requests -= 1
-            if all(answer.handle.done for answer in reply.answers):
-                self._open.discard(reply)
 
-        completes, tokens = isinstance(request, CompletionRequest), request.max_tokens
-        if tokens is None:
-            tokens = min(self.settings.max_new_tokens, max(1, self.length - len(ids)))
         ranks_prompt = request.prompt_ranking is not None or (request.echo and request.ranking is not None)
-        handle = self.engine.submit(
-            ids,
-            tokens,
-            threshold=own.threshold,
-            max_events=0 if own.recipe == "greedy" else own.max_events,
-            selector=DIRECT if own.recipe == "direct" else None,
-            ranking=request.ranking is not None,
-            listener=lambda token: loop.call_soon_threadsafe(on_token, token),
-            sampling=sampling,
-            sample=sample,
-            prompt_ranking=ranks_prompt or not tokens,
-        )
-        self.metrics.scored.inc((len(ids) - 1) * ranks_prompt)
-        text = Text(
-            self.tokenizer,
-            request.stop,
-            request.stop_token_ids,
-            skip_special=request.skip_special_tokens,
-            after_text=completes and bool(self.tokenizer.decode(ids[-8:], skip_special_tokens=True)),
-        )
-        before = Text(self.tokenizer, (), skip_special=request.skip_special_tokens)
-        reply.answers.append(Answer(handle, request, text, before, ids, decoder.pair.ends))
-        self._open.add(reply)  # before the first call of `on_token`, which runs in this thread
+        for ids, earlier in zip(prompts, occurrences(prompts), strict=True):
+            row, tokens = torch.tensor(ids, dtype=torch.int64, device=decoder.slm.device), request.max_tokens
+            if tokens is None:
+                tokens = min(self.settings.max_new_tokens, max(1, self.length - len(ids)))
+            after_text = isinstance(request, CompletionRequest) and bool(
+                self.tokenizer.decode(ids[-8:], skip_special_tokens=True)
+            )
+            for sample in range(earlier * reply.samples, (earlier + 1) * reply.samples):
+                index = len(reply.answers)
+                handle = self.engine.submit(
+                    row,
+                    tokens,
+                    threshold=own.threshold,
+                    max_events=0 if own.recipe == "greedy" else own.max_events,
+                    selector=DIRECT if own.recipe == "direct" else None,
+                    ranking=request.ranking is not None,
+                    listener=partial(loop.call_soon_threadsafe, on_token, index),  # type: ignore[arg-type]
+                    sampling=sampling,
+                    sample=sample,
+                    prompt_ranking=ranks_prompt or not tokens,
+                )
+                reply.submitted(handle)
+                self.metrics.scored.inc((len(ids) - 1) * ranks_prompt)
+                text = Text(
+                    self.tokenizer,
+                    request.stop,
+                    request.stop_token_ids,
+                    skip_special=request.skip_special_tokens,
+                    after_text=after_text,
+                )
+                before = Text(self.tokenizer, (), skip_special=request.skip_special_tokens)
+                reply.answers.append(Answer(handle, request, text, before, ids, decoder.pair.ends))
+                yield

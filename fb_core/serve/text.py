@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -65,6 +65,7 @@ class Text:
         self._guess = ""  # the end of the text so far, open pieces included
         self._unclean = ""  # certain text before its clean-up
         self._held: list[Part] = []  # certain text that may be the beginning of a stop string
+        self._names: dict[tuple[int, bool], Name] = {}
 
     def add(self, token: int) -> str:
         """Take a token, and return the text that has become certain."""
@@ -91,6 +92,12 @@ class Text:
 
     def name(self, token: int) -> Name:
         """A token by itself, as it would come next."""
+        key = (token, bool(self._before or self._open))
+        if key not in self._names:
+            self._names[key] = self._name(*key)
+        return self._names[key]
+
+    def _name(self, token: int, inside: bool) -> Name:
         piece = self._pieces.of(token)
         if piece is None:
             return Name("", b"")
@@ -101,7 +108,7 @@ class Text:
             with suppress(UnicodeDecodeError):
                 return Name(data.decode(), data)
             return Name("bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data)
-        text = self._pieces.text([piece], [WORD] if self._before or self._open else [])
+        text = self._pieces.text([piece], [WORD] if inside else [])
         return Name(text, text.encode())
 
     def end(self) -> str:
@@ -129,12 +136,12 @@ class Text:
     def _parts(self) -> list[Part]:
         """The text of the open pieces."""
         shown = [piece for piece, shown in self._open if shown]
-        whole, parts, taken, start = self._pieces.text(shown, self._before), list[Part](), 0, 0
+        whole, parts, start, end = self._pieces.text(shown, self._before), list[Part](), 0, 0
+        lengths = self._pieces.lengths(shown, self._before)
         for piece, shown_one in self._open:
             if shown_one:
-                taken += 1
+                end = max(end, next(lengths))
                 continue
-            end = max(start, len(self._pieces.text(shown[:taken], self._before)))
             parts += [Part(whole[start:end]), Part(piece, False)]
             start = end
         return [*parts, Part(whole[start:])]
@@ -203,6 +210,27 @@ class _Pieces:
     def text(self, pieces: Sequence[str], before: Sequence[str]) -> str:
         """The text of pieces that follow others."""
         return self._joined([*before, *pieces])[len(self._joined(before)) :]
+
+    def lengths(self, pieces: Sequence[str], before: Sequence[str]) -> Iterator[int]:
+        """The length of the text of the first piece, of the first two, and so on; bytes take linear time."""
+        characters = codecs.getincrementaldecoder("utf-8")("strict" if self.falls_back else "replace")
+        base = count = size = 0
+        broken = False  # whether each byte is a character of its own, as in a fallback's run of bytes that is no text
+        for n, piece in enumerate(pieces, 1):
+            if (data := self.bytes_of(piece)) is None:
+                characters.reset()
+                count, size, broken = 0, 0, False
+            else:
+                size += len(data)
+                try:
+                    count += len(characters.decode(data))
+                except UnicodeDecodeError:
+                    broken = True
+            pending = bool(characters.getstate()[0])
+            own = size if broken or (pending and self.falls_back) else count + pending
+            if data is None or n == 1:
+                base = len(self.text(pieces[:n], before)) - own
+            yield base + own
 
     def clean(self, text: str) -> str:
         """The text after the tokenizer's clean-up."""

@@ -17,10 +17,12 @@ import pytest
 import torch
 from dialects import byte_tokenizer
 from limits import HANG
+from pydantic import ValidationError
 from serving import MODEL, THRESHOLD, Server, service_of
 from starlette.testclient import TestClient
 from tiny import tiny
 
+from fb_core.config import ServeSettings
 from fb_core.decoding import LowLatencyDecoder
 from fb_core.engine.engine import Engine
 from fb_core.pair import Pair
@@ -30,7 +32,7 @@ from fb_core.sampling import Sampling
 from fb_core.selectors import FutureBridgeSelector, LLMPreference
 from fb_core.serve.app import Application
 from fb_core.serve.protocol import OFF, ChatRequest, CompletionRequest, Piece
-from fb_core.serve.run import listen
+from fb_core.serve.run import listen, load_server
 
 
 def test_completions_are_the_decoders(server, problems, expected):
@@ -127,6 +129,15 @@ REFUSED = [
     ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
     ({"top_k": -2}, "top_k", "greater than or equal to -1"),
     ({"min_p": 0.1, "temperature": 1}, "min_p", "expected 0"),
+    ({"frequency_penalty": False}, "frequency_penalty", "expected 0, or nothing, got false"),
+    ({"detokenize": 1}, "detokenize", "expected true, or nothing, got 1"),
+    ({"bad_words": ["x"]}, "bad_words", "expected [], or nothing"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+        "f",
+    ),
+    ({"max_tokens": 1 << 63}, "max_tokens", "expected"),
     ({"guided_json": {}}, "guided_json", "expected a parameter that this server supports"),
     ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
     ({"logprobs": True}, "logprobs", "valid integer"),
@@ -169,7 +180,19 @@ REFUSED = [
     ({"futurebridge": {"thresholds": 1}}, "futurebridge.thresholds", "expected a parameter"),
     ({"futurebridge": 7}, "futurebridge", "object"),
 ]
+ASKED = {"role": "user", "content": "1"}
 REFUSED_CHATS = [
+    ({"max_tokens": None, "max_completion_tokens": 1 << 63}, "max_completion_tokens", "expected"),
+    ({"messages": [ASKED] * 4097}, "messages", "expected at most 4096, got 4097; send fewer"),
+    ({"messages": [ASKED | {"annotations": [1]}]}, "messages.0.annotations", "expected [], or nothing"),
+    *(
+        (
+            {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"arguments": wrong}}]}]},
+            "messages.1.tool_calls.0.function.arguments",
+            "expected a JSON object, as a string or as it is",
+        )
+        for wrong in ("{", "[1]", "7", 7, "[" * 5000)
+    ),
     ({"top_logprobs": 2}, "top_logprobs", "expected it only with logprobs true"),
     ({"max_tokens": 3, "max_completion_tokens": 3}, "max_completion_tokens", "expected it or max_tokens, got both"),
     ({"messages": [{"role": "user", "content": "1" * 1025}] * 2}, "messages", "expected at most 2048 bytes of text"),
@@ -210,15 +233,22 @@ def test_what_is_not_supported_is_refused_by_the_clients_name(server, problems, 
 def test_parameters_that_want_nothing_change_nothing(server, problems, expected):
     """What clients send without being asked: defaults, nulls and labels."""
     defaults = {name: value for name, (value, *_) in OFF.items()}
+    defaults |= {"stream_options": None, "guided_json": None, "truncate_prompt_tokens": None}
     labels = {"metadata": {"run": "7"}, "user": "someone", "store": False, "n": None, "stream": None, "seed": None}
     nothing = dict.fromkeys(OFF) | {"stop": None, "stream_options": None, "model": None, "futurebridge": None}
     url, prompt = f"{server.url}/v1", problems[0].prompt
+    only = ({"add_special_tokens": True}, {"add_special_tokens": False, "echo": False})
     for more in (defaults | labels, nothing):
-        text = httpx.post(f"{url}/completions", json={"prompt": prompt, "max_tokens": 60, "logprobs": None} | more)
+        text = httpx.post(
+            f"{url}/completions", json={"prompt": prompt, "max_tokens": 60, "logprobs": None} | more | only[0]
+        )
         assert text.json()["choices"][0]["text"] == expected[0].text
-        messages = [{"role": "user", "content": prompt, "name": None}]
-        chat = httpx.post(f"{url}/chat/completions", json={"messages": messages, "logprobs": False} | more)
+        messages = [{"role": "user", "content": prompt, "name": None, "annotations": [], "refusal": None}]
+        body = {"messages": messages, "logprobs": False} | more | only[1]
+        chat = httpx.post(f"{url}/chat/completions", json=body)
         assert chat.json()["choices"][0]["message"]["content"] == expected[0].text
+    body = {"prompt": prompt, "stream": True, "stream_options": {"continuous_usage_stats": False}}
+    assert httpx.post(f"{url}/completions", json=body).status_code == 200
     parts = [{"type": "text", "text": prompt[:3]}, {"type": "text", "text": prompt[3:]}]
     got = server.client().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": parts}])
     assert got.choices[0].message.content == expected[0].text
@@ -229,8 +259,8 @@ def test_parameters_that_want_nothing_change_nothing(server, problems, expected)
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_drawn_answers_are_the_decoders(server, pair, problems, stream):
-    """Each prompt's `n` answers are the samples that the decoder draws for it; so for text and for chats."""
-    client, asked = server.client(), [list(problem.prompt_ids) for problem in problems[:2]]
+    """Each prompt's `n` answers are the samples that the decoder draws for it; so for equal prompts, text and chats."""
+    client, asked = server.client(), [list(problem.prompt_ids) for problem in (*problems[:2], problems[0])]
     sampling = Sampling(temperature=1.5, top_p=0.9, top_k=0, seed=7)
     settings = {"max_length": 256, "tokenizer": pair.world.tokenizer}
     decoder = LowLatencyDecoder(pair.slm, pair.llm, LLMPreference(), RequestPolicy(THRESHOLD), **settings)
@@ -294,7 +324,8 @@ def test_a_chat_template_gets_what_a_message_holds(pair):
     template = "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.content }} {{ m.tool_calls }};{% endfor %}"
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": [1]}'}}
+    known = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": [1]}}}
     messages = [
         {"role": "developer", "content": "a", "name": "Ada"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -302,7 +333,7 @@ def test_a_chat_template_gets_what_a_message_holds(pair):
     with Engine(Pair(tiny("qwen3"), None), None, RequestPolicy(9.0), max_events=0, max_length=64) as engine:
         service = service_of(engine, tokenizer)
         (ids,) = service.prompts(ChatRequest(messages=messages))
-        assert tokenizer.decode(ids) == f"system Ada a ;assistant   {[call]};"
+        assert tokenizer.decode(ids) == f"system Ada a ;assistant   {[known]};"
         tokenizer.chat_template = None
         for silent in ({"content": None}, {}, {"content": None, "tool_calls": [call]}, {"tool_calls": None}):
             messages[1] = {"role": "assistant", **silent}  # it called a tool, and said nothing
@@ -379,6 +410,21 @@ def test_log_probs_are_the_small_models(server, pair, problems, expected):
 
 
 @pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, {"messages": [0] * 4000}),
+        (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [0] * 4000}]}),
+        (ChatRequest, {"messages": [{f"a{n}": n for n in range(4000)}]}),
+        (CompletionRequest, {f"a{n}": n for n in range(4000)}),
+    ],
+)
+def test_the_first_error_of_a_body_is_the_last(kind, body):
+    with pytest.raises(ValidationError) as raised:
+        kind.model_validate(body)
+    assert raised.value.error_count() <= 2
+
+
+@pytest.mark.parametrize(
     ("body", "words"),
     [
         (b"{", "Invalid JSON"),
@@ -432,6 +478,39 @@ def test_every_error_has_openais_form(server, problems):
         assert int(count) >= 2
     long = httpx.post(f"{server.url}/v1/completions", content=b"x" * (2 << 20))
     assert (long.status_code, long.json()["error"]["type"]) == (413, "invalid_request_error")
+
+
+def test_an_address_in_use_is_one_sentence_that_names_the_option():
+    listening, _ = listen("127.0.0.1", 0)
+    port = listening.getsockname()[1]
+    with (
+        listening,
+        pytest.raises(OSError, match=f"^--port: expected a free address to listen on, got 127.0.0.1:{port} "),
+    ):
+        listen("127.0.0.1", port)
+    with pytest.raises(OSError, match=r"^--host: expected a free address"):
+        listen("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize("key", ["", "abc\r", " abc", "a\nb", "schl\xfcssel", "\udcff"])
+def test_a_key_that_no_client_can_send_is_refused(monkeypatch, key):
+    monkeypatch.setenv("OUR_KEY", key)
+    settings = {"slm": MODEL, "llm": MODEL, "key_variable": "OUR_KEY"}
+    with pytest.raises(ValueError, match=r"^key_variable: expected a key of letters"):
+        load_server(ServeSettings(**settings), loopback=True)
+    monkeypatch.delenv("OUR_KEY")
+    with pytest.raises(ValueError, match=r"^key_variable: expected OUR_KEY in the environment"):
+        load_server(ServeSettings(**settings), loopback=True)
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://a.example/", "https://a.example/b", "a.example", "https://A.example", "", "https://a:443"]
+)
+def test_an_origin_that_no_browser_sends_is_refused(origin):
+    with pytest.raises(ValidationError, match="origin as browsers send it"):
+        ServeSettings(slm=MODEL, llm=MODEL, allowed_origin=origin)
+    for right in ("*", "https://a.example", "http://127.0.0.1:3000", "http://[::1]:3000", "chrome-extension://abc"):
+        assert ServeSettings(slm=MODEL, llm=MODEL, allowed_origin=right).allowed_origin == right
 
 
 def test_no_piece_waits_for_the_clients_acknowledgement():

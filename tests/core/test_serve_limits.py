@@ -19,10 +19,10 @@ from fb_core.engine.engine import Engine
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
-from fb_core.serve import connection
+from fb_core.serve import connection, run
 from fb_core.serve import service as serving
-from fb_core.serve.app import Application
-from fb_core.serve.protocol import CompletionRequest, Piece, Shape, TokenLogprobs
+from fb_core.serve.app import Application, _parts
+from fb_core.serve.protocol import CompletionRequest, Piece, ScoreRequest, Shape, TokenLogprobs
 from fb_core.serve.run import Server as Uvicorn
 from fb_core.serve.run import listen, on_loopback
 from fb_core.serve.text import Name
@@ -158,6 +158,44 @@ def test_a_request_that_does_not_come_is_not_waited_for(pair, monkeypatch, sent,
             assert time.monotonic() - began < 5
 
 
+def test_a_body_of_tiny_chunks_is_refused(server):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connected(server.url) as client:
+        client.sendall(head + b"1\r\n \r\n" * 4096)
+        client.sendall(b"1\r\n \r\n" * 2)
+        assert received(client).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_connection_that_has_waited_longest_makes_room(pair, monkeypatch, held):
+    """By their number any that waits, an idle one too; by bytes one of those that hold some."""
+    monkeypatch.setattr(run, "_open_files", lambda: 16)  # 8 connections
+    monkeypatch.setattr(connection, "HELD", 100_000)
+    part = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90000\r\n\r\n" + b" " * 40_000
+    with hanging(pair) as (service, _), here(service) as url:
+        clients = []
+        for _ in range(3 if held else 12):
+            clients.append(connected(url))
+            clients[-1].sendall(part if held else b"")
+            assert httpx.get(f"{url}/health").status_code == 200
+        assert received(clients[0]) == b""
+        clients[-1].sendall(b" " * 50_000 if held else raw("/health"))
+        assert clients[-1].recv(65536).startswith(b"HTTP/1.1 400" if held else b"HTTP/1.1 200")
+        for client in clients:
+            client.close()
+
+
+def test_a_request_that_still_comes_at_the_end_is_told_of_it(pair, caplog):
+    with hanging(pair) as (service, _):
+        with here(service) as url:
+            client = connected(url)
+            client.sendall(raw("/v1/completions", {"prompt": "1"})[:-1])
+            until(lambda: "requests" in httpx.get(f"{url}/metrics").text)
+        assert received(client).startswith(b"HTTP/1.1 503 ")
+        client.close()
+    assert "Traceback" not in caplog.text
+
+
 # --- clients that leave -----------------------------------------------------------------------------------------------
 
 
@@ -226,7 +264,7 @@ def test_a_prompt_is_not_tokenized_once_its_client_has_left(pair, problem):
     with hanging(pair) as (service, _), here(service) as url:
         held, seen, prompts = threading.Event(), [], service.prompts
         service.prompts = lambda request: seen.append(request) or prompts(request)
-        service._tokenizing.submit(held.wait)
+        service.turns.thread.submit(held.wait)
         clients = [connected(url) for _ in range(20)]
         for client in clients:
             client.sendall(raw("/v1/completions", {"prompt": problem.prompt, "max_tokens": 1}))
@@ -236,7 +274,7 @@ def test_a_prompt_is_not_tokenized_once_its_client_has_left(pair, problem):
         until(lambda: service.requests == 0)
         held.set()
         until(lambda: counted(url, "/v1/completions", 499) == 20)
-        service._tokenizing.submit(int).result(60)
+        service.turns.thread.submit(int).result(60)
         assert seen == []
 
 
@@ -267,6 +305,38 @@ def test_a_large_answer_holds_up_nobody_and_its_copies_are_equal(server, pair, c
         assert one["finish_reason"] == among["finish_reason"] == "stop"
         assert (one["message"] == among["message"]) if chat else (one["text"] == among["text"])
     assert max(waits) < 0.6  # written in one go it was 1.1
+
+
+LARGE = {
+    "begin": CompletionRequest(prompt=[[1, *[4] * 60]] * 200, max_tokens=1, temperature=1),
+    "score": ScoreRequest(prefix="1;", continuations=["2"] * 4000),
+}
+
+
+@pytest.mark.parametrize("way", LARGE)
+def test_a_large_request_lets_a_small_one_go_ahead(pair, problem, way):
+    """Nothing of it runs on the event loop, and in the thread it gives way."""
+
+    async def small_first(service):
+        large = asyncio.ensure_future(getattr(service, way)(LARGE[way]))
+        await asyncio.sleep(0)
+        small = await service.begin(CompletionRequest(prompt=problem.prompt, max_tokens=1))
+        ahead = not large.done()
+        for reply in (small, await large):
+            service.end_of(reply)
+        return ahead
+
+    with hanging(pair) as (service, _):
+        assert asyncio.run(small_first(service))
+        assert service.requests == 0
+
+
+def test_an_answer_is_encoded_in_small_parts():
+    choice = {"index": 0, "logprobs": {"tokens": ["é"] * 999, "top_logprobs": [{"a": -1.5}] * 999}, "events": []}
+    value = {"choices": [choice, choice], "usage": {}, "prompt_logprobs": [None, *[{"5": {"rank": 1}}] * 500]}
+    parts = list(_parts(value))
+    assert json.loads("".join(parts)) == value
+    assert max(map(len, parts)) < 2000
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -376,8 +446,10 @@ def test_an_open_address_without_a_key_is_warned_of(capsys, host, key, warns):
     assert ("whoever reaches this address can use the server" in capsys.readouterr().err) == warns
 
 
-def test_a_client_that_takes_nothing_is_not_kept(pair, problem, monkeypatch):
-    monkeypatch.setattr(connection, "STALL_SECONDS", 0.3)
+@pytest.mark.parametrize("limit", ["STALL_SECONDS", "ANSWER_SECONDS"])
+def test_a_client_that_takes_nothing_is_not_kept(pair, problem, monkeypatch, limit):
+    """Nor one that takes too little in all; its places in the queue are its own until then."""
+    monkeypatch.setattr(connection, limit, 0.5)
     body = {"prompt": [problem.prompt] * 16, "max_tokens": 48, "n": 16, "logprobs": 20}
     with Engine(Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(9.0), max_length=256) as engine:
         service = service_of(engine, pair.world.tokenizer)
@@ -385,8 +457,12 @@ def test_a_client_that_takes_nothing_is_not_kept(pair, problem, monkeypatch):
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that little fits between the two
             client.connect(("127.0.0.1", httpx.URL(url).port))
             client.sendall(raw("/v1/completions", body))
-            until(lambda: "futurebridge_request_seconds_count 1" in httpx.get(f"{url}/metrics", timeout=HANG).text)
-            time.sleep(2)
-            got = received(client)
+            got, seen = b"", set()
+            while "futurebridge_request_seconds_count 1" not in httpx.get(f"{url}/metrics", timeout=HANG).text:
+                seen.add((service.requests, engine.load.running + engine.load.waiting > 0))
+                got += client.recv(100) if limit == "ANSWER_SECONDS" else b""
+            assert service.requests == 0
+            got += received(client)
+    assert (16, False) in seen
     whole = int(re.search(rb"(?i)content-length: (\d+)", got)[1])
     assert len(got) < whole

@@ -62,6 +62,7 @@ def test_the_page_shows_the_two_answers_and_their_events(server, chromium, probl
     taken = "[...document.querySelectorAll('#event tbody tr')].map(row => row.className)"
     assert [index for index, name in enumerate(chromium.run(f"return {taken}")) if name == "taken"] == [event.choice]
     other = next(index for index in range(len(rows)) if index != event.choice)
+    chromium.run("const f = fetch; window.fetch = (u, o) => { window.sent = JSON.parse(o.body); return f(u, o); }")
     chromium.click(f"#event tbody tr:nth-child({other + 1}) button")
     shown = chromium.wait(
         "const p = document.querySelector('#event .text'); return p && p.textContent != '...' ? p.textContent : ''"
@@ -70,6 +71,8 @@ def test_the_page_shows_the_two_answers_and_their_events(server, chromium, probl
     body |= {"prompt": ids}
     rest = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]["text"]
     assert shown == rows[other][0] + rest
+    sent = chromium.run("return window.sent")
+    assert len(sent["prompt"]) + sent["max_tokens"] == len(problem.prompt_ids) + 256  # as much as the answer had
     assert chromium.console() == []
 
 

@@ -290,7 +290,7 @@ def test_scores_count_in_the_queue_and_end_with_the_server(pair):
         for reply in replies:
             with pytest.raises(CancelledError):
                 await reply.fields(MODEL)
-            reply.cancel()
+            service.end_of(reply)
             await reply.tokens.get()
         assert service.requests == 0
 
