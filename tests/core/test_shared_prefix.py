@@ -451,20 +451,6 @@ def test_in_16_bits_what_packs_wrongly_is_refused_and_nothing_else(kind, setting
         CompatibilityScorer(model)
 
 
-@pytest.mark.parametrize("target", ["embed_tokens", "tokens"])
-def test_adapters_on_the_embedding_count(target):
-    token = {"trainable_token_indices": PREFIX[:3].tolist()} if target == "tokens" else {}
-    layers = ["q_proj"] if token else ["q_proj", "embed_tokens"]
-    config = peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False, **token)
-    model = peft.get_peft_model(tiny("llama", tie_word_embeddings=False), config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter += "trainable_tokens_delta" in name
-        want = full_forwards(model, PREFIX, RAGGED)
-        for mine, (logprob, _, _) in zip(shared_prefix_logprobs(model, PREFIX, RAGGED), want, strict=True):
-            close(mine, logprob)
-
-
 def test_a_mixture_of_adapters_by_token_is_refused(tmp_path):
     for name in "01":
         adapted(tiny("llama"), task_type="CAUSAL_LM").save_pretrained(tmp_path / name)
