@@ -34,13 +34,14 @@ TEX_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace does not grou
 FINAL_STOP = re.compile(r"(?<!\.)\.$")  # math-verify cannot read "15."
 INTEGER = re.compile(r"-?[0-9]{1,18}")
 INTEGER_BOX = re.compile(r"\\boxed\{(-?[0-9]{1,18})\}")
-# What math-verify does not read and leaves out: words, number bases, halves of the day, relations without a left side.
+# What math-verify may leave out: words, halves of the day, negations, and all that is meant by numbers and signs.
 WORDS = re.compile(r"\\(?:text|textrm|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
-BASE = re.compile(r"\d[\s)}\]]*_\s*(?:\{([^{}]*)\}|(\w))")
+BASE_TEN = re.compile(r"(?<=[\d)}\]])\s*_\s*\{\s*10\s*\}")
 HALF_DAY = re.compile(r"\d[\s~,.\\]*([ap])\.?\s*m\b", re.IGNORECASE)
 NEGATION = re.compile(r"\\(?:not|neg|lnot)(?![A-Za-z])|\xac")
-RELATION = re.compile(
-    r"\\(?:neq?|n?less|n?gtr|n?[lg]eq?|[lg]t|[lg]eqq|[lg]eqslant|ll|gg)(?![A-Za-z])|[<>\u2260\u2264\u2265\u226e\u226f]"
+MEANT = re.compile(
+    r"\d+|[-+<>\u2260\u2264\u2265\u226e\u226f]|"
+    r"\\(?:neq?|n?less|n?gtr|n?[lg]eq?|[lg]t|[lg]eqq|[lg]eqslant|ll|gg)(?![A-Za-z])"
 )
 BY_ZERO = re.compile(r"/\s*0(?![\d.!])")
 MATH_MODE = re.compile(r"(\$\$?)([^$]*)\1|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
@@ -86,7 +87,6 @@ MIXED = re.compile(  # math-verify reads "3 1/2" as (3+1)/2, and loses the 3 of 
 ROUNDED = Fraction(1, 2_000_000)  # between a decimal and what it is for, as math-verify rounds
 ROUGH, PRECISE, TINY = Fraction(1, 10**3), Fraction(1, 10**5), Fraction(1, 10**90)  # shares: a decimal, two, none
 DIGITS = 100
-WRITTEN = re.compile(r"\d+|[-+]")
 UNIT_POWER = re.compile(r"(\\(?:text|textrm|textbf|mathrm|mbox)\s*\{[^{}]*\})\s*\^\s*(?:\{\s*(-?\d)\s*\}|(\d))")
 UNITS = {
     word: words.split()[0]
@@ -97,7 +97,7 @@ UNITS = {
     )
     for word in words.split()
 }
-UNREAD = re.compile(r"\d+(?:\.\d+)?|\\?[A-Za-z]+|[^\s\w{}$~\\,.;:]")
+SYMBOL = re.compile(r"\d+(?:\.\d+)?|\\?[A-Za-z]+|[^\s\w{}$~\\,.;:]")
 
 
 def boxed(text: str) -> str | None:
@@ -433,7 +433,7 @@ def by_math_verify(question: str, gold: str) -> Outcome:
         return "unparsable"
     if any(ours and theirs and ours != theirs for ours, theirs in zip(_units(said), _units(gold), strict=True)):
         return "wrong"
-    if _unread(said, got, "=" in gold) != _unread(gold, expected, "=" in said):
+    if _unread(said, "=" in gold) != _unread(gold, "=" in said):
         return "wrong"
     return "correct" if "=" in gold or _holds(said, got) else "wrong"
 
@@ -492,38 +492,27 @@ def _units(text: str) -> tuple[set[str], ...]:
     return {half.lower() for half in HALF_DAY.findall(WORDS.sub(r"\1", text))}, set(filter(None, names)), powers
 
 
-def _unread(text: str, expressions: Sequence[Any], equation: bool) -> list[str]:
-    """What is in a text and not in what was read of it.
+def _unread(text: str, equation: bool) -> list[str]:
+    """All that stands in a text, words and spaces aside, if some of it was not read; else its negations.
 
-    Number bases, negations and relations, sorted; and if a number or sign was not read, all that stands there, words
-    and spaces aside. What is left of an equals sign counts if the other text is an `equation` too.
+    What was read is what changes the reading when it changes. What is left of an equals sign counts if the other text
+    is an `equation` too.
     """
     from math_verify import parse
-    from sympy import Set
-    from sympy.core.relational import Relational  # type: ignore[import-untyped]
-
-    plain = WORDS.sub(r"\1", text)
-    bases = [(braced or digit).strip() for braced, digit in BASE.findall(plain)]
-    read = any(isinstance(expression, Set) or expression.has(Relational) for expression in expressions)
-    relations = [] if read else RELATION.findall(plain)
-    found = sorted([*(base for base in bases if base != "10"), *NEGATION.findall(plain), *relations])
 
     def reading(text: str) -> Any:
         return parse(f"\\boxed{{{text}}}", parsing_timeout=None)[:1]
 
-    text = BASE.sub(lambda base: base[0].partition("_")[0], UNIT_POWER.sub(r"\1", text))
-    text = WORDS.sub(lambda words: re.sub("[-+]", " ", words[0]), text)
-    start = 0 if equation else text.rfind("=") + 1
-    shown, whole = Counter(WRITTEN.findall(str(expressions[0]))), None
-    for token in WRITTEN.finditer(text, start):
+    text = WORDS.sub(lambda words: re.sub("[-+]", " ", words[0]), BASE_TEN.sub("", UNIT_POWER.sub(r"\1", text)))
+    start, whole = 0 if equation else text.rfind("=") + 1, reading(text)
+    shown = Counter(MEANT.findall(str(whole)))
+    for token in MEANT.finditer(text, start):
         shown[token[0]] -= 1
-        if shown[token[0]] >= 0:
-            continue
-        whole = whole or reading(text)
-        changed = {"-": "+", "+": "-"}.get(token[0], f"{token[0]}7")
-        if reading(text[: token.start()] + changed + text[token.end() :]) == whole:
-            return found + UNREAD.findall(WORDS.sub(lambda words: re.sub("[^0-9.]", " ", words[1]), text[start:]))
-    return found
+        if shown[token[0]] < 0:
+            changed = f"{token[0]}7" if token[0].isdecimal() else {"-": "+", "+": "-"}.get(token[0], " ")
+            if reading(text[: token.start()] + changed + text[token.end() :]) == whole:
+                return SYMBOL.findall(WORDS.sub(lambda words: re.sub("[^0-9.]", " ", words[1]), text[start:]))
+    return NEGATION.findall(text)
 
 
 def _holds(text: str, expressions: Sequence[Any]) -> bool:
