@@ -91,8 +91,7 @@ class _Turns:
     """Requests of one kind at a time; all that wait go once the other kind's are answered, or take far too long."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._kind = ""  # whose turn it is
+        self._changed, self._kind = threading.Condition(), ""  # whose turn it is
         self._waiting, self._running = dict[object, str](), dict[object, float]()  # kinds; when they began
         self._took = deque[float](maxlen=RECENT)
 
@@ -107,7 +106,8 @@ class _Turns:
                 seconds = self._let_go()
         try:
             yield
-            self._took.append(time.monotonic() - self._running[mine])
+            with self._changed:
+                self._took.append(time.monotonic() - self._running[mine])
         finally:
             with self._changed:
                 del self._running[mine]
