@@ -13,7 +13,6 @@ import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-import fb_kernels
 from benchmarks.roofline import GREY
 from fb_core.config import PairSettings, RunSettings, ServeSettings
 from fb_core.page import markdown_table
@@ -68,12 +67,11 @@ def gradients(op: str) -> list[str]:
     return [*names, *calls.by_name()[op][1].optional]
 
 
-def arguments(op: str) -> str:
+def taken(op: str) -> str:
     """Its tensors with their shapes, then `name=` for everything else without a default."""
-    _, about = calls.by_name()[op]
-    parameters = inspect.signature(getattr(fb_kernels, op)).parameters.values()
-    needed = [x.name for x in parameters if x.default is x.empty and not re.search(rf"\b{x.name}\b", about.takes)]
-    return ", ".join([about.takes, *(f"{name}=" for name in needed)])
+    takes = calls.by_name()[op][1].takes
+    needed = [x.name for x in inspect.signature(small(op).function).parameters.values() if x.default is x.empty]
+    return ", ".join([takes, *(f"{name}=" for name in needed if not re.search(rf"\b{name}\b", takes))])
 
 
 def ops_table() -> list[str]:
@@ -82,8 +80,7 @@ def ops_table() -> list[str]:
     for op in ops():
         kinds, (_, about) = kernels(op), calls.by_name()[op]
         triton, cuda = ALL if "triton" in kinds else "", about.cuda if "cuda" in kinds else ""
-        to = ", ".join(gradients(op)) or "none"
-        rows.append([f"`{op}`", arguments(op), about.gives, to, cuda, triton, about.cpu])
+        rows.append([f"`{op}`", taken(op), about.gives, ", ".join(gradients(op)) or "none", cuda, triton, about.cpu])
     return markdown_table(["op", "takes", "gives", "gradients to", "CUDA kernel", "Triton kernel", "CPU kernel"], rows)
 
 

@@ -1023,14 +1023,16 @@ static int branch_attention(
   return 0;
 }
 
-// With p the probabilities: ds = p (grad . v - grad . out + dlse), dlse 0 if null, and dq = scale ds k, dk = scale ds q and dv = p grad, summed
-// over the rows that see a key; those of the prefix are added to what is there, in the order of the groups, unless they
-// are null. `done`: rows of dq, then of dk and dv, that nothing but finite values reached.
+// With p the probabilities: ds = p (grad . v - grad . out + dlse), where dlse may be null for zeros, and dq = scale ds k,
+// dk = scale ds q and dv = p grad, summed over the rows that see a key; those of the prefix are added to what is there,
+// in the order of the groups, unless they are null. `done`: rows of dq, then of dk and dv, that nothing but finite
+// values reached.
 template <typename T>
 static int branch_attention_backward(
     Heads<T> grad, Heads<T> out, Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> prefix_k, Heads<T> prefix_v,
     const Layout& layout, const Scoring& how, const float* lse, const float* dlse, float* dq, float* dk, float* dv,
-    float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, int threads) {
+    float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads,
+    int64_t width, int threads) {
   typedef Widened<T> F;
   if (rows) std::memset(done, 1, 2 * rows);
   if (!rows || !heads) return 0;
