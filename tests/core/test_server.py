@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -217,8 +218,8 @@ class Words:
     def get_vocab(self):
         return {str(token): token for token in range(V)}
 
-    def encode(self, text, add_special_tokens):
-        return [7, 8]
+    def __call__(self, texts, add_special_tokens):
+        return SimpleNamespace(input_ids=[[7, 8] for _ in texts])
 
 
 @pytest.mark.parametrize("given", ["vllm", "sglang", "llama.cpp"])
