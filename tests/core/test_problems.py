@@ -403,7 +403,7 @@ def test_a_missing_library(
     monkeypatch.chdir(tmp_path)
     Path("p.parquet").touch()
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ImportError, match=rf"got no {library}; pip install 'futurebridge\[{extra}\]'"):
+    with pytest.raises(ImportError, match=rf"got no {library}; pip install '\.\[{extra}\]' in the clone"):
         load_problems(source)
 
 
