@@ -632,7 +632,7 @@ def test_the_token_budget_follows_the_memory_that_is_free(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"train": {"horizons": [64]}}, "at most the scored horizon"),
+        ({"train": {"horizons": [64]}}, "at most score.horizon"),
         ({"train": {"seeds": [0, 0]}}, "different numbers"),
         ({"problems": {"prompt": "solve it"}}, "problem"),
         ({"collect": {"quantle": 0.9}}, "quantle"),
