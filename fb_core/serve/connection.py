@@ -18,7 +18,7 @@ HEAD_SECONDS, BODY_SECONDS = 10.0, 60.0  # for a request's head, and then for it
 STALL_SECONDS, ANSWER_SECONDS = 60.0, 600.0  # that an answer may wait for its client: with nothing taken, and in all
 AHEAD = 64 << 10  # bytes that a client may send before its last request is answered
 CHUNKS = 4096  # of a body
-HELD = 64 << 20  # bytes that wait for all clients together: of requests that are not complete, and of unread answers
+HELD = 32 << 20  # bytes that wait for all clients but one, of requests that are not complete and unread answers
 
 
 class _Head(h11.Connection):
@@ -58,13 +58,16 @@ class Crowd:
             self.waiting.pop(connection, None)
             return
         self.waiting[connection] = held
-        while (full := self.held > HELD) or len(connection.connections) > self.most:
+        while (full := self._full()) or len(connection.connections) > self.most:
             others = (each for each, size in self.waiting.items() if each is not connection and (size or not full))
             if (oldest := next(others, None)) is None:
                 return
             self.note(oldest, None)
             oldest.connections.discard(oldest)
             oldest.transport.abort()
+
+    def _full(self) -> bool:
+        return self.held > HELD and self.held - max(self.waiting.values()) > HELD
 
 
 class Connection(H11Protocol):

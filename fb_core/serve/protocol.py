@@ -23,9 +23,8 @@ from fb_core.pool import Event
 from fb_core.serve.text import Name
 
 STOPS, STOP_LENGTH, STOP_IDS = 16, 256, 128  # strings, characters of one, token ids
-MESSAGES, CALLS = 4096, 128  # of a chat, tools called in one
-Off = dict[str, tuple[Any, ...]]
-OFF: Off = {
+MESSAGES, CALLS = 4096, 128  # of a chat; of tools in a message
+OFF: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "bad_words": ([],),
     "best_of": (1,),
@@ -149,10 +148,10 @@ def _messages(value: Any) -> Any:
 
 
 class _Strict(BaseModel):
-    """Of JSON: what is null was left out. Its first unknown field is the only one to be told of."""
+    """A part of a request: a null is as if left out, and of several wrong fields only the first is told."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    off: ClassVar[Off] = {}
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {}
     unread: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")

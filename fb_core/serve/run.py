@@ -70,10 +70,8 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as problem:
         option = "--port" if problem.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-        why = (problem.strerror or "unknown").lower()
-        raise OSError(
-            f"{option}: expected a free address to listen on, got {host}:{port} ({why}); name another"
-        ) from None
+        words, why = "expected a free address to listen on", (problem.strerror or "unknown").lower()
+        raise OSError(f"{option}: {words}, got {host}:{port} ({why}); name another") from None
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections inherit this
     name = f"[{host}]" if ":" in host else host
     return listening, f"http://{name}:{listening.getsockname()[1]}"
@@ -132,9 +130,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Application, drain: int) -> None:
         self.end, self.drain, files = app.end, drain, _open_files()
-        made: Any = partial(
-            Connection, crowd=Crowd(files // 2), log=app.log
-        )  # so many; the rest is for those that come
+        made: Any = partial(Connection, crowd=Crowd(files // 2), log=app.log)  # half: some come before others have gone
         options: dict[str, Any] = {"ws": "none", "log_level": "error", "access_log": False, "backlog": files // 16}
         super().__init__(uvicorn.Config(app, http=made, timeout_graceful_shutdown=drain + int(LAST), **options))
 

@@ -43,8 +43,6 @@ CONTINUATIONS, TEXT = 1 << 12, 1 << 22  # in one request; characters that are to
 PIECE = 64  # tokens
 TURN = 0.01  # seconds
 DIRECT = LLMPreference()  # one object for all requests, so that their events are served together
-
-
 Result = TypeVar("Result")
 Work = Generator[None, None, Result]  # it gives way to other requests at each yield
 

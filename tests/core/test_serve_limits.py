@@ -174,7 +174,7 @@ def test_the_connection_that_has_waited_longest_makes_room(pair, monkeypatch, he
     part = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90000\r\n\r\n" + b" " * 40_000
     with hanging(pair) as (service, _), here(service) as url:
         clients = []
-        for _ in range(3 if held else 12):
+        for _ in range(4 if held else 12):
             clients.append(connected(url))
             clients[-1].sendall(part if held else b"")
             assert httpx.get(f"{url}/health").status_code == 200

@@ -475,7 +475,7 @@ def test_changes_go_on_top_of_those_around_them():
     assert settings_of_variant(base, outer).compare.methods == ()
     assert inner.path == Path("variants/a/variants/b")
     assert found.collect.model_dump() == base.collect.model_dump() | {"quantile": 0.5}
-    with pytest.raises(ValueError, match="at most score.horizon, 8, got 16"):
+    with pytest.raises(ValueError, match=r"at most score\.horizon, 8, got 16"):
         changed(base, {"train": {"horizons": (16,)}})
 
 
