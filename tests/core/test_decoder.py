@@ -262,11 +262,13 @@ def test_scorer_prefill_and_its_reranker_run_natively(monkeypatch):
     seen = ways(monkeypatch)
     scorer = CompatibilityScorer(model)
     scorer.score_trajectory([1, 2, 3], [BranchGroup(2, torch.tensor([4, 5]), torch.tensor([6, 7]))])
-    reranker = TokenReranker.from_base(model)
-    hf.prefill_packed(model, [torch.tensor([1, 2, 3])])
     assert seen == []
+    reranker = TokenReranker.from_base(model)
+    assert seen == ["modules"]  # which finds the projections of attention
+    hf.prefill_packed(model, [torch.tensor([1, 2, 3])])
+    assert seen == ["modules"]
     reranker.scores([1, 2, 3], [4, 5])
-    assert seen == ["modules"]  # the adapted candidates, not their prefix
+    assert seen == ["modules"] * 2  # the adapted candidates, not their prefix
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------

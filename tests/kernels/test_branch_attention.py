@@ -498,11 +498,11 @@ def test_slots_of_no_slice_get_zeros(groups: int) -> None:
 
 @pytest.mark.parametrize("way", CPU)
 def test_expanded_gradients_are_left_to_no_other(way: str) -> None:
-    """Those of a sum; a kernel that is asked for takes them."""
+    """Those of sums; a kernel that is asked for takes them."""
     case = one_row((3, 0, 9), (2, 4, 6))
-    pulled = torch.ones(()).expand(case.arguments["q"].shape)
+    pulled = [torch.ones(()).expand(x.shape) for x in pulls(case)]
     with running(way):
-        expanded, whole = (evaluate(case, pulled=[x])[1] for x in (pulled, pulled.contiguous()))
+        expanded, whole = (evaluate(case, pulled=each)[1] for each in (pulled, [x.contiguous() for x in pulled]))
     assert same(expanded, whole)
 
 

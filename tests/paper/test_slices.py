@@ -82,7 +82,7 @@ def test_a_stage_is_told_by_eight_methods():
     """What stages define of what `Stage` has; the rest they have in common."""
     methods = {name for name, value in vars(Stage).items() if callable(value) or isinstance(value, property)}
     told = {name for kind in subclasses(Stage) - {Stage} for name in vars(kind)} & methods
-    assert told - {"__init__"} == {"shards", "work", "data", "cost", "most", "choose", "summary", "report"}
+    assert told - {"__init__"} == {"shards", "work", "data", "most_tokens", "most", "choose", "summary", "report"}
 
 
 @pytest.mark.parametrize("kind", [*KINDS, OtherScoreStage, SelectionTrainStage])

@@ -227,8 +227,8 @@ def one_row(*rows_and_slices: tuple[int, int, int], **options: Any) -> Case:
 
 
 def in_16_bits(groups: Groups = (([1, 1], 1, 5), ([1], 0, 9)), **options: Any) -> Case:
-    """As the compiled kernel takes it."""
-    return OP.cast(make(groups, **{"width": 64} | options), torch.bfloat16)
+    """As the compiled kernel takes it; without lse, as SPANNING."""
+    return OP.cast(make(groups, **{"width": 64, "return_lse": False} | options), torch.bfloat16)
 
 
 def relaid(name: str, layout: str = "steps of 2") -> Case:
