@@ -289,17 +289,19 @@ class Loop:
     # --- in and out ---------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Admit waiting sequences in order while rows and pages last, but wait for a page that another is computing."""
-        while self.waiting and len(self.rows) + len(self.entering) < self.step.rows:
-            task = self.waiting[0]
+        """Admit waiting sequences in order while rows and pages last; one whose next page another computes waits."""
+        for task in list(self.waiting):
+            if len(self.rows) + len(self.entering) >= self.step.rows:
+                return
             known = [] if task.prompt_ranking else task.row.tokens  # what is shared is not computed, nor ranked
             if self.model.pages.comes(known, (other.row.tokens for other in self.entering)):
-                return
+                continue
             taken = self.model.pages.take(known, task.stop.length(task.row))
             if taken is None:
                 return
             task.pages, task.held = taken
-            self.entering.append(self.waiting.popleft())
+            self.waiting.remove(task)
+            self.entering.append(task)
 
     @property
     def _room(self) -> int:
@@ -307,11 +309,19 @@ class Loop:
         return self.prefill if self.rows else max(self.prefill, CHUNK)
 
     def _enter(self, changed: list[Task]) -> None:
-        """Prefill a piece of the prompts; a sequence whose prompt is complete becomes a row, is scored, or ends."""
+        """Prefill a piece of the prompts; a sequence whose prompt is complete becomes a row, is scored, or ends.
+
+        Half of a piece is for prompts that it completes, in the order of arrival; longer ones have the rest.
+        """
         if not self.entering:
             return
         room, parts, tasks = self._room, [], []
+        short, half = list[Task](), room // 2
         for task in self.entering:
+            if (left := len(task.row.tokens) - 1 - task.held) <= half:
+                short.append(task)
+                half -= left
+        for task in [*short, *(task for task in self.entering if task not in short)]:
             wanted = task.row.tokens[task.held : -1][:room]
             if wanted:
                 assert task.pages is not None
@@ -327,8 +337,8 @@ class Loop:
         for task, part in zip(tasks, parts, strict=True):
             task.held += len(part.tokens)
             self.model.pages.filled(task.row.tokens[: task.held], part.pages)
-        while self.entering and self.entering[0].held == len(self.entering[0].row.tokens) - 1:
-            task = self.entering.popleft()
+        for task in [task for task in self.entering if task.held == len(task.row.tokens) - 1]:
+            self.entering.remove(task)
             if task.continuations:
                 self.scoring.append(task)
             elif task.stop.room and task.error is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import hashlib
 import os
 from collections.abc import Iterator
@@ -221,21 +222,35 @@ class Reading:
 
     @torch.no_grad()
     def __init__(self, *models: nn.Module) -> None:
-        parameters = [parameter for model in models for parameter in model.parameters()]
+        modules: list[nn.Module] = list(models)
+        for module in modules:  # the list grows; `modules()` takes three times as long
+            modules += [child for child in module._modules.values() if child is not None]
+        parameters = [x for module in modules for x in module._parameters.values() if x is not None]
         self.addresses = [x.data_ptr() for x in parameters]
         self.versions = [None if x.is_inference() else x._version for x in parameters]
+        self.words = list[bytes]()  # of rows on the host, which are read in a fifth of the time that views take
         rows: dict[object, list[Tensor]] = {}
-        for x in dict(zip(self.addresses, parameters, strict=True)).values():
-            if type(x) is nn.Parameter and not x.is_meta and x.numel():
-                row: Tensor = x if x.ndim else x[None]
-                while row.ndim > 1:
-                    row = row[len(row) // 2]
-                rows.setdefault((x.dtype, x.device), []).append(row)
+        for address, x in dict(zip(self.addresses, parameters, strict=True)).items():
+            if type(x) is not nn.Parameter or not (count := x.numel()) or x.is_meta:
+                continue
+            if x.is_cpu and x.is_contiguous():
+                row_len = x.shape[-1] if x.ndim else 1
+                size, before = row_len * x.itemsize, count // row_len // 2
+                self.words.append(ctypes.string_at(address + before * size, size))
+                continue
+            row: Tensor = x if x.ndim else x[None]
+            while row.ndim > 1:
+                row = row[len(row) // 2]
+            rows.setdefault((x.dtype, x.device), []).append(row)
         self.rows = {kind: torch.cat(each).view(torch.uint8) for kind, each in rows.items()}  # a NaN equals itself
 
     def same(self, earlier: Reading | None) -> bool:
         """Whether nothing was replaced, moved or, as far as can be seen, written since an earlier reading."""
-        if earlier is None or (self.addresses, self.versions) != (earlier.addresses, earlier.versions):
+        if earlier is None or (self.addresses, self.versions, self.words) != (
+            earlier.addresses,
+            earlier.versions,
+            earlier.words,
+        ):
             return False
         return all(kind in earlier.rows and torch.equal(row, earlier.rows[kind]) for kind, row in self.rows.items())
 

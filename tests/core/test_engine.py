@@ -203,6 +203,26 @@ def test_a_prompt_enters_in_pieces_while_others_run(monkeypatch):
         engine(slm, llm, prefill_tokens=0)
 
 
+def test_short_prompts_go_ahead_of_long_ones_which_keep_half_of_each_piece(monkeypatch):
+    slm, llm = models()
+    one, other, *short = prompts(150, 140, *[6] * 4)
+    asked, packs, extend = [one, one, other, *short], [], PagedModel.extend  # the second waits for the first's pages
+    want = alone(slm, llm, asked, 9)
+
+    def extending(self, parts, *more):
+        if self.model is slm:
+            packs.append([len(part.tokens) for part in parts])
+        return extend(self, parts, *more)
+
+    monkeypatch.setattr(PagedModel, "extend", extending)
+    monkeypatch.setattr(loop, "CHUNK", 16)
+    with engine(slm, llm, max_length=210, max_batch=7, prefill_tokens=16) as running:
+        with running._state.changed:
+            handles = [running.submit(ids, 9) for ids in asked]
+        assert [facts(handle.result(60)) for handle in handles] == want
+    assert packs[:5] == [[5, 11], [5, 11], [5, 11], [5, 11], [16]]
+
+
 def test_prompts_that_arrive_together_compute_their_common_pages_once(monkeypatch):
     slm, llm = models()
     (stem,) = prompts(150)
