@@ -292,8 +292,7 @@ class TokenReranker(nn.Module):
 def read_description(folder: Path) -> dict[str, Any]:
     """The description in an adapter's folder: what it says beyond PEFT's files.
 
-    Raises:
-        ValueError: no adapter there, a damaged description, or one of another format.
+    ValueError for no adapter there, a damaged description, or one of another format.
     """
     if not (folder / DESCRIPTION).is_file():
         raise ValueError(

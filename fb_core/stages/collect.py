@@ -268,14 +268,10 @@ class StateStage(Stage):
 
 
 class OverStates(Stage):
-    """A stage whose shards are those of the states and whose units are the states in them.
-
-    Attributes:
-        split: "train" or "validation" for the shards of one of them; empty for both.
-    """
+    """A stage whose shards are those of the states and whose units are the states in them."""
 
     unit = "states"
-    split: ClassVar[str] = ""
+    split: ClassVar[str] = ""  # "train" or "validation" for the shards of one of them; empty for both
 
     def shards(self) -> dict[str, int]:
         folder, counts = self.input(StateStage).folder, {}
