@@ -121,11 +121,6 @@ def _facts(row: Row) -> str:
     return f"gold answer {escaped(row.gold)}, {counts}" + ("" if row.seconds is None else f", {row.seconds:.2f} s")
 
 
-def _heading(number: int, event: Event) -> str:
-    failed = "" if event.error is None else f", the LLM failed: {escaped(event.error)}"
-    return f"Event {number}: step {event.step}, entropy {event.entropy:.3f}{failed}"
-
-
 def _cells(event: Event, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, ...]]:
     """The cells of every candidate of the pool."""
     greedy = next((index for index, source in enumerate(event.sources) if source & SLM), None)
@@ -160,7 +155,9 @@ def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console) -
                 text.append(f"⟦{piece}⟧{str(number).translate(RAISED)}", EVENT_STYLE)
         console.print(text.append("\n"), soft_wrap=True)
         for number, event in enumerate(row.events, 1):
-            console.print(Text(_heading(number, event), "bold"), soft_wrap=True)
+            failed = "" if event.error is None else f", the LLM failed: {escaped(event.error)}"
+            heading = f"Event {number}: step {event.step}, entropy {event.entropy:.3f}{failed}"
+            console.print(Text(heading, "bold"), soft_wrap=True)
             table = Table(box=box.SIMPLE_HEAD)
             for column in COLUMNS:
                 words = column in ("", "token", "source")

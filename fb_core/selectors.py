@@ -161,8 +161,7 @@ class FutureBridgeSelector(ScoringSelector):
         """The reranker's scores; ValueError if it is in training mode."""
         if not states:
             return []
-        reranker = self.reranker
-        if reranker.training:
+        if self.reranker.training:
             raise ValueError("reranker: expected it in eval mode, got training mode; call .eval() first")
         return self._scores(states, pools)
 

@@ -247,10 +247,10 @@ def batches(lengths: Sequence[int], room: int, batch_tokens: int) -> Iterator[li
         yield batch
 
 
-def streamer_of_caller(depth: int = 2) -> Any:
+def streamer_of_caller() -> Any:
     """The `streamer=` given to `model.generate`, which transformers 5 does not pass on to a `custom_generate` callable.
 
     Read from the frame of `generate`: generate calls the callable, and the callable calls this.
     """
-    frame = sys._getframe(depth)
+    frame = sys._getframe(2)
     return frame.f_locals.get("streamer") if frame.f_code.co_name == "generate" else None

@@ -299,11 +299,6 @@ def chosen_reranker(settings: RunSettings, run: Path, seed: int) -> TokenReranke
     return TokenReranker.from_pretrained(folder, slm, scope=settings.train.scope)
 
 
-def needs_llm(settings: RunSettings) -> bool:
-    """Whether a deployed reranker uses the LLM; it does not if it ranks only the SLM's candidates."""
-    return settings.score.pool not in ("slm", "slm-wide")
-
-
 def pool_options(settings: RunSettings) -> dict[str, Any]:
     """`pool`, `slm_k`, `llm_k` and `max_events` of a decoder with the pools that the settings train on."""
     slm_k, llm_k, kind = settings.collect.slm_k, settings.futures.llm_k, settings.score.pool
@@ -375,7 +370,7 @@ class Context:
 
     def reranking_decoder(self, reranker: TokenReranker) -> CollaborativeDecoder:
         """The decoder with a reranker, as published."""
-        ask = needs_llm(self.settings)
+        ask = self.settings.score.pool not in ("slm", "slm-wide")  # to rank the SLM's candidates needs no LLM
         return self.decoder(FutureBridgeSelector(reranker), ask=ask, **pool_options(self.settings))
 
 
