@@ -24,15 +24,7 @@ HELP = "/help shows this; /new begins a new conversation; Ctrl-C stops an answer
 
 
 class Chat:
-    """A pair of models that answers in a terminal.
-
-    Args:
-        settings: where the models are and when the LLM is asked.
-
-    Raises:
-        ValueError: models that do not belong together, or settings that do not fit them.
-        OSError: a model, adapter or server that is not there.
-    """
+    """A pair of models that answers in a terminal; raises as `load`."""
 
     def __init__(self, settings: PairSettings) -> None:
         self.settings = settings
@@ -60,10 +52,7 @@ class Chat:
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:
         """Generate an answer and print it as it comes, with the tokens of events highlighted.
 
-        Args:
-            messages: the conversation, ending with a user's turn; its oldest turns are dropped, with a notice, if
-                prompt and answer would be too long together.
-            console: where to print.
+        The oldest turns of the messages are dropped, with a notice, if prompt and answer would be too long together.
 
         Raises:
             ValueError: a last turn that is too long by itself, or NaN logits at a step.

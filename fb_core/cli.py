@@ -202,13 +202,9 @@ def _variable(name: str) -> dict[str, Any]:
 def _options(
     helps: Mapping[str, str], kind: type = str, *, environment: bool = False, **more: Any
 ) -> Callable[[Callable], Callable]:
-    """Gives a command an option of a kind for each name, in place of its keyword arguments.
+    """Gives a command an option of a kind for each name of `helps`, in place of its keyword arguments.
 
-    Args:
-        helps: texts by name.
-        kind: of the values.
-        environment: whether FUTUREBRIDGE_NAME counts where an option is not given.
-        more: of `typer.Option`.
+    With `environment`, FUTUREBRIDGE_NAME counts where an option is not given; `more` is for `typer.Option`.
     """
 
     def add(command: Callable) -> Callable:

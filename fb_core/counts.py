@@ -11,17 +11,9 @@ LARGEST = (1 << 63) - 1  # what 64 bits hold
 def check_count(
     name: str, count: Any, least: int, remedy: str = "leave it out for the default", bound: str = "{} or more"
 ) -> int:
-    """The count as a plain int, if it is one of `least` or more that 64 bits hold.
+    """The count as a plain int, if it is one of `least` or more that 64 bits hold; ValueError with the remedy if not.
 
-    Args:
-        name: the argument's.
-        count: its value.
-        least: the smallest count.
-        remedy: what to do instead.
-        bound: words for the smallest count.
-
-    Raises:
-        ValueError: any other value.
+    `bound` are the error's words for the smallest count.
     """
     huge = isinstance(count, int) and abs(count) > LARGEST
     if huge or not isinstance(count, Integral) or isinstance(count, bool) or count < least:

@@ -236,7 +236,7 @@ class CollaborativeDecoder:
         until: float = float("inf"),
         sampling: Sampling | None = None,
     ) -> list[Generation]:
-        """Decode many prompts in lockstep, in left-padded batches; each gives the result of `generate`.
+        """Decode many prompts in lockstep, in left-padded batches; each as by `generate`, errors included.
 
         The LLM is asked once per step for all prompts of a batch; if the call fails, it fails for each of them. In the
         fast loop `max_batch` prompts run together and each asks by itself.
@@ -246,11 +246,6 @@ class CollaborativeDecoder:
             max_new_tokens: maximum tokens to generate for each.
             until: a generation also ends after the token of this event, counted from 1.
             sampling: as for `generate`; equal prompts are different samples of it.
-
-        Raises:
-            TypeError: as `generate`.
-            ValueError: as `generate`.
-            OSError: as `generate`.
         """
         return self._decode(prompts, max_new_tokens, events=until, sampling=sampling)
 

@@ -36,11 +36,7 @@ VERDICT_STYLES = {"correct": "green", "wrong": "red"}
 def explain(settings: RunSettings, run: Path, problem: str, console: Console) -> None:
     """Print how a problem was solved: the texts with their events, and the events' candidates and scores.
 
-    Args:
-        settings: of the run; they name its tokenizer.
-        run: its folder.
-        problem: an id, or a part of only one id.
-        console: where to print.
+    The settings name the run's tokenizer; `problem` is an id, or a part of only one.
 
     Raises:
         ValueError: no problem or several match, a file is damaged, or the settings are those of another run.
@@ -57,12 +53,7 @@ def explain(settings: RunSettings, run: Path, problem: str, console: Console) ->
 def find_rows(run: Path, problem: str) -> list[Row]:
     """The rows of one problem in the finished shards of a complete or partial evaluation, by method and seed.
 
-    Args:
-        run: the run's folder.
-        problem: an id, or a part of only one id.
-
-    Raises:
-        ValueError: no problem or several match, or a file is damaged.
+    Raises as `explain`.
     """
     folder = Artefact(run, EVALUATION)
     by_problem: dict[str, list[Row]] = {}
@@ -130,11 +121,6 @@ def _facts(row: Row) -> str:
     return f"gold answer {escaped(row.gold)}, {counts}" + ("" if row.seconds is None else f", {row.seconds:.2f} s")
 
 
-def _heading(number: int, event: Event) -> str:
-    failed = "" if event.error is None else f", the LLM failed: {escaped(event.error)}"
-    return f"Event {number}: step {event.step}, entropy {event.entropy:.3f}{failed}"
-
-
 def _cells(event: Event, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, ...]]:
     """The cells of every candidate of the pool."""
     greedy = next((index for index, source in enumerate(event.sources) if source & SLM), None)
@@ -152,13 +138,7 @@ def _cells(event: Event, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, ...]]:
 
 
 def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console) -> None:
-    """Print a problem and all its rows, with ⟦event⟧¹ in the text and one table per event.
-
-    Args:
-        rows: as from `find_rows`.
-        tokenizer: of the run.
-        console: where to print.
-    """
+    """Print a problem and all its rows, with ⟦event⟧¹ in the text and one table per event."""
     if rows[0].question:
         console.print(Text(f"Question: {escaped(rows[0].question, IN_TEXT)}"), soft_wrap=True)
     if any(row.events for row in rows):
@@ -175,7 +155,9 @@ def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console) -
                 text.append(f"⟦{piece}⟧{str(number).translate(RAISED)}", EVENT_STYLE)
         console.print(text.append("\n"), soft_wrap=True)
         for number, event in enumerate(row.events, 1):
-            console.print(Text(_heading(number, event), "bold"), soft_wrap=True)
+            failed = "" if event.error is None else f", the LLM failed: {escaped(event.error)}"
+            heading = f"Event {number}: step {event.step}, entropy {event.entropy:.3f}{failed}"
+            console.print(Text(heading, "bold"), soft_wrap=True)
             table = Table(box=box.SIMPLE_HEAD)
             for column in COLUMNS:
                 words = column in ("", "token", "source")

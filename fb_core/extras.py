@@ -8,16 +8,7 @@ RUN = ("accelerate", "jinja2", "math_verify", "matplotlib", "pyarrow", "rich", "
 
 
 def require(what: str, *packages: str, extra: str = "run") -> None:
-    """Raise if packages are not installed; nothing is imported.
-
-    Args:
-        what: what needs the packages, named in the error.
-        packages: packages of the extra.
-        extra: the extra's name.
-
-    Raises:
-        ImportError: some are not installed.
-    """
+    """ImportError, which names `what` needs them, if packages of an extra are not installed; nothing is imported."""
     if absent := [package for package in packages if find_spec(package) is None]:
         raise ImportError(
             f"{what}: expected the extra [{extra}] to be installed, got no {', '.join(absent)}; "

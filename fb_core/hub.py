@@ -20,13 +20,9 @@ REMEDY = "name a folder that `train` wrote, such as deployed/seed-0 of a run"
 
 
 def deployed_files(directory: str | os.PathLike[str]) -> list[str]:
-    """The files that an adapter needs for deployment, and its model card; only these go to the hub.
+    """The sorted names of the files that an adapter needs for deployment, and its model card; only these go to the hub.
 
-    Args:
-        directory: as `train` writes it: `deployed/seed-0` or `reranker/seed-0` of a run.
-
-    Returns:
-        their names, sorted.
+    The folder is as `train` writes it: `deployed/seed-0` or `reranker/seed-0` of a run.
 
     Raises:
         ValueError: no adapter, one without a model card or a threshold, damaged files, links instead of files, or a
@@ -49,15 +45,12 @@ def deployed_files(directory: str | os.PathLike[str]) -> list[str]:
 
 
 def push_to_hub(directory: str | os.PathLike[str], repo_id: str, *, private: bool = False) -> str:
-    """Upload an adapter's folder to a repository on the hub, which is created if it does not exist.
+    """Upload an adapter's folder to a repository on the hub, made if missing; returns the URL of the commit.
 
     Args:
         directory: as for `deployed_files`; only those files are sent.
         repo_id: "owner/name".
         private: whether the repository must be private.
-
-    Returns:
-        the URL of the commit.
 
     Raises:
         ValueError: as `deployed_files`, not a repository id, or a public repository if `private` is set.

@@ -31,10 +31,7 @@ class Intervention:
         return self.events(states, logits, self.pools(states, logits))
 
     def pools(self, states: Sequence[State], logits: Tensor) -> list[Pool] | OSError:
-        """The candidates of every state; one call of the LLM for all of them.
-
-        Returns:
-            one pool per state, or the error if the LLM did not answer.
+        """The candidates of every state, or the error if the LLM did not answer; one call of it for all of them.
 
         Raises:
             OSError: it did not answer, and that is to end the generation.
@@ -50,8 +47,7 @@ class Intervention:
     def events(self, states: Sequence[State], logits: Tensor, pools: Sequence[Pool] | OSError) -> list[Event]:
         """The events that the selector makes of `pools`; without an answer, the SLM's own token.
 
-        Raises:
-            ValueError: a choice that is not an index into the pool.
+        ValueError for a choice that is not an index into the pool.
         """
         if isinstance(pools, OSError):
             error = f"{type(pools).__name__}: {pools}"

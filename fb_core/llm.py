@@ -134,7 +134,6 @@ class LLM(ABC):
             for each prompt n int64 tensors of new tokens, the end-of-sequence token included.
 
         Raises:
-            TypeError: ids that are not integers.
             ValueError: an LLM that does not sample, a setting out of range; the rest as `complete_many`.
         """
         check_count("n", n, 1, "the published majority takes 8", "{} or more samples")
@@ -151,9 +150,7 @@ class LLM(ABC):
 def checked_prompts(name: str, prompts: Sequence[Ids], model: hf.CausalLM, room: int) -> list[Tensor]:
     """Prompts as int64 tensors on the model's device, each checked to leave `room` positions free.
 
-    Raises:
-        TypeError: ids that are not integers.
-        ValueError: no ids, one outside the vocabulary, the wrong device or shape, or a prompt that is too long.
+    Raises as `hf.token_ids`, and ValueError for no ids or a prompt that is too long.
     """
     limit = hf.max_positions(model)
     checked = [hf.token_ids(name, ids, model) for ids in prompts]
@@ -328,10 +325,7 @@ class LocalLLM(LLM):
     def complete_many(self, prompts: Sequence[Ids], max_new_tokens: int) -> list[Tensor]:
         """As `LLM.complete_many`: the argmax at every step, ties to the lowest id; the model's settings are ignored.
 
-        Raises:
-            TypeError: ids that are not integers.
-            ValueError: no ids, one outside the vocabulary, the wrong device, a prompt that leaves no position for a new
-                token, max_new_tokens below 1, a model in training mode, or NaN logits.
+        Raises as `candidates`, with max_new_tokens in place of k.
         """
         return self._continue(self._begun("ids", prompts, max_new_tokens), max_new_tokens, self._greedy)
 
@@ -340,10 +334,7 @@ class LocalLLM(LLM):
     ) -> list[list[Tensor]]:
         """As `LLM.complete_branches`; what branches of one batch share of their prefixes is computed once.
 
-        Raises:
-            TypeError: ids that are not integers.
-            ValueError: not one list of branches for each prefix, a prefix that leaves no position for its branches; the
-                rest as `complete_many`.
+        ValueError for a prefix that leaves no position for its branches; the rest as `complete_many`.
         """
         _check_branches(prefixes, branches)
         begun = self._begun("prefixes", prefixes, max_new_tokens)

@@ -142,9 +142,6 @@ class NativeDecoder:
     def of(cls, model: Any) -> NativeDecoder | None:
         """Read a Hugging Face causal LM and pack its weights if they are not packed yet.
 
-        Args:
-            model: a model whose decoder is `model.base_model`.
-
         Returns:
             the decoder, or None if the model is not an unchanged Llama, Mistral, Qwen2 or Qwen3.
         """
@@ -179,16 +176,13 @@ class NativeDecoder:
         return self.rotary.inv_freq, self.rotary.attention_scaling  # type: ignore[return-value]
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """Hidden states after the final norm of packed rows; without gradients.
+        """Hidden states [T, D] after the final norm of packed rows, or [N, D] with `rows`; without gradients.
 
         Args:
             ids: [T] int64.
             positions: [T] int64, a row's position in its own sequence.
             attend: what computes attention, and keeps k and v if they are wanted.
             rows: [N] int64, which rows are returned; None for all.
-
-        Returns:
-            [T, D], or [N, D] with rows.
         """
         table = self.rope(positions)
         every = torch.arange(len(ids), device=ids.device)  # row i of the table is that of packed row i

@@ -17,20 +17,13 @@ from fb_core.terminal import escaped
 
 @dataclass(frozen=True)
 class Table:
-    """Cells under column heads.
-
-    Attributes:
-        caption: the title above the table.
-        rows: the cells of every row, as many as `head` has: text, or a tuple of the pieces that cells.html knows.
-        note: small text below the table, such as the settings that the numbers were made with.
-        align: one "l" or "r" per column; if empty, the first column is left-aligned and the others right-aligned.
-    """
+    """Cells under column heads."""
 
     caption: str
     head: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    note: str = ""
-    align: str = ""
+    rows: Sequence[Sequence[Any]]  # of cells: text, or a tuple of the pieces that cells.html knows
+    note: str = ""  # such as the settings that the numbers were made with
+    align: str = ""  # "l" or "r" per column; if empty, the first is left-aligned and the others right-aligned
 
     @property
     def sides(self) -> str:
@@ -39,12 +32,9 @@ class Table:
 
 
 def page(template: str, package: str = "fb_core", **values: Any) -> str:
-    """A template rendered in the common style; values are escaped, so they can be neither markup nor invisible.
+    """A template of a package, rendered in the common style with the values that it shows, such as the page's `title`.
 
-    Args:
-        template: file name in `templates` of the package.
-        package: whose templates, besides those that are here.
-        values: what the template shows, including the page's `title`.
+    Values are escaped, so they can be neither markup nor invisible.
     """
     for name, file in (("style", "style.css"), ("script", "sort.js")):
         text = _templates(package).get_template(file).render()

@@ -20,9 +20,6 @@ class Pair:
             embeddings may then be padded differently, and ids beyond the tokenizer's are never used. Without a
             tokenizer, both models must take the same number of ids.
 
-    Attributes:
-        vocabulary: the number of ids that count.
-
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: models with different vocabularies, or a model in training mode.
@@ -57,7 +54,7 @@ class Pair:
                 raise ValueError(
                     f"{name}: expected at least the tokenizer's {shared} ids, got {taken}; use its own tokenizer"
                 )
-        self.vocabulary = size if shared is None else shared
+        self.vocabulary = size if shared is None else shared  # the number of ids that count
 
     @property
     def ends(self) -> frozenset[int]:

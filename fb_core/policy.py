@@ -88,16 +88,9 @@ class RequestPolicy:
 
 
 def gate(policy: RequestPolicy, step: hf.Step, logits: Tensor, budget: float) -> tuple[list[float], list[int]]:
-    """(entropy of every row in nats, indices of the rows that the policy admits and that have events left).
+    """(entropy of every row in nats, indices of the rows with fewer than `budget` events that the policy admits).
 
-    Args:
-        policy: when to ask.
-        step: the rows' current step.
-        logits: [B, V] the step's logits over the ids that count.
-        budget: maximum events of a row.
-
-    Raises:
-        ValueError: a row without a softmax.
+    Logits are [B, V], the step's over the ids that count; ValueError for a row without a softmax.
     """
     entropy = policy.entropy(logits)
     nats: list[float] = entropy.tolist()

@@ -85,7 +85,7 @@ def candidate_pool(
     slm_k: int = 8,
     llm_k: int = 8,
 ) -> list[Pool]:
-    """The candidates of many states, each with both models' log-probabilities.
+    """The candidates of each of many states, with both models' log-probabilities, on the device of logits.
 
     A single prompt goes through `llm.candidates`, so that its cache stays in step with the sequence.
 
@@ -96,10 +96,7 @@ def candidate_pool(
         prompts: the [P] tokens of each state.
         pool: "joint" (the SLM's top slm_k, then what is new in the LLM's top llm_k), "slm" or "llm" (one side alone).
         slm_k: number of SLM candidates, clamped to V.
-        llm_k: number of LLM candidates, clamped likewise.
-
-    Returns:
-        one pool per state, on the device of logits.
+        llm_k: number of LLM candidates, clamped to V.
 
     Raises:
         ValueError: the LLM proposes no id below V for pool "llm", or leaves out log-probabilities.

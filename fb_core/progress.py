@@ -9,12 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 
 
 class Board:
-    """Progress bars, one per name.
-
-    Args:
-        columns: shown after each bar and its words.
-        transient: whether the bars disappear at the end.
-    """
+    """Progress bars, one per name; `columns` stand after each bar and its words, and a transient board disappears."""
 
     def __init__(self, *columns: ProgressColumn, transient: bool = False) -> None:
         self._terminal = sys.stdout.isatty()

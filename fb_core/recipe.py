@@ -42,33 +42,20 @@ class Difference(BaseModel):
 
 
 class Evidence(BaseModel):
-    """The evidence that a recipe was chosen on.
-
-    Attributes:
-        problems: number of certification problems, not used for anything before.
-        delta: how far below greedy decoding and the direct LLM score it may be, as a share of the problems.
-        level: 1 minus the largest probability that any recipe that is worse than that passes its test, per adapter.
-        tests: number of recipes among which that error was divided.
-        accuracy: on these problems.
-        minus_greedy: paired difference to the SLM alone; its bound uses the error divided by `tests`.
-        minus_direct: paired difference to the direct LLM score, likewise.
-        calls: of the LLM, per problem.
-        llm_tokens: that the LLM chose or wrote, per problem.
-        words: why it was chosen, in a sentence.
-    """
+    """The evidence that a recipe was chosen on."""
 
     model_config = _FROZEN
 
-    problems: int
-    delta: float
-    level: float
-    tests: int
+    problems: int  # number of certification problems, not used for anything before
+    delta: float  # how far below greedy decoding and the direct LLM score it may be, as a share of the problems
+    level: float  # 1 - the largest probability that any recipe worse than that passes its test, per adapter
+    tests: int  # number of recipes among which that error was divided
     accuracy: float
-    minus_greedy: Difference
-    minus_direct: Difference
-    calls: float
-    llm_tokens: float
-    words: str
+    minus_greedy: Difference  # paired difference to the SLM alone; its bound uses the error divided by `tests`
+    minus_direct: Difference  # the same to the direct LLM score
+    calls: float  # of the LLM, per problem
+    llm_tokens: float  # that the LLM chose or wrote, per problem
+    words: str  # why it was chosen
 
 
 class Pools(BaseModel):
@@ -83,27 +70,17 @@ class Pools(BaseModel):
 
 
 class Deployed(BaseModel):
-    """A recipe with everything that it decodes with, except the adapter, in whose description it is stored.
-
-    Attributes:
-        name: of the recipe.
-        value: the head of "value".
-        threshold: nats above which it asks.
-        top_k: number of largest logits that the entropy is taken over.
-        pools: options of a decoder.
-        evidence: what it was chosen on; None if there was no choice.
-        thinking: whether the answers that it was trained on begin with thinking.
-    """
+    """A recipe with everything that it decodes with, except the adapter, in whose description it is stored."""
 
     model_config = _FROZEN
 
     name: RecipeName
-    value: ValueHead | None
-    threshold: float
-    top_k: int = Field(ge=1, le=LARGEST)
+    value: ValueHead | None  # the head of "value"
+    threshold: float  # nats above which it asks
+    top_k: int = Field(ge=1, le=LARGEST)  # number of largest logits that the entropy is taken over
     pools: Pools
-    evidence: Evidence | None = None
-    thinking: bool = False
+    evidence: Evidence | None = None  # what it was chosen on; None if there was no choice
+    thinking: bool = False  # whether the answers that it was trained on begin with thinking
 
     @model_validator(mode="after")
     def _agrees(self) -> Deployed:

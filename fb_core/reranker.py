@@ -154,7 +154,9 @@ class TokenReranker(nn.Module):
         tokens = hf.token_ids("prefix", prefix, self.base)
         pool = hf.check_group(self.base, len(tokens), candidates)
         if self.scope == "sequence":
-            return self.score_hidden(self._sequence_hidden(tokens, pool))
+            rows = torch.cat([tokens.expand(len(pool), -1), pool[:, None]], 1)
+            hidden = hf.causal_lm(self.adapted).base_model(input_ids=rows, use_cache=False).last_hidden_state
+            return self.score_hidden(hidden[:, -1])
         if cache is None:
             state = hf.prefill_packed(self.base, [tokens])[0]
         else:
@@ -185,11 +187,6 @@ class TokenReranker(nn.Module):
     def packed_scores(self, rows: CandidateRows) -> Tensor:
         """float32 [N], without checks: gradients reach adapter and head."""
         return self.score_hidden(hf.packed_forward(hf.causal_lm(self.adapted), *rows))
-
-    def _sequence_hidden(self, tokens: Tensor, pool: Tensor) -> Tensor:
-        """[K, D] through ordinary attention, adapters on prefix and candidate."""
-        rows = torch.cat([tokens.expand(len(pool), -1), pool[:, None]], 1)
-        return hf.causal_lm(self.adapted).base_model(input_ids=rows, use_cache=False).last_hidden_state[:, -1]
 
     def score_hidden(self, hidden: Tensor) -> Tensor:
         """head(h_c) of candidates, float32 [N], from hidden [N, D] after the final norm, computed with the adapter."""
@@ -292,8 +289,7 @@ class TokenReranker(nn.Module):
 def read_description(folder: Path) -> dict[str, Any]:
     """The description in an adapter's folder: what it says beyond PEFT's files.
 
-    Raises:
-        ValueError: no adapter there, a damaged description, or one of another format.
+    ValueError for no adapter there, a damaged description, or one of another format.
     """
     if not (folder / DESCRIPTION).is_file():
         raise ValueError(

@@ -60,11 +60,10 @@ class Sampling:
 
     @classmethod
     def asked(cls, settings: PairSettings, request: object = None) -> Sampling | None:
-        """What a request asks for, or else the settings; None at temperature 0. A seed that neither names is new.
+        """What a request asks for, or else the pair's settings; None at temperature 0.
 
-        Args:
-            settings: of the pair.
-            request: its attributes of the same names count where they are not None; a `top_k` of -1 is 0.
+        The request's attributes of the same names count where they are not None; a `top_k` of -1 is 0. A seed that
+        neither names is new.
         """
         names = ("temperature", "top_p", "top_k", "seed")
         own = [getattr(request, name, None) for name in names]

@@ -21,17 +21,11 @@ ROW_STATISTICS = 8192  # bytes a row in linear_logprob, about
 
 @dataclass(frozen=True)
 class BranchGroup:
-    """The candidates of one state of a trajectory and the future that they share.
+    """The candidates of one state of a trajectory and the future that they share."""
 
-    Attributes:
-        position: the state's prefix is tokens[:position] of its trajectory.
-        candidates: [K] token ids, no two alike.
-        future: [H] token ids that follow every candidate.
-    """
-
-    position: int
-    candidates: Tensor
-    future: Tensor
+    position: int  # the prefix is tokens[:position] of its trajectory
+    candidates: Tensor  # [K] token ids, no two alike
+    future: Tensor  # [H] token ids that follow every candidate
 
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
@@ -103,18 +97,14 @@ class CompatibilityScorer:
         return _matrix(self._forward([(held, [branches])])[0][0])
 
     def score_trajectory(self, tokens: Tensor | Sequence[int], groups: Sequence[BranchGroup]) -> list[Tensor]:
-        """Score all groups of one trajectory in one forward.
+        """Score all groups of one trajectory in one forward; raises as `score`.
 
         Args:
             tokens: [T] token ids of prompt and output.
-            groups: states of this trajectory; the prefix of each is tokens[:position].
+            groups: states of this trajectory, at positions from 1 to T; the prefix of each is tokens[:position].
 
         Returns:
             one float32 [K, H] per group, in nats.
-
-        Raises:
-            TypeError: as `score`.
-            ValueError: as `score`, or a position outside 1..T.
         """
         return self.score_trajectories([(tokens, groups)])[0]
 
@@ -131,7 +121,7 @@ class CompatibilityScorer:
     def score_trajectories(
         self, trajectories: Trajectories, token_budget: int = TOKEN_BUDGET, *, return_local: bool = False
     ) -> list[list[Tensor]] | list[list[tuple[Tensor, Tensor]]]:
-        """Score many trajectories, several of them packed into each forward.
+        """Score many trajectories, several of them packed into each forward; raises as `score`, before the first.
 
         A forward that runs out of memory is halved and tried again, down to a single continuation.
 
@@ -142,10 +132,6 @@ class CompatibilityScorer:
 
         Returns:
             for each trajectory one float32 [K, H] per group, in nats; with return_local a pair of it and float32 [K].
-
-        Raises:
-            TypeError: as `score`.
-            ValueError: as `score_trajectory`; everything is checked before the first forward.
         """
         checked = []
         for tokens, groups in trajectories:
@@ -193,19 +179,10 @@ class CompatibilityScorer:
         *,
         reduction: Reduction = "mean",
     ) -> list[Tensor]:
-        """`score_texts` for many groups, several of them packed into each forward.
+        """`score_texts` for many (prefix, candidates, future) groups, several of them packed into each forward.
 
-        Args:
-            groups: (prefix, candidates, future) as for `score_texts`.
-            token_budget: as for `logprobs_many`.
-            reduction: as for `score_texts`.
-
-        Returns:
-            for each group what `score_texts` returns.
-
-        Raises:
-            TypeError: as `score_texts`.
-            ValueError: as `score_texts`; everything is checked before the first forward.
+        `token_budget` is as for `logprobs_many`, all else as for `score_texts`; everything is checked before the first
+        forward.
         """
         return self._score_texts(groups, token_budget, reduction, [f"groups[{n}]." for n in range(len(groups))])
 
@@ -299,23 +276,12 @@ class CompatibilityScorer:
         return_entropy: bool = False,
         return_greedy: bool = False,
     ) -> list[list[Tensor]] | list[list[tuple[Tensor, ...]]]:
-        """`logprobs` for many prefixes, several of them packed into each forward.
+        """`logprobs` for many (prefix, continuations) pairs, several of them packed into each forward.
 
-        A forward that runs out of memory is halved and tried again, down to a single continuation.
-
-        Args:
-            requests: (prefix, continuations) pairs as for `logprobs`.
-            token_budget: maximum rows of a forward. A larger request is split over several; each repeats the prefix and
-                has room for at least as many rows of continuations as the prefix has.
-            return_entropy: as `logprobs`.
-            return_greedy: as `logprobs`.
-
-        Returns:
-            for each request what `logprobs` returns.
-
-        Raises:
-            TypeError: as `logprobs`.
-            ValueError: as `logprobs`; everything is checked before the first forward.
+        Flags, results and errors are as of `logprobs`; everything is checked before the first forward. A forward that
+        runs out of memory is halved and tried again, down to a single continuation. A request of more than
+        `token_budget` rows is split over several forwards; each repeats the prefix and has room for at least as many
+        rows of continuations as the prefix has.
         """
         pieces, cut = [], []
         for tokens, whole in shared_prefix.checked(self.model, requests, self.valid_vocab):

@@ -57,11 +57,7 @@ class ScoringSelector(Selector):
         return self.choose_many([state], [pool])[0][0]
 
     def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
-        """(index of the highest score, scores) for every state.
-
-        Raises:
-            ValueError: a NaN score.
-        """
+        """(index of the highest score, scores) for every state; ValueError for a NaN score."""
         scores = self.scores_many(states, pools)
         if not scores:
             return []
@@ -98,11 +94,7 @@ class SLMPreference(ScoringSelector):
 
 
 class RandomChoice(Selector):
-    """A uniformly random candidate: a function of the seed and the state's tokens alone, independent of the batch.
-
-    Args:
-        seed: of the draws.
-    """
+    """A uniformly random candidate: a function of the seed and the state's tokens alone, independent of the batch."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -119,15 +111,7 @@ def _check_kind(name: str, given: object, kind: type, remedy: str) -> None:
 
 
 class ValueSelector(ScoringSelector):
-    """The candidate of the highest worth, according to a head fitted to rollouts on another selector's scores.
-
-    Args:
-        selector: whose scores the head was fitted to.
-        head: predicts what the candidates are worth.
-
-    Raises:
-        TypeError: an argument of another type.
-    """
+    """The candidate of the highest worth, according to a head that was fitted to rollouts on the selector's scores."""
 
     def __init__(self, selector: ScoringSelector, head: ValueHead) -> None:
         _check_kind("selector", selector, ScoringSelector, "one such as FutureBridgeSelector(reranker)")
@@ -148,12 +132,8 @@ class ValueSelector(ScoringSelector):
 class FutureBridgeSelector(ScoringSelector):
     """The candidate from which the reranker expects the SLM to continue best.
 
-    Args:
-        reranker: made on the decoder's own SLM. In scope "candidate" it reads the decoder's cache; all states of a step
-            are scored in one forward.
-
-    Raises:
-        TypeError: not a reranker.
+    The reranker is made on the decoder's own SLM. In scope "candidate" it reads the decoder's cache; all states of a
+    step are scored in one forward.
     """
 
     def __init__(self, reranker: TokenReranker) -> None:
@@ -178,15 +158,10 @@ class FutureBridgeSelector(ScoringSelector):
 
     @torch.no_grad()
     def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
-        """The reranker's scores.
-
-        Raises:
-            ValueError: a reranker in training mode.
-        """
+        """The reranker's scores; ValueError if it is in training mode."""
         if not states:
             return []
-        reranker = self.reranker
-        if reranker.training:
+        if self.reranker.training:
             raise ValueError("reranker: expected it in eval mode, got training mode; call .eval() first")
         return self._scores(states, pools)
 

@@ -48,8 +48,8 @@ def forward(
         model: a causal LM that `hf.check_supported` accepts.
         pack: (tokens [T], branches that follow them) pairs. Instead of tokens, all pairs may have prefixes cached in
             one paged `PrefixKV`; `first` must then be 1 or more.
-        valid_vocab: as in `linear_logprob`.
-        temperature: as in `linear_logprob`.
+        valid_vocab: like `temperature` as in `linear_logprob`.
+        temperature: divides the logits.
         return_entropy: also return the entropies.
         return_greedy: also return which tokens are the model's own choice.
 
@@ -136,10 +136,7 @@ def _numbers(spans: Sequence[range], device: torch.device) -> Tensor:
 def checked(model: hf.CausalLM, requests: Requests, valid_vocab: int) -> list[tuple[Tensor, Branches]]:
     """The ids of (prefix, continuations) pairs as tensors on the model's device.
 
-    Raises:
-        TypeError: ids that are not integers.
-        ValueError: an empty prefix, an id outside the vocabulary or in its padding, the wrong device, or more positions
-            than the model has.
+    Raises as `hf.many_token_ids`, and ValueError for an empty prefix, or more positions than the model has.
     """
     pairs = []
     for prefix, continuations in requests:
@@ -254,21 +251,9 @@ def shared_prefix_logprobs_many(
     valid_vocab: int | None = None,
     return_entropy: bool = False,
 ) -> list[list[Tensor]] | list[list[tuple[Tensor, Tensor]]]:
-    """`shared_prefix_logprobs` for several prefixes, all in one forward.
+    """`shared_prefix_logprobs` for several (prefix, continuations) pairs, all in one forward.
 
-    Args:
-        model: as for `shared_prefix_logprobs`.
-        requests: (prefix, continuations) pairs.
-        temperature: as for `shared_prefix_logprobs`.
-        valid_vocab: as for `shared_prefix_logprobs`.
-        return_entropy: as for `shared_prefix_logprobs`.
-
-    Returns:
-        for each request what `shared_prefix_logprobs` returns.
-
-    Raises:
-        TypeError: as `shared_prefix_logprobs`.
-        ValueError: as `shared_prefix_logprobs`.
+    Options, results of each pair and errors are as of `shared_prefix_logprobs`.
     """
     inner = check_trainable(model)
     pack = [(tokens, [branches]) for tokens, branches in checked(inner, requests, hf.valid_ids(valid_vocab, inner))]

@@ -11,14 +11,11 @@ from fb_kernels import compatibility_targets
 
 
 def future_compatibility(logprob: Tensor, horizon: int) -> Tensor:
-    """B_H: the mean log-likelihood of the shared future's first `horizon` tokens after every candidate.
+    """B_H, float32 [K]: the mean log-likelihood of the shared future's first `horizon` tokens after every candidate.
 
     Args:
         logprob: [K, H] as from `CompatibilityScorer`.
         horizon: 1 to H.
-
-    Returns:
-        float32[K].
 
     Raises:
         ValueError: a future shorter than the horizon.

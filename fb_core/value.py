@@ -63,10 +63,7 @@ class ValueHead:
     def __call__(self, pool: Pool, scores: Tensor, entropy: float) -> Tensor:
         """The value of each candidate, float32 [K]; nothing is read back from the device.
 
-        Args:
-            pool: K candidates, the SLM's own token among them.
-            scores: [K] of the selector.
-            entropy: of the SLM at this state, nats.
+        The pool has the SLM's own token; scores are the selector's [K], the entropy is the SLM's here, in nats.
         """
         terms = value_terms(pool, scores, entropy)
         return (terms @ _weights_on(terms.device, self.weights)).float()

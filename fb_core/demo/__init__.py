@@ -19,10 +19,9 @@ MODELS: dict[tuple[str, Part], str] = {  # folders of weights, by world and part
 
 
 def checkpoint(name: str, part: Part) -> str:
-    """The folder of a world's "slm" or "llm" for a name such as "demo:plans"; any other name as it is.
+    """The folder of a world's "slm" or "llm" for a name such as "demo:plans", ValueError if there is no such world.
 
-    Raises:
-        ValueError: no such world.
+    Any other name is returned as it is.
     """
     if not name.startswith(DEMO):
         return name

@@ -49,13 +49,8 @@ def demo_settings(seed: int) -> dict[str, RunSettings]:
 def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = False) -> dict[str, Any]:
     """Run every world, write results.json and accuracy.png into `out`, and print the tables and one problem.
 
-    Args:
-        worlds: their settings by name.
-        out: folder for the results, created if missing. It holds one run per world; finished work is not repeated.
-        retrain: first train the model pairs from scratch into `out`/weights, and use them.
-
-    Returns:
-        the rows of every world's evaluation by its name, as in results.json.
+    `out` holds one run per world; finished work is not repeated. With `retrain`, the model pairs are first trained from
+    scratch into `out`/weights, and used. Returns the rows of every world's evaluation by its name, as in results.json.
 
     Raises:
         ValueError: `out` holds a run with other settings.

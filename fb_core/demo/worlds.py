@@ -54,23 +54,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class World:
-    """A task and its two corpora; `WORLDS` holds the three worlds of the demo.
+    """A task and its two corpora; `WORLDS` holds the three worlds of the demo."""
 
-    Attributes:
-        steps: operations in a problem; all prompts of a world have the same length.
-        families: the words that start a step, grouped by the way of working that the SLM's corpus ties to them.
-        marks: further single-character tokens, such as the operators.
-        max_new_tokens: length of the longest correct solution, including the end token.
-        slm_step: writes one step of the SLM's corpus from (value, multiplier, addend, rng).
-        llm_step: the same for the LLM's corpus.
-    """
-
-    steps: int
-    families: tuple[tuple[str, ...], ...]
-    marks: str
-    max_new_tokens: int
-    slm_step: StepRule
-    llm_step: StepRule
+    steps: int  # operations in a problem; all prompts have the same length
+    families: tuple[tuple[str, ...], ...]  # words that start a step, by their way of working in the SLM's corpus
+    marks: str  # further single-character tokens, such as the operators
+    max_new_tokens: int  # of the longest correct solution, the end token included
+    slm_step: StepRule  # writes one step of the SLM's corpus from (value, multiplier, addend, rng)
+    llm_step: StepRule  # the same for the LLM's
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -80,10 +80,7 @@ class Handle(Generic[Result]):
         return self._result.done()
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for the sequence to end and return its generation, or the scores.
-
-        Args:
-            timeout: seconds; None waits for as long as it takes.
+        """Wait, for at most `timeout` seconds if given, for the sequence to end; its generation, or the scores.
 
         Raises:
             TimeoutError: it is still running.
@@ -143,21 +140,15 @@ class Engine:
     in pieces between steps; full pages that prompts have in common are computed once. A sequence that waits for the LLM
     does not hold up the others. If pages run short, sequences wait for their turn; none is dropped.
 
-    Safe to share between threads: the engine computes in one thread of its own.
+    Safe to share between threads: the engine computes in one thread of its own. Selector, policy, `kv_memory` and
+    errors are as of a `CollaborativeDecoder`.
 
     Args:
         pair: SLM, LLM and tokenizer. If the SLM has no native decoder, sequences run one after another in the plain
             loop, with a warning.
-        selector: as for `CollaborativeDecoder`.
-        policy: likewise.
         max_batch: sequences that run together.
         max_length: maximum tokens of a sequence, prompt included.
-        kv_memory: as for `CollaborativeDecoder`.
         options: more options of `CollaborativeDecoder`: pool, slm_k, llm_k, max_events, prefill_tokens, on_llm_error.
-
-    Raises:
-        TypeError: as `CollaborativeDecoder`.
-        ValueError: likewise.
     """
 
     def __init__(

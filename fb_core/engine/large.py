@@ -23,7 +23,7 @@ class _Held:
 
 
 class PagedLLM(LocalLLM):
-    """A `LocalLLM` whose candidates come from KV pages.
+    """A `LocalLLM` whose candidates come from KV pages; raises as it does, and for a model without a native decoder.
 
     A query that extends an earlier one computes only its new tokens, and so does one that begins with full pages of
     another. The least recently used sequences make room for new ones. Safe to share between threads as a `LocalLLM` is.
@@ -33,12 +33,6 @@ class PagedLLM(LocalLLM):
         model: a causal LM of the Llama family in eval mode.
         length: maximum tokens of a query.
         count: number of pages, enough for at least one query.
-        valid_vocab: as for `LocalLLM`.
-        tokenizer: as for `LocalLLM`.
-
-    Raises:
-        TypeError: not a transformers model.
-        ValueError: a model without a native decoder, in training mode, or valid_vocab out of range.
     """
 
     def __init__(
@@ -73,12 +67,7 @@ class PagedLLM(LocalLLM):
     def candidates_many(
         self, prompts: Sequence[Ids], k: int, score_ids: Sequence[Ids] | None = None
     ) -> list[Candidates]:
-        """As `LLM.candidates_many`, in as few forwards as the pages allow.
-
-        Args:
-            prompts: [P] int64 each, which the model knows.
-            k: as for `LLM.candidates`.
-            score_ids: [n] int64 for each prompt, on the model's device.
+        """As `LLM.candidates_many`, in as few forwards as the pages allow, of int64 ids that the model knows.
 
         Raises:
             ValueError: a prompt longer than the buffers or the model's positions, or NaN logits.

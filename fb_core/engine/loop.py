@@ -61,29 +61,17 @@ class Asking:
 
 @dataclass(eq=False)
 class Task:
-    """A sequence to be continued, and its state.
+    """A sequence to be continued, and its state."""
 
-    Args:
-        row: prompt and new tokens.
-        stop: when it ends.
-        threshold: nats.
-        max_events: of this sequence.
-        ranking: whether the likeliest tokens at each place are recorded.
-        selector: of this sequence; None for the loop's.
-        draw: how its tokens are drawn.
-        prompt_ranking: whether the likeliest tokens at each place of the prompt are recorded.
-        continuations: those of the prompt that are scored, [R] each, instead of new tokens; None if it is continued.
-    """
-
-    row: hf.Running
-    stop: hf.Stop
-    threshold: float
+    row: hf.Running  # prompt and new tokens
+    stop: hf.Stop  # when it ends
+    threshold: float  # nats
     max_events: int
-    ranking: bool = False
-    selector: Selector | None = None
+    ranking: bool = False  # whether the likeliest tokens at each place are recorded
+    selector: Selector | None = None  # None for the loop's
     draw: Draw = GREEDY
-    prompt_ranking: bool = False
-    continuations: Sequence[Tensor] | None = None
+    prompt_ranking: bool = False  # the same at each place of the prompt
+    continuations: Sequence[Tensor] | None = None  # [R] each, scored instead of new tokens
     prompt_ranks: list[Ranked] = field(default_factory=list)  # of the prompt's tokens from the second on
     ranks: list[Ranked] = field(default_factory=list)  # of the new tokens, if they are recorded
     scores: list[tuple[Tensor, ...]] = field(default_factory=list)  # (log-probs, whether likeliest) of continuations
@@ -565,12 +553,7 @@ def _asked_elsewhere(
 ) -> Sequence[Pool] | OSError:
     """`_asked_for` in another thread, which has a stream of its own.
 
-    Args:
-        task: whose event it is.
-        ask: makes the pools.
-        states: of the event.
-        logits: likewise.
-        made: on a GPU: what they are complete after. The pools are complete when this returns.
+    On a GPU, states and logits are complete after `made`; the pools are when this returns.
     """
     if made is None:
         return _asked_for(task, ask, states, logits)
@@ -582,11 +565,7 @@ def _asked_elsewhere(
 
 
 def _pages(pair: Pair, rows: int, length: int, memory: int | None) -> int:
-    """How many pages each model gets.
-
-    Raises:
-        ValueError: rows or pages that the device cannot hold, or memory for less than one page.
-    """
+    """How many pages each model gets; ValueError for more than the device holds, or memory for less than one."""
     there = hf.free_memory(pair.slm.device, whole=True)
     row = 12 * (length + SIZE) + pair.vocabulary * pair.slm.dtype.itemsize  # of a step: tokens, slots, logits
     if rows > (most := min(there // row, (1 << 31) // (pages_of(length) * SIZE))):  # 32 bits number the slots
@@ -609,13 +588,9 @@ def _pages(pair: Pair, rows: int, length: int, memory: int | None) -> int:
 def over_pages(
     pair: Pair, selector: Selector | None, length: int, count: int
 ) -> tuple[PagedModel, LLM | None, Selector | None, MergedReranker | None]:
-    """(the SLM, the LLM, the selector, its reranker), over pages where possible.
+    """(the SLM, the LLM, the selector, its reranker), over `count` pages of each model where possible.
 
-    Args:
-        pair: its SLM has a native decoder.
-        selector: if it has a reranker of scope "candidate", that runs with merged weights.
-        length: maximum tokens of a sequence.
-        count: number of pages of each model.
+    A reranker of scope "candidate" runs with merged weights; a sequence has at most `length` tokens.
     """
     model, llm = PagedModel(pair.slm, length, count), pair.llm
     if type(llm) is LocalLLM and has_native("llm", llm.model):

@@ -24,11 +24,9 @@ STATES = 4
 
 
 class MergedReranker:
-    """`TokenReranker.scores_many` over the keys and values of a `PagedModel`.
+    """`TokenReranker.scores_many` over the keys and values of a `PagedModel`, the frozen model of the reranker.
 
-    Args:
-        reranker: of scope "candidate"; its adapter is merged here, that of another one by `load`.
-        model: the frozen model that the reranker was made on.
+    The adapter of a reranker of scope "candidate" is merged here, that of another one by `load`.
     """
 
     def __init__(self, reranker: TokenReranker, model: PagedModel) -> None:
@@ -82,15 +80,7 @@ class MergedReranker:
 
     @torch.no_grad()
     def scores_many(self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
-        """As `TokenReranker.scores_many`; every prefix is in pages of the model from its first token on.
-
-        Args:
-            prefixes: one per state, of the model's `kv`.
-            candidates: one [K] int64 per state.
-
-        Returns:
-            one float32 [K] per state.
-        """
+        """As `TokenReranker.scores_many`; every prefix is in pages of the model from its first token on."""
         hidden = self._hidden(prefixes, candidates)
         scores = self.reranker.score_hidden(torch.cat(hidden))
         return list(scores.split([len(pool) for pool in candidates]))
@@ -130,12 +120,7 @@ class MergedReranker:
 
 
 class MergedSelector(FutureBridgeSelector):
-    """A `FutureBridgeSelector` whose reranker runs merged, over the decoder's own buffers.
-
-    Args:
-        reranker: as for `MergedReranker`.
-        model: likewise.
-    """
+    """A `FutureBridgeSelector` whose `MergedReranker` runs over the decoder's own buffers."""
 
     def __init__(self, reranker: TokenReranker, model: PagedModel) -> None:
         super().__init__(reranker)

@@ -33,12 +33,7 @@ class Ranked(NamedTuple):
 def rank(logits: Tensor, token: Tensor) -> Tensor:
     """Ids and log-probs [..., 2, k + 1] of the likeliest tokens, ties to the lowest, and of the token taken.
 
-    Args:
-        logits: [..., V].
-        token: [...] int64.
-
-    Returns:
-        in a precision that holds both.
+    Logits are [..., V], token [...] int64; the result's precision holds both ids and log-probs.
     """
     _, values, ids = topk_entropy(logits, min(RANKED, logits.shape[-1]))
     values = torch.cat([values, logits.gather(-1, token[..., None]).to(values.dtype)], -1)
@@ -123,15 +118,9 @@ class DecodeStep:
         threshold: float,
         draw: Draw = GREEDY,
     ) -> None:
-        """Put a sequence into a row; the keys and values of all its tokens but the last are in its pages.
+        """Put a sequence into an empty row; the keys and values of all its tokens but the last are in its pages.
 
-        Args:
-            row: an empty one.
-            tokens: one or more.
-            pages: enough for `limit` tokens.
-            limit: number of tokens at which it halts.
-            threshold: nats.
-            draw: how its tokens are drawn.
+        It halts at `limit` tokens, for which the pages are enough; the threshold is in nats.
         """
         self.order()
         count = len(tokens)
@@ -177,10 +166,7 @@ class DecodeStep:
     def move(self, row: int, to: int, count: int) -> None:
         """Move a sequence to an empty row, and leave its own row empty.
 
-        Args:
-            row: where it is.
-            to: where it goes.
-            count: its number of tokens as the host knows it; steps not read yet may have appended more.
+        `count` is its number of tokens as the host knows it; steps not read yet may have appended more.
         """
         self.order()
         held = count + RING
@@ -203,10 +189,8 @@ class DecodeStep:
     def run(self, count: int, ranked: bool = False, sampled: bool = False) -> None:
         """Run one step: each of the first `count` rows appends its token or halts; its logits are in `logits`.
 
-        Args:
-            count: rows.
-            ranked: whether outcomes also have the likeliest tokens, which are computed after the step.
-            sampled: whether rows draw their tokens as they were put; otherwise all take the likeliest.
+        With `ranked`, outcomes also have the likeliest tokens, which are computed after the step. With `sampled`, rows
+        draw their tokens as they were put; otherwise all take the likeliest.
         """
         self.order()
         slot = self.begun % RING

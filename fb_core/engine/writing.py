@@ -22,7 +22,7 @@ Choose = Callable[[Sequence[hf.Running], Tensor], Sequence[int]]
 def write(
     model: hf.CausalLM, prompts: Sequence[Tensor], stop: hf.Stop, choose: Choose, batch_tokens: int, vocabulary: int
 ) -> list[hf.Running]:
-    """Continue many prompts; as one ends, another takes its place.
+    """Continue many prompts; as one ends, another takes its place. Returns one row per prompt, in order.
 
     Common prefixes are computed once: full pages are shared, and the last page is copied between equal prompts.
 
@@ -33,9 +33,6 @@ def write(
         choose: gives the next token of every row.
         batch_tokens: maximum tokens held at once, new ones included; a longer sequence runs alone.
         vocabulary: how many ids count.
-
-    Returns:
-        one row per prompt, in order.
     """
     rows = [hf.Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
     if rows:

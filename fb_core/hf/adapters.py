@@ -81,11 +81,7 @@ def is_float32(value: object) -> bool:
 
 
 def lora_config(rank: Any, alpha: Any, dropout: Any) -> LoraConfig:
-    """A plain LoRA configuration.
-
-    Raises:
-        ValueError: a number out of range, or none at all.
-    """
+    """A plain LoRA configuration; ValueError for a number out of range, or none at all."""
     check_count("rank", rank, 1, "the published rank is 16")
     if not is_float32(alpha) or alpha <= 0:
         raise ValueError(

@@ -102,11 +102,7 @@ def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[Pr
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a folder or hub id.
-
-    Raises:
-        OSError: nothing usable there.
-    """
+    """The tokenizer of a folder or hub id; OSError if nothing usable is there."""
     with _reading(path, "a tokenizer"):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
@@ -135,11 +131,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 
 
 def _checkpoint_files(path: str, download: bool = True) -> list[Path]:
-    """config.json and the weights of a folder or hub id.
-
-    Raises:
-        OSError: no checkpoint in safetensors there.
-    """
+    """config.json and the weights of a folder or hub id; OSError without a checkpoint in safetensors."""
     folder, wanted = Path(path), ["*.json", "*.safetensors"]
     with _reading(path, "a model in safetensors"):
         if not folder.is_dir():
@@ -165,8 +157,7 @@ def checkpoint_size(path: str) -> int | None:
 def checkpoint_hash(path: str) -> str:
     """A hash of a checkpoint's config and weights (large files: header and samples), without loading it.
 
-    Raises:
-        OSError: no checkpoint in safetensors there.
+    OSError without a checkpoint in safetensors.
     """
     config, *weights = _checkpoint_files(path)
     digest = hashlib.sha256(config.read_bytes())

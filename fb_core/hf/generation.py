@@ -151,13 +151,9 @@ def left_padded(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 @torch.no_grad()
 def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-    """float32 [B, V] after the last token of each row; a cache is extended by the new tokens.
+    """float32 [B, V] after the last token of each row [n] of `ids`; a cache of the tokens before is extended by them.
 
-    Args:
-        model: a causal LM.
-        ids: [B, n] the new tokens.
-        mask: [B, cached + n], 0 at left padding; None for none.
-        cache: of the tokens before; None to keep nothing.
+    The mask, [B, cached + n], is 0 at left padding.
     """
     options = {**with_cache(model, cache), "use_cache": cache is not None}
     if mask is not None:
@@ -239,10 +235,7 @@ def _distinct(rows: Sequence[Running]) -> tuple[list[Running], list[int]]:
 def batches(lengths: Sequence[int], room: int, batch_tokens: int) -> Iterator[list[int]]:
     """Indices by falling length, cut into batches of at most `batch_tokens` tokens and MAX_ROWS rows.
 
-    Args:
-        lengths: tokens of each prompt.
-        room: maximum new tokens of each.
-        batch_tokens: maximum tokens, padding and new ones included; a larger prompt runs alone.
+    Padding and up to `room` new tokens of each prompt count; a larger prompt runs alone.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -254,10 +247,10 @@ def batches(lengths: Sequence[int], room: int, batch_tokens: int) -> Iterator[li
         yield batch
 
 
-def streamer_of_caller(depth: int = 2) -> Any:
+def streamer_of_caller() -> Any:
     """The `streamer=` given to `model.generate`, which transformers 5 does not pass on to a `custom_generate` callable.
 
     Read from the frame of `generate`: generate calls the callable, and the callable calls this.
     """
-    frame = sys._getframe(depth)
+    frame = sys._getframe(2)
     return frame.f_locals.get("streamer") if frame.f_code.co_name == "generate" else None

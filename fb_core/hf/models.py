@@ -169,9 +169,7 @@ def known_ids(tokenizer: Tokenizer) -> int:
 def valid_ids(valid_vocab: Any, model: PreTrainedModel, tokenizer: Tokenizer | None = None) -> int:
     """The number of ids that count: `valid_vocab`, or for None those that the tokenizer knows, or all of the model's.
 
-    Raises:
-        TypeError: not an int.
-        ValueError: none, or more than the model takes.
+    TypeError if it is not an int, ValueError for none, or more than the model takes.
     """
     size = vocabulary(model)
     if valid_vocab is None:

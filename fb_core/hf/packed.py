@@ -417,9 +417,7 @@ def check_supported(model: object) -> None:
 def check_packed_forward(model: PreTrainedModel, whole: nn.Module | None = None) -> None:
     """Compare a packed forward of a few tokens with plain ones, so that no model is silently scored wrong.
 
-    Args:
-        model: a causal LM.
-        whole: what its plain forwards run through: a PEFT model of it, or itself if left out.
+    Plain forwards run through `whole`, a PEFT model of the model, if it is given.
 
     Raises:
         ValueError: NaN logits, log-probabilities that differ, or active dropout or noise.

@@ -279,12 +279,7 @@ def _listed(name: str, value: object) -> list[int]:
 
 
 def check_position(position: int, length: int) -> int:
-    """A state's position in a trajectory of `length` tokens as a plain int.
-
-    Raises:
-        TypeError: not an integer.
-        ValueError: past the trajectory.
-    """
+    """A state's position in a trajectory as a plain int; TypeError if it is none, ValueError past the trajectory."""
     try:
         count = operator.index(position)
     except TypeError:
@@ -319,11 +314,7 @@ def check_group(
 
 
 def check_positions(model: PreTrainedModel, position: int, rows: int) -> None:
-    """Check that the model has positions for a prefix of `position` tokens and `rows` more.
-
-    Raises:
-        ValueError: no prefix, or more positions than the model has.
-    """
+    """ValueError for no prefix, or if the model lacks positions for a prefix of `position` tokens and `rows` more."""
     if position < 1:
         raise ValueError(f"prefix: expected at least 1 token, got {position}; a state needs a token before it")
     limit = max_positions(model)

@@ -43,8 +43,7 @@ class _Head(h11.Connection):
 class Crowd:
     """The connections that wait for their clients; the one that has waited longest goes when there are too many.
 
-    Args:
-        most: connections in all, waiting or not.
+    `most` is how many there may be in all, waiting or not.
     """
 
     def __init__(self, most: int) -> None:
@@ -71,12 +70,9 @@ class Crowd:
 
 
 class Connection(H11Protocol):
-    """A connection with limits.
+    """A connection with limits, one of a crowd.
 
-    Args:
-        crowd: all of them.
-        log: called with the path "other" and the status of each request that does not reach the application.
-        arguments: uvicorn's, and so the options.
+    `log` is called with the path "other" and the status of each request that does not reach the application.
     """
 
     def __init__(self, *arguments: Any, crowd: Crowd, log: Callable[[str, int], None], **options: Any) -> None:

@@ -14,11 +14,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Metrics:
-    """Counters of requests, and gauges of the engine, which are read at each scrape.
-
-    Args:
-        engine: its load is shown.
-    """
+    """Counters of requests, and gauges of the engine, which are read at each scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()

@@ -174,18 +174,12 @@ class _Strict(BaseModel):
 
 
 class Overrides(_Strict):
-    """A request's settings of its events, in the field "futurebridge".
+    """A request's settings of its events, in the field "futurebridge"; what is None is the server's."""
 
-    Attributes:
-        threshold: nats above which the large model is asked; None for the server's.
-        max_events: maximum events, at most the server's; None for the server's.
-        recipe: "greedy" never asks the large model, "direct" takes its likeliest candidate, "futurebridge" is the
-            server's reranker; None for the server's own recipe.
-    """
-
-    threshold: float | None = Field(default=None, allow_inf_nan=False)
-    max_events: int | None = Field(default=None, ge=0)
+    threshold: float | None = Field(default=None, allow_inf_nan=False)  # nats above which the large model is asked
+    max_events: int | None = Field(default=None, ge=0)  # at most the server's
     recipe: Literal["greedy", "direct", "futurebridge"] | None = None
+    """The first never asks the large model, the second takes its likeliest candidate, the third the reranker's."""
 
 
 class StreamOptions(_Strict):
@@ -196,36 +190,23 @@ class StreamOptions(_Strict):
 
 
 class Request(_Strict):
-    """The fields that both kinds of requests have.
-
-    Attributes:
-        model: the server's model, or left out.
-        stop: strings that end an answer, before which its text ends; they may be special tokens.
-        stop_token_ids: token ids that end an answer, before which its text ends.
-        skip_special_tokens: whether special tokens are left out of the text; the one that ends it always is.
-        temperature: of the small model's own tokens, 0 for the likeliest; None for the server's, like the next two.
-        top_p: share of the probability among which tokens are drawn.
-        top_k: number of the likeliest tokens among which they are drawn, 0 or -1 for all that are known.
-        seed: of drawn tokens; None for another one each time.
-        n: number of answers; all are the same if nothing is drawn.
-        return_token_ids: whether the token ids of prompt and answers are returned, under vLLM's names.
-        prompt_ranking: how many of the likeliest tokens are returned with each token of the prompt; None without.
-    """
+    """The fields that both kinds of requests have; of `temperature`, `top_p` and `top_k`, None is the server's."""
 
     off, unread = OFF, UNREAD
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
-    stop_token_ids: Annotated[frozenset[int], PlainValidator(_stop_ids)] = frozenset()
-    skip_special_tokens: bool = True
-    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
-    seed: int | None = None
-    n: int = Field(default=1, ge=1, le=16)
-    return_token_ids: bool = False
+    stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()  # strings that end an answer, which ends before them
+    stop_token_ids: Annotated[frozenset[int], PlainValidator(_stop_ids)] = frozenset()  # the same
+    skip_special_tokens: bool = True  # the one that ends the text is never in it
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)  # 0 for the likeliest
+    top_p: float | None = Field(default=None, gt=0, le=1)  # share of the probability among which tokens are drawn
+    top_k: int | None = Field(default=None, ge=-1)  # likeliest tokens among which they are drawn; 0 or -1 for all
+    seed: int | None = None  # None for another one each time
+    n: int = Field(default=1, ge=1, le=16)  # answers, all the same if nothing is drawn
+    return_token_ids: bool = False  # of prompt and answers, under vLLM's names
     prompt_ranking: int | None = Field(default=None, alias="prompt_logprobs", ge=0, le=RANKED)
+    """How many of the likeliest tokens are returned with each token of the prompt."""
     futurebridge: Overrides = Overrides()
 
     @model_validator(mode="after")
@@ -238,21 +219,15 @@ class Request(_Strict):
 
 
 class CompletionRequest(Request):
-    """A request to `/v1/completions`: prompts as text or as token ids.
-
-    Attributes:
-        echo: whether an answer begins with its prompt, and its log-probs with the prompt's.
-        max_tokens: 0 only to ask about the prompt.
-        ranking: how many of the likeliest tokens are returned with each token; None without log-probs.
-    """
+    """A request to `/v1/completions`: prompts as text or as token ids."""
 
     off = OFF | {"add_special_tokens": (True,)}
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompts)]
-    echo: bool = False
-    max_tokens: int = Field(default=16, ge=0)
+    echo: bool = False  # whether an answer begins with its prompt, and its log-probs with the prompt's
+    max_tokens: int = Field(default=16, ge=0)  # 0 only to ask about the prompt
     ranking: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
         default=None, alias="logprobs", ge=0, le=RANKED
-    )
+    )  # how many of the likeliest tokens are returned with each token; None without log-probs
 
     @model_validator(mode="after")
     def _answers(self) -> CompletionRequest:
@@ -267,18 +242,11 @@ class CompletionRequest(Request):
 
 
 class Message(_Strict):
-    """One turn of a conversation, as the model's chat template gets it.
-
-    Attributes:
-        role: OpenAI's newer name "developer" means "system".
-        content: empty where an assistant only called tools.
-        name: of who speaks.
-        tool_calls: of an assistant.
-    """
+    """One turn of a conversation, as the model's chat template gets it."""
 
     off = {"annotations": ([],)}
-    role: Literal["system", "user", "assistant"]
-    content: Annotated[str, PlainValidator(_content)]
+    role: Literal["system", "user", "assistant"]  # "developer" means "system"
+    content: Annotated[str, PlainValidator(_content)]  # empty where an assistant only called tools
     name: str | None = None
     tool_calls: Annotated[list[dict], Field(max_length=CALLS, fail_fast=True), AfterValidator(_calls)] | None = None
 
@@ -334,7 +302,6 @@ class ScoreRequest(_Strict):
     """A request to `/v1/continuations`: all as texts, or all as token ids.
 
     Attributes:
-        model: as of a `Request`.
         prefix: what all continuations follow.
         continuations: those to be scored; None where candidates and their future are.
         candidates: followed by the future, whose tokens alone are scored.
@@ -404,10 +371,7 @@ class Piece(NamedTuple):
 def event_fields(event: Event, texts: Sequence[str], offset: int) -> dict[str, Any]:
     """An event as clients get it; unknown values are null, and what went wrong is not told.
 
-    Args:
-        event: an event.
-        texts: of the pool's tokens.
-        offset: characters of the answer before the event's token.
+    `texts` are of the pool's tokens, `offset` the characters of the answer before the event's token.
     """
     error = None if event.error is None else "the large model did not answer"
     fields = {name: _finite(value) for name, value in vars(event).items()}
@@ -422,15 +386,7 @@ def _finite(value: Any) -> Any:
 
 
 class Shape:
-    """The JSON of one request's answers.
-
-    Args:
-        model: the model's name.
-        chat: whether it is a chat or a text.
-        stream: whether the answers come in pieces or whole.
-        copies: of each answer.
-        ids: whether the token ids are returned.
-    """
+    """The JSON of one request's answers: in pieces or whole, of each some copies, and with the token ids if `ids`."""
 
     def __init__(self, model: str, *, chat: bool, stream: bool, copies: int, ids: bool = False) -> None:
         self.chat, self.stream, self.copies, self.ids = chat, stream, copies, ids
@@ -451,14 +407,7 @@ class Shape:
         return {**self.head, "choices": choices, **more}
 
     def choices(self, index: int, piece: Piece, prompt: Sequence[int], first: bool = True) -> list[dict[str, Any]]:
-        """A whole answer or a piece of one, for each of its copies.
-
-        Args:
-            index: the answer's.
-            piece: of the answer.
-            prompt: its prompt's token ids.
-            first: whether it is the first piece.
-        """
+        """A whole answer or a piece of one, for each of its copies; `prompt` are its prompt's token ids."""
         said = {"role": "assistant"} if first else {}
         if piece.text or first:
             said["content"] = piece.text

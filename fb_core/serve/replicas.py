@@ -12,24 +12,15 @@ from fb_core.serve.run import load_server
 
 
 class ReplicaSettings(ServeSettings):
-    """A pair in several processes; each has the pair's memory and the server's limits for itself.
+    """A pair in several processes; each has the pair's memory and the server's limits for itself."""
 
-    Attributes:
-        replicas: number of processes.
-        device: "cuda" gives each replica a GPU of its own, "cpu" a core.
-    """
-
-    replicas: int = Field(default=1, ge=1)
-    device: Literal["cuda", "cpu"] = "cuda"
+    replicas: int = Field(default=1, ge=1)  # processes
+    device: Literal["cuda", "cpu"] = "cuda"  # "cuda" gives each replica a GPU of its own, "cpu" a core
 
 
 @serve.ingress()
 class Replica:
-    """A process with a pair and the server's routes.
-
-    Args:
-        settings: of the pair and the server.
-    """
+    """A process with a pair and the server's routes."""
 
     def __init__(self, settings: ReplicaSettings) -> None:
         self.server = load_server(settings, loopback=False)

@@ -31,10 +31,7 @@ FILES = 8192  # open files that a server uses at most
 def load_server(settings: ServeSettings, *, loopback: bool, page: bool = True) -> Application:
     """Load the pair and make its engine and the routes; the access log goes to stderr, one line per request.
 
-    Args:
-        settings: of the pair and the server.
-        loopback: as for `Application`.
-        page: likewise.
+    `loopback` and `page` are as for `Application`.
     """
     key = key_in(settings.key_variable, "key_variable")
     if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
@@ -61,10 +58,9 @@ def load_server(settings: ServeSettings, *, loopback: bool, page: bool = True) -
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
-    """A listening socket and its URL; TCP_NODELAY is set, so that no piece of a stream waits for an acknowledgement.
+    """A listening socket and its URL; OSError for an address that this process cannot listen on.
 
-    Raises:
-        OSError: an address that this process cannot listen on.
+    TCP_NODELAY is set, so that no piece of a stream waits for an acknowledgement.
     """
     try:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -89,12 +85,7 @@ def on_loopback(listening: socket.socket, key_variable: str | None) -> bool:
 def serve(settings: ServeSettings, *, host: str, port: int, drain: int, page: bool = True) -> None:
     """Load the pair and serve it; after SIGTERM or Ctrl-C, requests under way have `drain` seconds to end.
 
-    Args:
-        settings: of the pair and the server.
-        host: to listen on.
-        port: to listen on; 0 takes a free one.
-        drain: seconds.
-        page: whether `/` is a page on which prompts can be tried.
+    Port 0 takes a free one; with `page`, prompts can be tried at `/`.
     """
     listening, url = listen(host, port)
     app = load_server(settings, loopback=on_loopback(listening, settings.key_variable), page=page)
@@ -121,12 +112,7 @@ def _open_files() -> int:
 
 
 class Server(uvicorn.Server):
-    """Ends open answers with an error once the drain time is over, so that their clients learn of it.
-
-    Args:
-        app: answers the requests.
-        drain: seconds that requests in progress get at the end.
-    """
+    """Ends open answers with an error once `drain` seconds are over, so that their clients learn of it."""
 
     def __init__(self, app: Application, drain: int) -> None:
         self.end, self.drain, files = app.end, drain, _open_files()

@@ -160,29 +160,16 @@ def _named(text: Text, token: int, ranked: Ranked | None, count: int, offset: in
 
 
 class Reply:
-    """The answers to a request, `samples` for each prompt, as they come.
-
-    Attributes:
-        answers: in the order of the prompts.
-        tokens: of all answers, each with its answer's index; None is the end of that answer.
-        first: when the first piece came, by `time.perf_counter`; None before.
-        cut: whether the end of the server cuts the answers off.
-
-    Args:
-        turns: of the service.
-        places: in the queue.
-        samples: answers that are drawn for each prompt.
-        copies: equal ones of each answer.
-    """
+    """The answers to a request, `samples` for each prompt and `copies` of each, as they come."""
 
     def __init__(self, turns: Turns, places: int = 1, samples: int = 1, copies: int = 1) -> None:
         self.turns, self.places, self.samples, self.copies = turns, places, samples, copies
-        self.answers: list[Answer] = []
+        self.answers: list[Answer] = []  # in the order of the prompts
         self._handles: list[Handle[Any]] = []
         self._over = False
-        self.tokens = asyncio.Queue[tuple[int, Token | None]]()
-        self.first: float | None = None
-        self.cut = False
+        self.tokens = asyncio.Queue[tuple[int, Token | None]]()  # with their answers' indices; None ends an answer
+        self.first: float | None = None  # when the first piece came, by `time.perf_counter`
+        self.cut = False  # whether the end of the server cuts the answers off
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """The parts of the answers, each with its answer's index.
@@ -243,12 +230,7 @@ class Reply:
 
 
 class Scoring(Reply):
-    """Scores of continuations, as they come.
-
-    Attributes:
-        handle: the engine's, once they are submitted.
-        group: what is scored: continuations, or candidates with one future, whose tokens alone count.
-    """
+    """Scores of continuations, as they come; of candidates with one future, its tokens alone count."""
 
     handle: Handle[Scores]
     group: hf.TextGroup
@@ -263,14 +245,7 @@ class Scoring(Reply):
 
 
 class Service:
-    """An engine and its tokenizer.
-
-    Args:
-        engine: decodes.
-        tokenizer: of prompts and answers.
-        settings: the server's.
-        thinking: whether a chat's answer begins with thinking.
-    """
+    """An engine and its tokenizer; with `thinking`, a chat's answer begins with it."""
 
     def __init__(
         self, engine: Engine, tokenizer: hf.Tokenizer, settings: ServeSettings, *, thinking: bool = False

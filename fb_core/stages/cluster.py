@@ -37,10 +37,8 @@ _resting: list[tuple[bool, Any]] = []  # (has a GPU, worker) of this process's i
 def connect() -> bool:
     """Join the cluster that RAY_ADDRESS names, or start Ray on loopback; that one ends with this process.
 
-    Ray's usage statistics are off unless the environment turns them on. Returns False if Ray was running already.
-
-    Raises:
-        ImportError: Ray is not installed.
+    Ray's usage statistics are off unless the environment turns them on. Returns False if Ray was running already;
+    ImportError if it is not installed.
     """
     here: dict[str, Any] = {}
     if "RAY_ADDRESS" not in os.environ:

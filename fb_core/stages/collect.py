@@ -16,7 +16,7 @@ from fb_core import hf
 from fb_core.judges import Judge
 from fb_core.llm import LLM, LocalLLM
 from fb_core.policy import RequestPolicy
-from fb_core.pool import PoolKind, candidate_pool
+from fb_core.pool import candidate_pool
 from fb_core.stages.models import frozen_policy, problems_hash, splits_of, verifier_of
 from fb_core.stages.problems import Problem
 from fb_core.stages.records import Examples, State, Trajectory, example_files
@@ -175,13 +175,12 @@ def log_states(
     slm_k: int = 8,
     llm_k: int = 8,
     max_states: int = 8,
-    pool: PoolKind = "joint",
 ) -> list[State]:
     """The admitted states of all trajectories, with the pools that a decoder would form there."""
     states: list[State] = []
     for positions, logits in _admitted_logits(slm, trajectories, policy, max_states):
         prefixes = [trajectory.tokens[:position] for trajectory, position in positions]
-        pools = candidate_pool(logits, llm, prefixes, pool, slm_k, llm_k)
+        pools = candidate_pool(logits, llm, prefixes, "joint", slm_k, llm_k)
         for (trajectory, position), candidates in zip(positions, pools, strict=True):
             entropy = float(trajectory.entropy[position - trajectory.prompt_length])
             states.append(State(trajectory, position, entropy, candidates))
@@ -268,14 +267,10 @@ class StateStage(Stage):
 
 
 class OverStates(Stage):
-    """A stage whose shards are those of the states and whose units are the states in them.
-
-    Attributes:
-        split: "train" or "validation" for the shards of one of them; empty for both.
-    """
+    """A stage whose shards are those of the states and whose units are the states in them."""
 
     unit = "states"
-    split: ClassVar[str] = ""
+    split: ClassVar[str] = ""  # "train" or "validation" for the shards of one of them; empty for both
 
     def shards(self) -> dict[str, int]:
         folder, counts = self.input(StateStage).folder, {}

@@ -51,13 +51,8 @@ def run_command(
 ) -> None:
     """Do what is left of a command's stages.
 
-    Args:
-        command: to run.
-        settings: of the whole run.
-        run: its folder.
-        engine: "local", or "ray" for the stages whose shards are independent.
-        dry_run: only show what would be done.
-        show: takes the plan, or each finished stage's report, in Markdown.
+    The engine "ray" takes the stages whose shards are independent. With `dry_run`, only show what would be done; `show`
+    takes that plan, or each finished stage's report, in Markdown.
 
     Raises:
         ValueError: settings, models or files do not fit the run.

@@ -38,48 +38,29 @@ Id = Annotated[int, Field(ge=0, lt=LARGEST)]
 
 
 class Row(BaseModel):
-    """A method's result on one problem.
-
-    Attributes:
-        benchmark: the set that the problem is of.
-        method: the method's name.
-        seed: None for a method that runs once.
-        loop: in which it decoded.
-        problem: the problem's id.
-        prompt_sha256: hash of the prompt's ids.
-        question: the problem's text; empty in rows of earlier versions.
-        tokens: the new tokens, including end-of-sequence; empty for a method that keeps only a text.
-        events: of the generation.
-        text: the answer.
-        gold: the gold answer.
-        verdict: of the verifier.
-        calls: of the LLM; `pool`, `appended` and `suffix` are those of `fb_core.decoding.Usage`.
-        read: positions that the LLM computes if it keeps its cache, the prompt's included; 0 if it was not asked.
-        seconds: wall time; None in a batch, where a problem has no time of its own.
-        peak_bytes: peak device memory; None in a batch and on a CPU.
-    """
+    """A method's result on one problem."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     benchmark: str
     method: str
-    seed: int | None
+    seed: int | None  # None for a method that runs once
     loop: Loop
-    problem: str
-    prompt_sha256: str
-    question: str = ""
-    tokens: list[Id]
+    problem: str  # its id
+    prompt_sha256: str  # of the prompt's ids
+    question: str = ""  # empty in rows of earlier versions
+    tokens: list[Id]  # new ones, end-of-sequence included; empty for a method that keeps only a text
     events: list[Event]
-    text: str
+    text: str  # the answer
     gold: str
     verdict: str
-    calls: int
+    calls: int  # of the LLM; the next three are those of `fb_core.decoding.Usage`
     pool: float | None
     appended: int
     suffix: int
-    read: int
-    seconds: float | None
-    peak_bytes: int | None
+    read: int  # positions that the LLM computes if it keeps its cache, the prompt's included; 0 if not asked
+    seconds: float | None  # wall time; None in a batch, where a problem has no time of its own
+    peak_bytes: int | None  # of device memory; None in a batch and on a CPU
 
     @property
     def correct(self) -> bool:
@@ -226,11 +207,7 @@ def usage_of(generation: Generation, prompt: int) -> dict[str, Any]:
 
 
 def read_rows(folder: Artefact, shard: str) -> Iterator[Row]:
-    """The rows of a finished shard.
-
-    Raises:
-        ValueError: the file is damaged, or a line is not a row; the message names the line and what is wrong.
-    """
+    """The rows of a finished shard; ValueError for a damaged file, or with the line and what is wrong with it."""
     for number, line in enumerate(folder.read(shard, "jsonl").splitlines(), 1):
         try:
             yield Row.model_validate_json(line, strict=True)

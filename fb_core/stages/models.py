@@ -95,11 +95,7 @@ class Models:
 
     @cached_property
     def llm(self) -> LLM:
-        """The large model.
-
-        Raises:
-            ValueError: its tokenizer, or its server's, is not the SLM's.
-        """
+        """The large model; ValueError if its tokenizer, or its server's, is not the SLM's."""
         server = self.settings.llm_server
         if server is not None:
             return self._server(server, "llm")
@@ -232,9 +228,7 @@ def read_problems(source: str, limit: int | None, role: Literal["train", "test"]
 def benchmark_problems(settings: RunSettings) -> dict[str, list[Problem]]:
     """The problems of every benchmark, without those whose gold answer the verifier does not accept as its own answer.
 
-    Raises:
-        OSError: a set cannot be found.
-        ValueError: a file is damaged, a demo world has no limit, or a gold answer takes too long to judge.
+    Raises as `read_problems`, and ValueError for a gold answer that takes too long to judge.
     """
     chosen = settings.evaluate
     return _benchmark_problems(chosen.benchmarks, chosen.limit, settings.verify, settings.problems.seed)
@@ -305,11 +299,6 @@ def chosen_reranker(settings: RunSettings, run: Path, seed: int) -> TokenReranke
     return TokenReranker.from_pretrained(folder, slm, scope=settings.train.scope)
 
 
-def needs_llm(settings: RunSettings) -> bool:
-    """Whether a deployed reranker uses the LLM; it does not if it ranks only the SLM's candidates."""
-    return settings.score.pool not in ("slm", "slm-wide")
-
-
 def pool_options(settings: RunSettings) -> dict[str, Any]:
     """`pool`, `slm_k`, `llm_k` and `max_events` of a decoder with the pools that the settings train on."""
     slm_k, llm_k, kind = settings.collect.slm_k, settings.futures.llm_k, settings.score.pool
@@ -324,16 +313,8 @@ def pool_options(settings: RunSettings) -> dict[str, Any]:
 class Context:
     """What a run offers a method; files and models are read when the method asks for them.
 
-    Args:
-        settings: of the run.
-        run: its folder.
-        max_length: tokens of a prompt and its answer in the fast loop; None for the plain loop.
-        max_batch: prompts that the fast loop decodes together.
-
-    Attributes:
-        models: the run's `Models`.
-        batched: options of everything that decodes in batches.
-        options: options of a decoder.
+    `max_length` is that of a prompt with its answer in the fast loop, for `max_batch` of them; None for the plain loop.
+    `options` are those of a decoder, and `batched` those of everything that decodes in batches.
     """
 
     def __init__(self, settings: RunSettings, run: Path, max_length: int | None = None, max_batch: int = 1) -> None:
@@ -361,8 +342,7 @@ class Context:
     def named(self, name: str, seed: int | None) -> CollaborativeDecoder:
         """The decoder of one of `LABELS`, the seed being that of its reranker, if it has one.
 
-        Raises:
-            ValueError: the reranker is not trained.
+        ValueError if the reranker is not trained.
         """
         if name == "greedy":
             return alone(self.models.slm, **self.options)
@@ -381,11 +361,7 @@ class Context:
         )
 
     def chosen_decoder(self, seed: int) -> CollaborativeDecoder:
-        """The decoder of the recipe that the run chose for a seed.
-
-        Raises:
-            ValueError: the run chose no recipe.
-        """
+        """The decoder of the recipe that the run chose for a seed; ValueError if it chose none."""
         folder, scope = adapter_folder(self.run, DEPLOYED_STAGE, seed), self.settings.train.scope
         deployed = Deployed.load(folder)
         assert deployed is not None
@@ -394,7 +370,7 @@ class Context:
 
     def reranking_decoder(self, reranker: TokenReranker) -> CollaborativeDecoder:
         """The decoder with a reranker, as published."""
-        ask = needs_llm(self.settings)
+        ask = self.settings.score.pool not in ("slm", "slm-wide")  # to rank the SLM's candidates needs no LLM
         return self.decoder(FutureBridgeSelector(reranker), ask=ask, **pool_options(self.settings))
 
 

@@ -27,19 +27,12 @@ PART = pa.struct({"id": pa.string(), "candidates": IDS, "sources": BITS})  # of 
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """What the SLM wrote for one problem.
-
-    Attributes:
-        problem: what was asked.
-        tokens: [T] prompt and output.
-        prompt_length: number of prompt tokens.
-        entropy: float32 [T - prompt_length], nats, of the SLM's distribution before each output token.
-    """
+    """What the SLM wrote for one problem."""
 
     problem: Problem
-    tokens: Tensor
+    tokens: Tensor  # [T] prompt and output
     prompt_length: int
-    entropy: Tensor
+    entropy: Tensor  # float32 [T - prompt_length], nats, of the SLM's distribution before each output token
 
     @property
     def output(self) -> Tensor:
@@ -49,19 +42,12 @@ class Trajectory:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """One admitted state of a trajectory, with its candidates.
+    """One admitted state of a trajectory, with its candidates."""
 
-    Attributes:
-        trajectory: the state is its prefix tokens[:position].
-        position: of the token that is chosen here.
-        entropy: of the SLM's distribution, nats.
-        pool: the candidates; in a group or rollout only those that were scored or rolled out.
-    """
-
-    trajectory: Trajectory
-    position: int
-    entropy: float
-    pool: Pool
+    trajectory: Trajectory  # the state is its prefix tokens[:position]
+    position: int  # of the token that is chosen here
+    entropy: float  # nats
+    pool: Pool  # the candidates; in a group or rollout only those that were scored or rolled out
 
     @property
     def id(self) -> str:
@@ -81,47 +67,29 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Future:
-    """What a model writes from a state.
-
-    Attributes:
-        state: where it begins.
-        first: the id of the token at the state itself; it is a candidate of the pool.
-        tokens: [n] the tokens after it, including end-of-sequence: the future that all candidates share.
-        verdict: on the whole solution against the gold answer.
-    """
+    """What a model writes from a state."""
 
     state: State
-    first: int
-    tokens: Tensor
-    verdict: Verdict
+    first: int  # the id of the token at the state itself; it is a candidate of the pool
+    tokens: Tensor  # [n] the tokens after it, including end-of-sequence: the future that all candidates share
+    verdict: Verdict  # on the whole solution against the gold answer
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The K candidates of a state with the log-probs of the future after each.
+    """The K candidates of a state with the log-probs of the future after each."""
 
-    Attributes:
-        state: with the candidates that were scored.
-        logprob: float32 [K, H], nats.
-    """
-
-    state: State
-    logprob: Tensor
+    state: State  # with the candidates that were scored
+    logprob: Tensor  # float32 [K, H], nats
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """The SLM's rollouts after the K candidates of a state.
+    """The SLM's rollouts after the K candidates of a state."""
 
-    Attributes:
-        state: with the candidates that were rolled out.
-        correct: bool [K], whether each candidate leads to the gold answer.
-        texts: the K solutions.
-    """
-
-    state: State
-    correct: Tensor
-    texts: list[str]
+    state: State  # with the candidates that were rolled out
+    correct: Tensor  # bool [K], whether each candidate leads to the gold answer
+    texts: list[str]  # the K solutions
 
 
 COLUMNS: dict[type, dict[str, pa.DataType]] = {  # of each record's shards, by attribute

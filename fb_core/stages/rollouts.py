@@ -22,15 +22,7 @@ from fb_core.verify import Verifier
 def roll_out(
     slm: LocalLLM, states: Sequence[State], tokenizer: hf.Tokenizer, verifier: Verifier, max_new_tokens: int
 ) -> list[Rollout]:
-    """Roll out every candidate of every state with the SLM, and judge the solutions.
-
-    Args:
-        slm: the small model.
-        states: their pools hold the candidates.
-        tokenizer: of both models.
-        verifier: checks the decoded solutions.
-        max_new_tokens: longest rollout.
-    """
+    """Roll out every candidate of every state's pool with the SLM, and judge the solutions."""
     prefixes, firsts = [state.prefix.to(slm.device) for state in states], [state.pool.ids.tolist() for state in states]
     written = slm.complete_branches(prefixes, firsts, max_new_tokens)
     branches = [
