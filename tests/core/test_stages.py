@@ -649,7 +649,7 @@ def test_a_damaged_settings_file_is_one_sentence(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError):
         RunSettings.load(str(path))
-    with pytest.raises(OSError, match=r"tiny\.yaml"):
+    with pytest.raises(OSError, match="tiny"):
         RunSettings.load("no-such-settings")
 
 
@@ -690,7 +690,7 @@ def test_what_is_set_is_a_setting_of_the_run(undisturbed, tmp_path):
         assert f"begun with settings.collect.slm_k 3, got {4 if changes else 2}; put that back" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["tiny", "qwen3-1.7b", "configs/qwen3-0.6b.yaml"])
+@pytest.mark.parametrize("name", ["tiny", "qwen3-1.7b", "qwen3-0.6b"])
 def test_shipped_settings_load(name):
     assert RunSettings.load(name).models.slm
 
