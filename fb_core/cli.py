@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fb_core.config import PairSettings, RunSettings, ServeSettings, as_yaml, first_words, settings_of
+from fb_core.config import SHIPPED, PairSettings, RunSettings, ServeSettings, as_yaml, first_words, settings_of
 from fb_core.extras import require
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ def demo(
         run_demo(demo_settings(seed), out, retrain=retrain)
 
 
-SHIPPED = sorted(entry.name.removesuffix(".yaml") for entry in (resources.files("fb_core") / "configs").iterdir())
 ConfigOption = Annotated[str, typer.Option(help=f"A YAML file, or a shipped one: {', '.join(SHIPPED)}.")]
 RunOption = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run; default runs/<config>.")]
 SetOption = Annotated[

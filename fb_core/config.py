@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
-from importlib import resources
-from importlib.resources.abc import Traversable
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -48,9 +45,10 @@ LONGEST_NUMBER = 1000  # characters
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 NOT_IN_IDENTITY = "changes no result"  # marks a setting that is not part of a stage's identity
 AS_BEFORE = "at its default as before there was such a setting"  # marks one that is part of it at other values only
-FOLDER, FILE = "a folder", "a data file"  # mark one that may name this beside the settings file
-DATA = (".jsonl", ".json", ".parquet")  # ends of files of problems; no known set has one
-IS_THERE = {FOLDER: os.path.isdir, FILE: lambda path: str(path).lower().endswith(DATA) and os.path.isfile(path)}
+FOLDERS = ("slm", "llm", "adapter")  # settings that may name a folder beside the file that they are in
+FILES = ("train", "held_out", "benchmarks")  # and those that may name files there
+DATA = (".jsonl", ".json", ".parquet")  # ends of such files; no known set has one
+SHIPPED = dict(sorted((path.stem, path) for path in (Path(__file__).parent / "configs").glob("*.yaml")))
 Settings = TypeVar("Settings", bound=BaseModel)
 Changes = Mapping[str, Mapping[str, Any]]  # new values, by section and key
 
@@ -72,9 +70,9 @@ class Section(BaseModel):
 class PairSettings(Section):
     """A pair of models that decodes from the command line."""
 
-    slm: Annotated[str, FOLDER]
+    slm: str
     """Folder or hub id of the small model; "demo:plans" is a pair of the demo."""
-    llm: Annotated[str | None, FOLDER] = None
+    llm: str | None = None
     """Folder or hub id of the large model; with a server, the model's name there, if the server needs one."""
     server: ServerUrl | None = None
     """URL of an inference server to use instead of a large model in this process."""
@@ -82,7 +80,7 @@ class PairSettings(Section):
     """The kind of server."""
     api_key_variable: str | None = None
     """Environment variable that holds the server's key, if the server needs one."""
-    adapter: Annotated[str | None, FOLDER] = None
+    adapter: str | None = None
     """Folder of an adapter, as `train` writes it; without one, the LLM's likeliest candidate is taken."""
     recipe: Literal["chosen", "published"] = "chosen"
     """The recipe that `train` chose for the adapter, or the published one."""
@@ -136,7 +134,7 @@ class PairSettings(Section):
         if file is None:
             return checked(cls, options, "")
         served = {"server": options["server"]} if "server" in options else {}
-        return checked(cls, _beside(_read_yaml(file, str(file)) | served, cls, file) | options, str(file))
+        return checked(cls, _beside(_read_yaml(file) | served, file.parent) | options, str(file))
 
 
 class ServeSettings(PairSettings):
@@ -190,9 +188,9 @@ class ServerSettings(Section):
 class ModelSettings(Section):
     """The pair of a run."""
 
-    slm: Annotated[str, FOLDER]
+    slm: str
     """Folder or hub id of the small model; "demo:plans" is the demo's own pair."""
-    llm: Annotated[str, FOLDER]
+    llm: str
     """Folder or hub id of the large model; with `llm_server`, its name in the results."""
     slm_server: ServerSettings | None = None
     """Server that writes the SLM's own trajectories; the SLM is still loaded here for teacher forcing."""
@@ -209,9 +207,9 @@ class ModelSettings(Section):
 class ProblemSettings(Section):
     """Which problems the states come from, and how they are asked."""
 
-    train: Annotated[str, FILE] = "math-train"
+    train: str = "math-train"
     """A known set ("math-train"), a local file, or the demo's own ("demo:plans")."""
-    held_out: Annotated[tuple[str, ...], FILE] = ("math-500",)
+    held_out: tuple[str, ...] = ("math-500",)
     """Sets whose problems are removed from `train`."""
     limit: int | None = Field(default=None, ge=2)
     """Use only this many problems, the first ones."""
@@ -348,7 +346,7 @@ class SelectionSettings(Section):
 class EvaluateSettings(Section):
     """What the deployed and the published recipe are evaluated on."""
 
-    benchmarks: Annotated[tuple[str, ...], FILE] = ("gsm8k", "math-500", "olympiadbench", "aime-2024", "aime-2025")
+    benchmarks: tuple[str, ...] = ("gsm8k", "math-500", "olympiadbench", "aime-2024", "aime-2025")
     """Known sets, local files, or the demo's own, each once."""
     limit: int | None = Field(default=None, ge=1)
     """Use only this many problems of each benchmark, the first ones."""
@@ -430,9 +428,9 @@ class RunSettings(Section):
             ValueError: not YAML, too large, a key given twice, or settings that do not fit.
         """
         path = _file(source)
-        values = _beside(_read_yaml(path, source), cls, path)
+        values = _beside(_read_yaml(path), path.parent)
         if "base" in values:
-            values = _over(_base(cls, source, values.pop("base"), path), values)
+            values = _over(_base(path, values.pop("base")), values)
         return checked(cls, reduce(_over, map(_change, changes), values), source)
 
 
@@ -477,81 +475,62 @@ def as_yaml(settings: RunSettings) -> str:
 
 def first_words(name: str) -> str:
     """The description in the first line of shipped settings."""
-    text = (resources.files("fb_core") / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
+    text = SHIPPED[name].read_text(encoding="utf-8")
     return text.removeprefix("# ").partition("\n")[0].partition(". ")[0].rstrip(".")
 
 
-def _file(source: str) -> Path | Traversable:
-    """What is shipped under that name, else the file of that name, else what is shipped as that file."""
-    path: Path | Traversable = Path(source)
-    shipped = resources.files("fb_core") / "configs"
-    if _is_shipped(source) or (not path.is_file() and str(Path(source).parent) in (".", "configs")):
-        path = shipped / f"{path.name.removesuffix('.yaml')}.yaml"
-    if not path.is_file():
-        names = ", ".join(sorted(entry.name for entry in shipped.iterdir() if entry.name.endswith(".yaml")))
-        raise OSError(f"{source}: expected a YAML file or one of {names}, got neither; check the name")
-    return path
+def _file(source: str, folder: Path = Path()) -> Path:
+    """The settings that are shipped under a name, else a file in a folder, else in the current one."""
+    if source in SHIPPED:
+        return SHIPPED[source]
+    for path in (folder / source, Path(source)):
+        if path.is_file():
+            return path
+    raise OSError(f"{source}: expected a YAML file or one of {', '.join(SHIPPED)}, got neither; check the name")
 
 
-def _is_shipped(name: str) -> bool:
-    return "/" not in name and (resources.files("fb_core") / "configs" / f"{name}.yaml").is_file()
-
-
-def _read_yaml(path: Path | Traversable, source: str) -> dict[str, Any]:
+def _read_yaml(path: Path) -> dict[str, Any]:
     """The settings in a YAML file, by key."""
     with path.open("rb") as file:
         data = file.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
-        raise ValueError(f"{source}: expected at most {LARGEST_FILE} bytes of settings, got more; name another file")
+        raise ValueError(f"{path}: expected at most {LARGEST_FILE} bytes of settings, got more; name another file")
     try:
         values = _yaml(data.decode("utf-8-sig"))
     except ValueError as problem:
-        raise ValueError(f"{source}: expected YAML in UTF-8, got {problem}; fix the file") from None
+        raise ValueError(f"{path}: expected YAML in UTF-8, got {problem}; fix the file") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{source}: expected settings by key, got {type(values).__name__}; name another file")
+        raise ValueError(f"{path}: expected settings by key, got {type(values).__name__}; name another file")
     return values
 
 
-def _beside(values: Any, kind: Any, file: Path | Traversable) -> Any:
-    """Values of a file's section in which names of files and folders beside it stand for these."""
-    if not isinstance(values, dict):
-        return values
-    placed = {}
-    for name, value in values.items():
-        field = kind.model_fields.get(name)
-        served = name == "llm" and (values.get("server") or values.get("llm_server"))  # then it is a name there
-        mark = next((each for each in IS_THERE if field is not None and each in field.metadata), None)
-        if mark and not served:
-            value = (
-                [_there(each, file, mark) for each in value] if isinstance(value, list) else _there(value, file, mark)
-            )
-        elif field is not None and hasattr(field.annotation, "model_fields"):
-            value = _beside(value, field.annotation, file)
-        placed[name] = value
-    return placed
+def _beside(value: Any, folder: Path, key: str = "") -> Any:
+    """The values of a settings file, in which names of what lies in its folder have become paths."""
+    if isinstance(value, dict):
+        served = value.get("server") or value.get("llm_server")  # then llm is a name there
+        return {
+            name: inner if name == "llm" and served else _beside(inner, folder, name) for name, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [_beside(one, folder, key) for one in value]
+    if key not in (*FOLDERS, *FILES) or not isinstance(value, str) or folder == Path() or value.startswith("demo:"):
+        return value
+    is_there = os.path.isdir if key in FOLDERS else os.path.isfile
+    known_set, equals, file = value.rpartition("=")  # as in gsm8k=test.jsonl
+    for before, name in (("", value), (known_set + equals, file)):
+        if name and is_there(folder / name) and (key in FOLDERS or name.lower().endswith(DATA)):
+            return f"{before}{folder / name}"
+    return value
 
 
-def _there(name: Any, file: Path | Traversable, mark: str) -> Any:
-    """The path of what lies beside a settings file under this name, of the kind `mark`; any other value as it is."""
-    if not isinstance(name, str) or not isinstance(file, Path) or file.parent == Path() or name.startswith("demo:"):
-        return name
-    known_set, equals, inner = name.rpartition("=")  # as in gsm8k=test.jsonl
-    for before, path in (("", name), (known_set + equals, inner)):
-        if path and IS_THERE[mark](file.parent / path):
-            return f"{before}{file.parent / path}"
-    return name
-
-
-def _base(kind: Any, source: str, name: Any, file: Path | Traversable) -> dict[str, Any]:
+def _base(file: Path, name: Any) -> dict[str, Any]:
     """The settings that a file names as its base: shipped ones, or a file, looked for beside it first."""
     if not isinstance(name, str):
-        raise ValueError(f"{source}: base: expected a file or a shipped name, got {type(name).__name__}; name one")
-    if not _is_shipped(name) and isinstance(file, Path) and (file.parent / name).is_file():
-        name = str(file.parent / name)
-    path = _file(name)
-    values = _beside(_read_yaml(path, name), kind, path)
+        raise ValueError(f"{file}: base: expected a file or a shipped name, got {type(name).__name__}; name one")
+    path = _file(name, file.parent)
+    values = _beside(_read_yaml(path), path.parent)
     if "base" in values:
-        raise ValueError(f"{name}: expected a base of {source} without a base of its own, got one; name that one")
+        raise ValueError(f"{path}: expected a base of {file} without a base of its own, got one; name that one")
     return values
 
 
@@ -652,21 +631,10 @@ def checked(kind: type[Settings], values: Any, source: str) -> Settings:
     try:
         return kind.model_validate(values)
     except ValidationError as problem:
-        raise ValueError("\n".join(_line(error, kind, source) for error in problem.errors())) from None
+        lines = [f"{source}: {words_of(error)}" if source else words_of(error) for error in problem.errors()]
+        raise ValueError("\n".join(lines)) from None
 
 
 def words_of(error: Any) -> str:
     """Key and text of one of pydantic's errors."""
     return ": ".join(filter(None, (".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, "))))
-
-
-def _line(error: Any, kind: Any, source: str) -> str:
-    """File, key and text of one of pydantic's errors, with the known key that is closest to an unknown one."""
-    text = words_of(error)
-    if error["type"] == "extra_forbidden":
-        *sections, name = error["loc"]
-        for section in sections:
-            field = kind.model_fields[section].annotation
-            kind = next(part for part in (field, *get_args(field)) if hasattr(part, "model_fields"))
-        text += "".join(f"; did you mean {close}?" for close in difflib.get_close_matches(name, kind.model_fields, 1))
-    return f"{source}: {text}" if source else text

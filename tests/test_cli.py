@@ -19,8 +19,8 @@ import yaml
 from limits import HANG
 from warm import futurebridge
 
-from fb_core.cli import SHIPPED, _folder
-from fb_core.config import PairSettings, RunSettings, ServeSettings, as_yaml, settings_of
+from fb_core.cli import _folder
+from fb_core.config import SHIPPED, PairSettings, RunSettings, ServeSettings, as_yaml, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -180,8 +180,8 @@ def test_a_run_has_the_folder_of_its_settings(config, run, folder):
 
 UNKNOWN = "Extra inputs are not permitted"
 BAD_SETTINGS = {
-    "collect: {quantle: 0.9}": [f"collect.quantle: {UNKNOWN}; did you mean quantile?"],
-    "trian: {rank: 4}": [f"trian: {UNKNOWN}; did you mean train?"],
+    "collect: {quantle: 0.9}": [f"collect.quantle: {UNKNOWN}"],
+    "trian: {rank: 4}": [f"trian: {UNKNOWN}"],
     "zzz: 1": [f"zzz: {UNKNOWN}"],
     "3: 1": ["3: Keys should be strings"],
     "train: {rank: 0}": ["train.rank: Input should be greater than or equal to 1"],
@@ -207,15 +207,13 @@ BAD_SETTINGS = {
         "collect.slm_k: Input should be greater than or equal to 1",
     ],
     "models: {slm: a}": ["models.llm: Field required"],
-    "models: {slm: a, llm: b, llm_server: {url: 'http://x', flavor: vllm}}": [
-        f"models.llm_server.flavor: {UNKNOWN}; did you mean flavour?"
-    ],
+    "models: {slm: a, llm: b, llm_server: {url: 'http://x', flavor: vllm}}": [f"models.llm_server.flavor: {UNKNOWN}"],
     "models: {slm: a, llm: b, llm_server: 'http://me:s3cret@host'}": [
         "models.llm_server: Input should be a valid dictionary"
     ],
     "models: {slm: a, llm: b, llm_server: {ulr: 'me:s3cret@host'}}": [
         "models.llm_server.url: Field required",
-        f"models.llm_server.ulr: {UNKNOWN}; did you mean url?",
+        f"models.llm_server.ulr: {UNKNOWN}",
     ],
     "problems: {prompt: solve}": ["problems.prompt: String should match pattern "],
     f"problems: {{prompt: {'x' * 50_000}}}": ["problems.prompt: String should match pattern "],
@@ -246,7 +244,7 @@ def test_the_command_prints_them_so(tmp_path):
     result = run("collect", "--config", str(config))
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
-        f"futurebridge: {config}: collect.quantle: {UNKNOWN}; did you mean quantile?",
+        f"futurebridge: {config}: collect.quantle: {UNKNOWN}",
         f"futurebridge: {config}: train.rank: Input should be greater than or equal to 1",
     ]
 
@@ -394,9 +392,9 @@ BAD_CHANGES = {
     "train.rank.deep=1": "tiny: train.rank: Input should be a valid integer",
     "train.horizons=4,8": "tiny: train.horizons: Input should be a valid tuple",
     "train.horizons=[32]": "tiny: train.horizons: expected at most score.horizon, 16, got 32",
-    "train.rnk=3": f"tiny: train.rnk: {UNKNOWN}; did you mean rank?",
+    "train.rnk=3": f"tiny: train.rnk: {UNKNOWN}",
     "seed=3": f"tiny: seed: {UNKNOWN}",
-    "trian.rank=3": f"tiny: trian: {UNKNOWN}; did you mean train?",
+    "trian.rank=3": f"tiny: trian: {UNKNOWN}",
     "base=tiny": f"tiny: base: {UNKNOWN}",
     "models.llm_server={url: 'http://me:s3cret@host'}": "tiny: models.llm_server.url: url: expected http",
 }
@@ -440,7 +438,7 @@ def test_a_benchmark_counts_once_in_an_average(name, other, tmp_path, monkeypatc
 
 def test_settings_are_listed_and_shown(tmp_path):
     listed = run("config")
-    assert [line.split()[0] for line in listed.stdout.splitlines()] == SHIPPED
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == list(SHIPPED)
     assert "tiny          " in listed.stdout
     assert 'The demo\'s own pair and problems in its world "plans"' in listed.stdout
     changes = ["--set", "train.learning_rate=1e-7", "--set", 'problems.prompt="{problem}\\n\\nÜberlege: "']
@@ -547,7 +545,7 @@ def test_a_pair_is_a_file_that_options_override(tmp_path):
     file.write_text("slm: a\nllm: b\nmax_lenght: 64\n")
     result = run("generate", "hello", "--pair", str(file))
     assert result.returncode == 2
-    assert result.stderr == f"futurebridge: {file}: max_lenght: {UNKNOWN}; did you mean max_length?\n"
+    assert result.stderr == f"futurebridge: {file}: max_lenght: {UNKNOWN}\n"
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])

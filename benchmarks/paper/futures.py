@@ -148,7 +148,7 @@ class SampleStage(OverStates):
         return Output({f"{shard}.parquet": table_bytes(rows, SAMPLES)}, counts)
 
     def most_tokens(self) -> int:
-        return self.settings.samples.llm * self.input(FutureStage).longest
+        return self.settings.samples.llm * self.input(FutureStage).most_tokens()
 
 
 class OtherScoreStage(ScoreStage):

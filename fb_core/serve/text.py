@@ -1,11 +1,15 @@
-"""Tokens as text, as they come: whole characters, and nothing after a stop string."""
+"""Tokens as text, as they come: whole characters, and nothing after a stop string.
+
+`tokenizers.decoders.DecodeStream` will not do: it fails where a byte makes those before it no text, keeps what is not
+whole at the end, takes quadratic time over such bytes, knows no clean-up, and forgets special tokens that are left out.
+"""
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from fb_core import hf
@@ -16,6 +20,7 @@ PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # byte-
 OTHERS = [byte for byte in range(0x100) if byte not in PRINTED]
 BYTE_OF = {chr(byte): byte for byte in PRINTED} | {chr(0x100 + index): byte for index, byte in enumerate(OTHERS)}
 CLEANED = re.compile(".*(?:[^ ]{8}|(?<! n)(?<=\\w)(?= ))", re.DOTALL)  # of this, a clean-up does not depend on the rest
+NO_TEXT = "\ufffd"  # the character of a byte that is no text
 
 
 class Name(NamedTuple):
@@ -56,16 +61,21 @@ class Text:
         skip_special: bool = True,
         after_text: bool = False,
     ) -> None:
-        self.stops, self.stop_ids, self.skip_special = stops, stop_ids, skip_special
+        self.tokenizer, self.stops, self.stop_ids, self.skip_special = tokenizer, stops, stop_ids, skip_special
         self.stopped = False
         self.decoded = 0
-        self._pieces = _Pieces(tokenizer)
-        self._before = [WORD] if after_text else []  # known pieces that the text of the open ones depends on
-        self._open: list[Part] = []  # pieces whose text may still change
-        self._guess = ""  # the end of the text so far, open pieces included
+        self._byte_level, self._falls_back = self._joined(["Ã©"]) == "é", self._joined(["<0x41>"]) == "A"
+        self._before = [WORD] if after_text else []  # pieces that the text of the next one depends on
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace" if self._byte_level else "strict")
+        self._run: list[Part] = []  # of a fallback's bytes, which are text only if all of them together are
+        self._run_is_text = True
+        self._tail = ""  # the end of the text so far, the open run included
+        bpe = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE"
+        forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+        self._cleaned = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and (forced or not bpe)
         self._unclean = ""  # certain text before its clean-up
         self._held: list[Part] = []  # certain text that may be the beginning of a stop string
-        self._names: dict[tuple[int, bool], Name] = {}
+        self._named = cache(self._name)
 
     def add(self, token: int) -> str:
         """Take a token, and return the text that has become certain."""
@@ -74,170 +84,132 @@ class Text:
         if token in self.stop_ids:
             rest, self.stopped = self.end(), True
             return rest
-        piece = self._pieces.of(token)
+        piece = self._piece(token)
         if piece is None:
             return ""
-        shown = not (self.skip_special and self._pieces.special(token))
-        if not self._open:
-            self._guess = "".join(part.text for part in self._held)
-        self._open.append(Part(piece, shown))
-        text = self._pieces.take(piece) if shown else piece
-        if self._pieces.whole:
-            return self._released(self._settled())
-        longest = max(map(len, self.stops), default=0)
-        self._guess = self._guess[-longest:] + text
-        if any(stop in self._guess for stop in self.stops) and self._stop_at([*self._held, *self._parts()]) is not None:
-            return self._released(self._settled(last=True))
-        return ""
+        text = self._released(self._taken(piece))
+        if self.stops and self._run and self._run_stops():
+            text += self._released(self._run_ended(), last=True)
+        return text
 
     def name(self, token: int) -> Name:
         """A token by itself, as it would come next."""
-        key = (token, bool(self._before or self._open))
-        if key not in self._names:
-            self._names[key] = self._name(*key)
-        return self._names[key]
-
-    def _name(self, token: int, inside: bool) -> Name:
-        piece = self._pieces.of(token)
-        if piece is None:
-            return Name("", b"")
-        if self.skip_special and self._pieces.special(token):
-            return Name(piece, piece.encode())
-        data = self._pieces.bytes_of(piece)
-        if data is not None:
-            with suppress(UnicodeDecodeError):
-                return Name(data.decode(), data)
-            return Name("bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data)
-        text = self._pieces.text([piece], [WORD] if inside else [])
-        return Name(text, text.encode())
+        return self._named(token, bool(self._before))
 
     def end(self) -> str:
         """Return the text that is left, even if it is not whole characters."""
         if self.stopped:
             return ""
-        rest = self._released(self._settled(last=True))
+        rest = self._released(self._run_ended(), last=True)
         held, self._held = self._held, []
         return rest + _shown(held)
 
-    def _settled(self, last: bool = False) -> list[Part]:
-        """The open pieces' text, which is certain; if it is not the last, what depends on the next piece stays open."""
-        parts = self._parts()
-        if not (last or self._before or any(part.text for part in parts)):
-            return []  # an empty beginning, such as a space that is dropped there
-        shown = [piece for piece, shown in self._open if shown]
+    def _piece(self, token: int) -> Part | None:
+        """A token's piece, and whether its text is shown; None for an id past the vocabulary."""
+        piece = self.tokenizer.convert_ids_to_tokens(token)
+        if piece is None:
+            return None
+        left_out = self.skip_special and not self.tokenizer.decode([token], skip_special_tokens=True)
+        return Part(piece, not (left_out and self.tokenizer.decode([token])))
+
+    def _name(self, token: int, inside: bool) -> Name:
+        piece, shown = self._piece(token) or Part("", False)
+        data = self._bytes_of(piece) if shown else piece.encode()
+        if data is None:
+            data = self._text(piece, [WORD] if inside else []).encode()
+        try:
+            return Name(data.decode(), data)
+        except UnicodeDecodeError:
+            return Name("bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data)
+
+    def _taken(self, part: Part) -> list[Part]:
+        """Take the next piece, and return the text that has become certain, its clean-up and stops aside."""
+        piece, shown = part
+        data = self._bytes_of(piece) if shown else b""
+        if data is None:
+            text, parts = self._text(piece, self._before), self._run_ended()
+            # At the beginning a text may be empty, as that of a space that is dropped there.
+            self._before = [WORD, piece] if text or WORD in self._before else [*self._before, piece]
+            return [*parts, Part(text)]
         if shown:
-            self._before = [WORD, shown[-1]]
-        self._open = []
-        if self._pieces.cleaned:
-            parts = self._clean(parts, last)
-        self.decoded += len(_shown(parts))
+            part = Part(self._decoded(data))
+            if data == b" " and not self._before:  # which may be dropped there
+                part = Part(self._text(piece, []))
+            self._before = [WORD, piece]
+        if self._byte_level:
+            return [part]
+        self._run.append(part)
+        return []
+
+    def _run_as_it_is(self) -> list[Part]:
+        """The text of the run if it ended here; each byte is one character if together they are no text."""
+        if self._run_is_text and not self._characters.getstate()[0]:
+            return self._run
+        return [Part(NO_TEXT) if part.shown else part for part in self._run]
+
+    def _run_ended(self) -> list[Part]:
+        """End the open run of bytes, and return its text."""
+        parts = [Part(self._decoded(b"", last=True))] if self._byte_level else self._run_as_it_is()
+        self._characters.reset()
+        self._run, self._run_is_text = [], True
         return parts
 
-    def _parts(self) -> list[Part]:
-        """The text of the open pieces."""
-        shown = [piece for piece, shown in self._open if shown]
-        whole, parts, start, end = self._pieces.text(shown, self._before), list[Part](), 0, 0
-        lengths = self._pieces.lengths(shown, self._before)
-        for piece, shown_one in self._open:
-            if shown_one:
-                end = max(end, next(lengths))
-                continue
-            parts += [Part(whole[start:end]), Part(piece, False)]
-            start = end
-        return [*parts, Part(whole[start:])]
+    def _run_stops(self) -> bool:
+        """Whether the last part of the open run completes a stop string."""
+        *before, last = self._run
+        longest = max(map(len, self.stops))
+        self._tail = (self._tail[-longest:] if before else _whole(self._held)) + last.text
+        if not any(stop in self._tail for stop in self.stops):
+            return False
+        whole = _whole([*self._held, *self._run_as_it_is()])
+        return any(stop in whole for stop in self.stops)
+
+    def _released(self, new: Sequence[Part], last: bool = False) -> str:
+        """Take certain text, and return what is neither a stop string nor the beginning of one."""
+        if self._cleaned:
+            new = self._clean(new, last)
+        self.decoded += len(_shown(new))
+        parts = [*self._held, *new]
+        whole = _whole(parts)
+        starts = [start for stop in self.stops if (start := whole.find(stop)) >= 0]
+        self.stopped = bool(starts)
+        kept = max((_overlap(whole, stop) for stop in self.stops), default=0)
+        before, self._held = _split(parts, min(starts, default=len(whole) - kept))
+        return _shown(before)
 
     def _clean(self, parts: Sequence[Part], last: bool) -> list[Part]:
         """The parts after the clean-up that some tokenizers make of a whole text, as far as it is certain."""
         self._unclean += _shown(parts)
         certain = CLEANED.match(self._unclean)
         end = len(self._unclean) if last else certain.end() if certain else 0
-        text, self._unclean = self._pieces.clean(self._unclean[:end]), self._unclean[end:]
+        text, self._unclean = self.tokenizer.clean_up_tokenization(self._unclean[:end]), self._unclean[end:]
         return [Part(text), *(part for part in parts if not part.shown)]
 
-    def _released(self, new: Sequence[Part]) -> str:
-        """The text that is neither a stop string nor the beginning of one."""
-        parts = [*self._held, *new]
-        start, whole = self._stop_at(parts), "".join(part.text for part in parts)
-        self.stopped = start is not None
-        kept = max((_overlap(whole, stop) for stop in self.stops), default=0)
-        before, self._held = _split(parts, len(whole) - kept if start is None else start)
-        return _shown(before)
-
-    def _stop_at(self, parts: Sequence[Part]) -> int | None:
-        """Where the first stop string begins."""
-        whole = "".join(part.text for part in parts)
-        return min((start for stop in self.stops if (start := whole.find(stop)) >= 0), default=None)
-
-
-class _Pieces:
-    """The strings of a vocabulary, and the text that a tokenizer makes of them."""
-
-    def __init__(self, tokenizer: hf.Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.byte_level, self.falls_back = self._joined(["Ã©"]) == "é", self._joined(["<0x41>"]) == "A"
-        bpe = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE"
-        forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
-        self.cleaned = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and (forced or not bpe)
-        self.whole = True  # whether no later piece changes the text of those that were taken
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def of(self, token: int) -> str | None:
-        """A token's piece; None for an id past the vocabulary."""
-        return self.tokenizer.convert_ids_to_tokens(token)
-
-    def special(self, token: int) -> bool:
-        """Whether a text without special tokens leaves it out."""
-        return not self.tokenizer.decode([token], skip_special_tokens=True) and bool(self.tokenizer.decode([token]))
-
-    def bytes_of(self, piece: str) -> bytes | None:
-        """The bytes that a piece stands for; None if it stands for characters."""
-        if self.falls_back:
-            return bytes.fromhex(match[1]) if (match := BYTE.fullmatch(piece)) else None
-        if not self.byte_level:
-            return None
+    def _decoded(self, data: bytes, last: bool = False) -> str:
+        """The characters that the next bytes complete."""
         try:
-            return bytes(BYTE_OF[char] for char in piece)
-        except KeyError:
-            return piece.encode()
+            return self._characters.decode(data, last)
+        except UnicodeDecodeError:
+            self._run_is_text = False
+            return NO_TEXT
 
-    def take(self, piece: str) -> str:
-        """Take the next piece and return the characters that its bytes complete."""
-        data = self.bytes_of(piece)
-        text = self._characters.decode(data or b"", final=data is None)
-        self.whole = data is None or (self.byte_level and not self._characters.getstate()[0])
-        return text
+    def _bytes_of(self, piece: str) -> bytes | None:
+        """The bytes that a piece stands for; None if it stands for characters."""
+        if self._byte_level:
+            return bytes(BYTE_OF[char] for char in piece) if BYTE_OF.keys() >= set(piece) else piece.encode()
+        match = BYTE.fullmatch(piece) if self._falls_back else None
+        return bytes.fromhex(match[1]) if match else None
 
-    def text(self, pieces: Sequence[str], before: Sequence[str]) -> str:
-        """The text of pieces that follow others."""
-        return self._joined([*before, *pieces])[len(self._joined(before)) :]
-
-    def lengths(self, pieces: Sequence[str], before: Sequence[str]) -> Iterator[int]:
-        """The length of the text of the first piece, of the first two, and so on; bytes take linear time."""
-        characters = codecs.getincrementaldecoder("utf-8")("strict" if self.falls_back else "replace")
-        base = count = size = 0
-        broken = False  # whether each byte is a character of its own, as in a fallback's run of bytes that is no text
-        for n, piece in enumerate(pieces, 1):
-            if (data := self.bytes_of(piece)) is None:
-                characters.reset()
-                count, size, broken = 0, 0, False
-            else:
-                size += len(data)
-                try:
-                    count += len(characters.decode(data))
-                except UnicodeDecodeError:
-                    broken = True
-            pending = bool(characters.getstate()[0])
-            own = size if broken or (pending and self.falls_back) else count + pending
-            if data is None or n == 1:
-                base = len(self.text(pieces[:n], before)) - own
-            yield base + own
-
-    def clean(self, text: str) -> str:
-        """The text after the tokenizer's clean-up."""
-        return str(self.tokenizer.clean_up_tokenization(text))
+    def _text(self, piece: str, before: Sequence[str]) -> str:
+        """The text of a piece that follows others."""
+        return self._joined([*before, piece])[len(self._joined(before)) :]
 
     def _joined(self, pieces: Sequence[str]) -> str:
         return str(self.tokenizer.convert_tokens_to_string(list(pieces))) if pieces else ""
+
+
+def _whole(parts: Sequence[Part]) -> str:
+    return "".join(part.text for part in parts)
 
 
 def _shown(parts: Sequence[Part]) -> str:

@@ -14,6 +14,7 @@ import logging
 import platform
 import reprlib
 import subprocess
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -240,15 +241,14 @@ class Artefact:
         left = [shard for shard in shards if shard not in receipts]
         if left or manifest is None:
             raise ValueError(f"{self.path}: expected all shards done, got {left} damaged meanwhile; run again")
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for receipt in receipts.values():
-            for name, count in receipt.counts.items():
-                counts[name] = counts.get(name, 0) + count
+            counts.update(receipt.counts)
         hashes = {name: file["sha256"] for receipt in receipts.values() for name, file in receipt.files.items()}
         manifest |= {
             "complete": True,
             "shards": list(shards),
-            "counts": counts,
+            "counts": dict(counts),
             "summary": summary,
             "digest": digest([manifest["identity"], sorted(hashes.items()), summary]),
             "cost": {
@@ -262,16 +262,16 @@ class Artefact:
         self._write_manifest(manifest)
         return manifest
 
-    def finished(self) -> dict[str, Any]:
+    def finished(self, remedy: str = "run its command to the end") -> dict[str, Any]:
         """The manifest of a finished stage.
 
         Raises:
-            ValueError: the stage is not finished.
+            ValueError: the stage is not finished; the message ends with the remedy.
         """
         manifest = self.manifest()
         if manifest is None or not manifest["complete"]:
             got = "none" if manifest is None else "a part"
-            raise ValueError(f"{self.path}: expected finished {self.stage}, got {got}; run its command to the end")
+            raise ValueError(f"{self.path}: expected finished {self.stage}, got {got}; {remedy}")
         return manifest
 
     def shards(self, split: str = "") -> list[str]:

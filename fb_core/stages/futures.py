@@ -68,10 +68,5 @@ class FutureStage(OverStates):
         counts |= verifier.tally(texts, [future.verdict for future in futures])
         return Output(example_files(shard, Future, futures), counts)
 
-    @property
-    def longest(self) -> int:
-        """The most tokens of a state's prefix with its future."""
-        return self.input(TrajectoryStage).longest + self.settings.futures.max_new_tokens
-
     def most_tokens(self) -> int:
-        return self.longest
+        return self.input(TrajectoryStage).longest + self.settings.futures.max_new_tokens

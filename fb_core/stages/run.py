@@ -152,11 +152,7 @@ class Stage(ABC):
         inputs = {}
         for kind in self.reads:
             read = self.input(kind)
-            manifest = read.folder.manifest()
-            if manifest is None or not manifest["complete"]:
-                got = "none" if manifest is None else "a part"
-                remedy = f"run `{kind.command}` first"
-                raise ValueError(f"{self.name}: expected finished {kind.name} in {self.run}, got {got}; {remedy}")
+            manifest = read.folder.finished(f"run `{kind.command}` first")
             read.folder.check(manifest, read.identity(models))
             inputs[kind.name] = manifest["digest"]
         hashes: dict[str, Any] = {"models": self.models.hashes(*self.uses)} if models else {}
@@ -245,29 +241,27 @@ def _work_in_threads(stage: Stage, shards: Sequence[str], on_done: Callable[[str
 
 
 def plan(stage: Stage) -> str:
-    """What `run_stage` would do: shards and units left, their most tokens, and their time at the rate so far."""
+    """What `run_stage` would do, in a line: shards and units left, their most tokens and time at the rate so far."""
     try:
         identity, manifest = stage.identity(models=False), stage.folder.manifest()
         if manifest is not None:
             stage.folder.check(manifest, identity)
         shards = stage.shards()
     except (OSError, ValueError, ImportError) as problem:
-        lines = [f"{stage.name}: cannot run yet: {str(problem).removeprefix(f'{stage.name}: ')}"]
+        text = f"{stage.name}: cannot run yet: {str(problem).removeprefix(f'{stage.name}: ').rstrip('.')}"
         with suppress(OSError, ValueError, ImportError):  # the settings alone may not tell
             most = stage.most()
-            lines.append(f"  according to the settings, at most {most:,} {stage.unit}{_bound(stage, most)}")
-        return "\n".join(lines)
+            text += f"; according to the settings, at most {most:,} {stage.unit}{_bound(stage, most)}"
+        return text
     done = stage.folder.receipts(shards)
     units, finished = sum(shards.values()), sum(shards[shard] for shard in done)
     left = units - finished
-    shards_left = f"{len(shards) - len(done)} of {len(shards)} shards"
-    lines = [f"{stage.name}: {shards_left}, {left} of {units} {stage.unit} to do{_bound(stage, left)}"]
+    text = f"{stage.name}: {len(shards) - len(done)} of {len(shards)} shards, {left} of {units} {stage.unit} to do"
+    text += _bound(stage, left)
     if finished:
         seconds = sum(receipt.seconds for receipt in done.values())
-        devices = ", ".join(sorted({receipt.device for receipt in done.values()}))
-        rate = f"{finished / max(seconds, 1e-9):.3g} {stage.unit} per second on {devices}"
-        lines.append(f"  measured: {rate}, {clock(seconds / finished * left)} left on one device")
-    return "\n".join(lines)
+        text += f", {clock(seconds / finished * left)} on one device at the rate so far"
+    return text
 
 
 def _bound(stage: Stage, units: int) -> str:

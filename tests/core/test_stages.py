@@ -408,8 +408,8 @@ def test_a_plan_tells_what_is_left_and_what_it_costs(undisturbed, tmp_path):
         for p in ps
     )
     assert longest > 0
-    assert f"6 of 48 problems to do, at most {6 * 2 * (longest + 45):,} tokens\n" in text
-    assert "problems per second" in text
+    assert f"6 of 48 problems to do, at most {6 * 2 * (longest + 45):,} tokens, 0:00:" in text
+    assert "\n" not in text
     shown: list[str] = []
     run_command("futures", settings(), run, dry_run=True, show=shown.append)
     assert "8 of 8 shards" in shown[0]
@@ -649,7 +649,7 @@ def test_a_damaged_settings_file_is_one_sentence(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError):
         RunSettings.load(str(path))
-    with pytest.raises(OSError, match=r"tiny\.yaml"):
+    with pytest.raises(OSError, match="tiny"):
         RunSettings.load("no-such-settings")
 
 
@@ -690,7 +690,7 @@ def test_what_is_set_is_a_setting_of_the_run(undisturbed, tmp_path):
         assert f"begun with settings.collect.slm_k 3, got {4 if changes else 2}; put that back" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["tiny", "qwen3-1.7b", "configs/qwen3-0.6b.yaml"])
+@pytest.mark.parametrize("name", ["tiny", "qwen3-1.7b", "qwen3-0.6b"])
 def test_shipped_settings_load(name):
     assert RunSettings.load(name).models.slm
 

@@ -256,8 +256,8 @@ def test_text_grows_in_linear_time():
         calls = []
         for count in (500, 4000):
             text = Text(tokenizer, stops)
-            joined, made = text._pieces._joined, []
-            text._pieces._joined = lambda pieces, joined=joined, made=made: made.append(len(pieces)) or joined(pieces)
+            joined, made = text._joined, []
+            text._joined = lambda pieces, joined=joined, made=made: made.append(len(pieces)) or joined(pieces)
             whole = tokenizer.decode(ids * count, skip_special_tokens=True)
             assert "".join([*map(text.add, ids * count), text.end()]) == whole
             calls.append(sum(made))
