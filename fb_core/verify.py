@@ -12,21 +12,18 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, Literal, cast, get_args
 
-from fb_core.judges import FAULTS, Function, check_text, judge_of
+from fb_core.judges import FAULTS, Function, Judge, check_text, judge_of
 from fb_core.judges import Verdict as Verdict
 
 log = logging.getLogger(__name__)
 
 REMEMBERED = 1 << 16  # judged pairs kept
 LONGEST_REMEMBERED = 1_000  # characters of one
-BATCH = 32  # pairs sent to a worker at once
 SMALLEST_MEMORY = 256 << 20  # math-verify with sympy takes some 60 MiB
 LONGEST_TIMEOUT = 86_400.0  # seconds
 START_LIMIT = 600.0  # seconds for a worker to import math-verify
@@ -43,16 +40,15 @@ WORKER_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from fb_
 def tally_words(counts: Mapping[str, int]) -> str:
     """The nonzero counts of `Verifier.tally` as one line; "" if there are none."""
     parts = []
-    for verdict in get_args(Verdict):
+    for verdict in filter(counts.get, get_args(Verdict)):
         faults = [
             f" ({counts[name]} {words})" for name, (of, words) in FAULTS.items() if of == verdict and counts.get(name)
         ]
-        if counts.get(verdict):
-            parts.append(f"{counts[verdict]} {verdict}" + "".join(faults))
+        parts.append(f"{counts[verdict]} {verdict}" + "".join(faults))
     return ", ".join(parts)
 
 
-class Verifier:
+class Verifier(contextlib.AbstractContextManager["Verifier"]):
     """Judges answers against gold answers; nothing in an answer can hang or crash this process.
 
     Workers start when first needed and are replaced after a kill; plain integers need none. Verdicts are cached by box
@@ -92,18 +88,15 @@ class Verifier:
         _check_number("memory_bytes", memory_bytes, int, SMALLEST_MEMORY)
         asked: dict[str, Any] = {"name": judge, "pattern": pattern, "require_boxed": require_boxed}
         self.judge = judge_of(**asked)
-        self._workers = [_Worker(timeout, memory_bytes, asked) for _ in range(workers)]
+        self._workers = [_Worker(self.judge, timeout, memory_bytes, asked) for _ in range(workers)]
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # last in, first out: those already started first
         for worker in self._workers:
             self._idle.put(worker)
         self._owner = os.getpid()
         self._closed = False
         self._closing = threading.Lock()  # a second close waits for the first
-        self._lock = threading.Lock()  # guards what is known, and the pairs to do
+        self._lock = threading.Lock()  # guards what is known
         self._known: dict[Pair, str] = {}
-
-    def __enter__(self) -> Verifier:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -124,8 +117,6 @@ class Verifier:
             number and sign ("3\text{ hours }20\text{ minutes}"); known units may be left out in one, not differ. An
             equation between numbers must hold ("16 = 15"). Numbers are compared exactly, a decimal with another number
             to its six decimals and at least three digits. NaN and divisions by zero are unparsable.
-
-        Raises as `verify_many`.
         """
         return self.verify_many([answer], [gold])[0]
 
@@ -154,15 +145,7 @@ class Verifier:
                 f"verify_many: expected one gold for each answer, got {len(answers)} answers and {len(golds)} golds; "
                 "repeat the gold of a problem with several answers."
             )
-        self._check_open()
-        for text in golds:
-            check_text("verify", "gold", text)
-        bare_golds = [self.judge.gold(gold) for gold in golds]
-        pairs = list(zip(map(self._question, answers), bare_golds, strict=True))
-        judged = self._judge([(text, gold) for text, gold in pairs if text is not None and gold is not None])
-        outcomes = [
-            BAD_GOLD if gold is None else "unparsable" if text is None else judged[text, gold] for text, gold in pairs
-        ]
+        outcomes = self._outcomes(answers, golds)
         for gold, outcome in zip(golds, outcomes, strict=True):
             if outcome == BAD_GOLD and bad_golds == "raise":
                 raise ValueError(f"Verifier: gold must be {self.judge.gold_form}, got {gold[:80]!r}; correct the data.")
@@ -171,15 +154,12 @@ class Verifier:
         return ["unparsable" if outcome == BAD_GOLD else cast(Verdict, outcome) for outcome in outcomes]
 
     def judged_by_themselves(self, golds: Sequence[str]) -> list[Verdict]:
-        """The verdicts on answers that state these gold answers; "correct" where nobody can say how to state one.
-
-        Raises as `verify_many`.
-        """
-        texts = {gold: self.judge.stating(gold) for gold in golds if self.judge.gold(gold) is not None}
-        stated = {gold: text for gold, text in texts.items() if text is not None}
-        verdicts: dict[str, Verdict] = dict.fromkeys(texts, "correct")
-        verdicts |= zip(stated, self.verify_many([*stated.values()], [*stated], bad_golds="unparsable"), strict=True)
-        return [verdicts.get(gold, "unparsable") for gold in golds]
+        """The verdicts on answers that state these gold answers; "correct" where nobody can say how to state one."""
+        stated = {gold: text for gold in golds if (text := self.judge.stating(gold)) is not None}
+        verdicts = dict(
+            zip(stated, self.verify_many([*stated.values()], [*stated], bad_golds="unparsable"), strict=True)
+        )
+        return [verdicts.get(gold, "unparsable" if self.judge.gold(gold) is None else "correct") for gold in golds]
 
     def prepare(self) -> None:
         """Start a worker, so that the user's function is known to be there; raises ValueError if it is not."""
@@ -202,11 +182,7 @@ class Verifier:
         return counts | {fault: found.count(fault) for fault in self.judge.faults}
 
     def equivalent(self, a: str, b: str) -> bool:
-        """Whether two box contents are equivalent, for majority voting; their order does not matter.
-
-        True if the strings are equal or the judge accepts one for the other; False also if it cannot tell. Raises as
-        `verify_many`.
-        """
+        """Whether two box contents are the same text, or the judge accepts one for the other; for majority voting."""
         check_text("equivalent", "a", a)
         check_text("equivalent", "b", b)
         self._check_open()
@@ -214,11 +190,9 @@ class Verifier:
         if first == second:
             return True
         for said, gold in ((second, first), (first, second)):
-            text, bare = self.judge.stating(said), self.judge.gold(gold)
-            question = None if text is None else self.judge.read(text)
-            if question is None or bare is None:
-                return False
-            if (outcome := self._judge([(question, bare)])[question, bare]) != "wrong":
+            text = self.judge.stating(said)
+            outcome = "unparsable" if text is None else self._outcomes([text], [gold])[0]
+            if outcome != "wrong":
                 return outcome == "correct"
         return False
 
@@ -226,8 +200,7 @@ class Verifier:
         """End the workers once they have finished their current work; safe to call again."""
         self._closed = True
         with self._closing:
-            resting = [self._idle.get() for _ in self._workers]
-            for worker in resting:
+            for worker in [self._idle.get() for _ in self._workers]:
                 worker.stop()
                 self._idle.put(worker)
 
@@ -237,132 +210,90 @@ class Verifier:
         if self._owner != os.getpid():  # two processes would read each other's verdicts
             raise ValueError("Verifier: expected the process that made it, got a fork of it; make one in each process.")
 
-    def _question(self, answer: str) -> str | None:
-        """What to ask a worker about an answer; None if the answer is unparsable without asking."""
+    def _outcomes(self, answers: Sequence[str], golds: Sequence[str]) -> list[str]:
+        """For each answer its verdict, or `BAD_GOLD`."""
+        self._check_open()
+        for text in golds:
+            check_text("verify", "gold", text)
+        bare_golds = {gold: self.judge.gold(gold) for gold in golds}
+        pairs = [(self._read(answer), bare_golds[gold]) for answer, gold in zip(answers, golds, strict=True)]
+        outcomes = {pair: self._at_once(*pair) for pair in pairs}
+        todo = [cast(Pair, pair) for pair, outcome in outcomes.items() if outcome is None]
+        if min(len(todo), len(self._workers)) < 2:  # without a thread, so that Ctrl-C ends it at once
+            outcomes |= {pair: self._ask(pair) for pair in todo}
+        else:
+            with ThreadPoolExecutor(len(self._workers)) as threads:  # they only wait for the workers
+                outcomes |= zip(todo, threads.map(self._ask, todo), strict=True)
+        return [cast(str, outcomes[pair]) for pair in pairs]
+
+    def _read(self, answer: str) -> str | None:
         check_text("verify", "answer", answer)
-        question = self.judge.read(answer)
-        if question is None:
+        said = self.judge.read(answer)
+        if said is None:
             log.info("unparsable: expected %s, got none in an answer ending in %r", self.judge.form, answer[-80:])
-        return question
+        return said
 
-    def _judge(self, pairs: list[Pair]) -> dict[Pair, str]:
-        judged: dict[Pair, str] = {
-            pair: outcome for pair in pairs if (outcome := self.judge.at_once(*pair)) is not None
-        }
-        with self._lock:
-            judged |= {pair: self._known[pair] for pair in pairs if pair in self._known}
-        todo = deque(dict.fromkeys(pair for pair in pairs if pair not in judged))
+    def _at_once(self, said: str | None, gold: str | None) -> str | None:
+        """The outcome without a worker, if it needs none or is known."""
+        if gold is None:
+            return BAD_GOLD
+        return "unparsable" if said is None else self.judge.at_once(said, gold) or self._known.get((said, gold))
 
-        def work() -> None:
-            while True:
-                with self._lock:
-                    size = min(BATCH, math.ceil(len(todo) / (2 * len(self._workers))))  # small ones last
-                    batch = [todo.popleft() for _ in range(size)]
-                if not batch:
-                    return
-                outcomes = self._ask(batch)
-                judged.update(zip(batch, outcomes, strict=False))
-                todo.extend(batch[len(outcomes) :])
-
-        count = min(len(self._workers), len(todo))
-        if count < 2:
-            work()
-            return judged
-        with ThreadPoolExecutor(count) as threads:  # they only wait for the workers
-            try:
-                for future in [threads.submit(work) for _ in range(count)]:
-                    future.result()
-            finally:
-                todo.clear()  # after an error or Ctrl-C
-        return judged
-
-    def _ask(self, batch: list[Pair]) -> list[str]:
-        """The outcomes of one or more pairs from the front of the batch."""
+    def _ask(self, pair: Pair) -> str:
         worker = self._idle.get()
         try:
             self._check_open()  # it may have been closed meanwhile
-            outcomes = worker.ask(batch)
+            outcome = worker.ask(pair)
         finally:
             self._idle.put(worker)
-        for (question, gold), outcome in zip(batch, outcomes, strict=False):
-            if outcome.startswith(FAILED):
-                raise ValueError(
-                    f"verify.judge: {outcome.removeprefix(FAILED)}, for an answer ending in {question[-80:]!r}"
-                )
-            if outcome in ("unparsable", "timeout"):
-                level = logging.WARNING if outcome == "timeout" else logging.INFO
-                log.log(level, "%s: %r against %r", outcome, question[:80], gold[:80])
+        (said, gold), failure = pair, outcome.removeprefix(FAILED)
+        if failure != outcome:
+            raise ValueError(f"verify.judge: {failure}, for an answer ending in {said[-80:]!r}")
+        if outcome in ("unparsable", "timeout"):
+            level = logging.WARNING if outcome == "timeout" else logging.INFO
+            log.log(level, "%s: %r against %r", outcome, said[:80], gold[:80])
         with self._lock:
-            judged = zip(batch, outcomes, strict=False)
-            self._known.update((pair, outcome) for pair, outcome in judged if len(pair[0]) <= LONGEST_REMEMBERED)
-            for pair in list(islice(self._known, max(0, len(self._known) - REMEMBERED))):
-                del self._known[pair]
-        return outcomes
+            if len(said) <= LONGEST_REMEMBERED:
+                self._known[pair] = outcome
+            if len(self._known) > REMEMBERED:
+                del self._known[next(iter(self._known))]
+        return outcome
 
 
 class _Worker:
-    """One process at a time that judges pairs; used by one thread at a time."""
+    """One process at a time that judges; used by one thread at a time."""
 
-    def __init__(self, timeout: float, memory_bytes: int, judge: Mapping[str, Any]) -> None:
-        self._timeout = timeout
+    def __init__(self, judge: Judge, timeout: float, memory_bytes: int, asked: Mapping[str, Any]) -> None:
+        self._judge = judge
+        self._wait = _longest_wait(timeout)
         self._memory_bytes = memory_bytes
-        self._judge = judge  # arguments of `judge_of`
+        self._arguments = json.dumps([timeout, memory_bytes, asked])
         self.process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, pairs: list[Pair]) -> list[str]:
-        """The outcomes of the first pairs, at least one: up to the pair at which the process ended, or all."""
-        request = json.dumps(pairs).encode() + b"\n"  # ASCII, whatever the texts hold
-        try:
-            for _ in range(2):  # again, if the process had died between two requests
-                process = self.start()
-                replies = self._exchange(process, request, _longest_wait(self._timeout), lines=2 * len(pairs))
-                outcomes = replies[1::2]
-                if len(outcomes) == len(pairs):
-                    return outcomes
-                self.stop()
-                if len(replies) % 2:  # a pair was started and not finished
-                    return [*outcomes, self._ended(process.returncode)]
-                if outcomes:
-                    return outcomes
-        except BaseException:
-            self.stop()  # its late reply must not answer the next question
-            raise
-        return ["timeout"]
-
-    def _ended(self, code: int) -> str:
-        """The outcome of a pair over which the process ended; limits end it by a signal, which is a code below 0."""
-        judge = judge_of(**self._judge)
-        if code < 0 or not isinstance(judge, Function):
+    def ask(self, pair: Pair) -> str:
+        """The outcome of a pair; "timeout" if limits end the process."""
+        request = json.dumps(pair).encode() + b"\n"  # ASCII, whatever the texts hold
+        for _ in range(2):  # again, if the process had died between two requests
+            process = self.start()
+            replies = self._exchange(process, request, self._wait, lines=2)
+            if len(replies) == 2:
+                return replies[1]
+            self.stop()
+            if replies:  # it died over this pair
+                break
+        if process.returncode < 0 or not isinstance(self._judge, Function):  # limits end it by a signal
             return "timeout"
-        return f"{FAILED}expected a verdict of {judge.path}, got the end of its process with exit code {code}"
-
-    def stop(self) -> None:
-        """Kill the process, if there is one, and wait for its end."""
-        if self.process is None:
-            return
-        _kill(self.process)
-        self.process.wait()
-        for pipe in filter(None, (self.process.stdin, self.process.stdout)):
-            with contextlib.suppress(OSError):  # closing fails if a dead process left something unsent
-                pipe.close()
-        self.process = None
+        code = process.returncode
+        return f"{FAILED}expected a verdict of {self._judge.path}, got the end of its process with exit code {code}"
 
     def start(self) -> subprocess.Popen[bytes]:
+        """The process, ready for a request."""
         if self.process is not None and self.process.poll() is None:
             return self.process
         self.stop()
-        own = [os.getcwd()] if isinstance(judge_of(**self._judge), Function) else []
-        paths = json.dumps([*map(str, sys.path), *own])
+        paths = [*map(str, sys.path), *([os.getcwd()] if isinstance(self._judge, Function) else [])]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                WORKER_CODE,
-                paths,
-                str(self._timeout),
-                str(self._memory_bytes),
-                json.dumps(self._judge),
-            ],
+            [sys.executable, "-c", WORKER_CODE, json.dumps(paths), self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -380,32 +311,30 @@ class _Worker:
             )
         return self.process
 
-    @staticmethod
-    def _exchange(process: subprocess.Popen[bytes], request: bytes, limit: float, *, lines: int) -> list[str]:
-        """Send a request and read `lines` lines, each within the limit; fewer if the process ends or is killed."""
+    def stop(self) -> None:
+        """Kill the process, if there is one, and wait for its end."""
+        if self.process is not None:
+            _kill(self.process)
+            with contextlib.suppress(OSError), self.process:  # closing fails if a dead process left something unsent
+                self.process = None
+
+    def _exchange(self, process: subprocess.Popen[bytes], request: bytes, limit: float, *, lines: int) -> list[str]:
+        """Send a request and read `lines` lines; fewer if the process ends, or is killed at the limit of seconds."""
         assert process.stdin is not None
         assert process.stdout is not None
-        replies: list[str] = []
-        deadline = time.monotonic() + limit
-        done = threading.Event()
-
-        def watch() -> None:
-            while not done.wait(max(0.0, deadline - time.monotonic())):
-                if time.monotonic() >= deadline:
-                    _kill(process)
-                    return
-
-        threading.Thread(target=watch, daemon=True).start()
+        watch = threading.Timer(limit, _kill, [process])
+        watch.daemon = True
+        watch.start()
         try:
             with contextlib.suppress(OSError):  # the process is dead, as reading will show
                 process.stdin.write(request)
                 process.stdin.flush()
-            for line in islice(process.stdout, lines):
-                deadline = time.monotonic() + limit
-                replies.append(line.decode().strip())
+            return [line.decode().strip() for line in islice(process.stdout, lines)]
+        except BaseException:
+            self.stop()  # its late reply must not answer the next question
+            raise
         finally:
-            done.set()
-        return replies
+            watch.cancel()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -414,59 +343,50 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
 
 
-def _failure(expected: str, problem: BaseException) -> bytes:
-    """The reply that the user's function failed."""
-    text = f"{FAILED}{expected}, got {type(problem).__name__}: {' '.join(str(problem).split())[:300]}\n"
+def _failure(judge: Judge, what: str, problem: BaseException) -> bytes:
+    """The reply that the user's function failed; any other judge's failure ends the process."""
+    if not isinstance(judge, Function):
+        raise problem
+    text = (
+        f"{FAILED}expected {what} {judge.path}, got {type(problem).__name__}: {' '.join(str(problem).split())[:300]}\n"
+    )
     return text.encode(errors="backslashreplace")
 
 
 def _serve() -> None:
-    """A worker's main loop: reads lists of pairs from stdin; for each pair prints "started", then the outcome."""
+    """A worker's main loop: reads a pair a line from stdin, prints "started" and then the outcome."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what libraries print does not mix with the replies
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor do they read the requests
     if hasattr(os, "register_at_fork"):  # a child would keep the parent waiting
         os.register_at_fork(after_in_child=requests.close)
         os.register_at_fork(after_in_child=replies.close)
-    timeout, memory_bytes = float(sys.argv[2]), int(sys.argv[3])
-    judge = judge_of(**json.loads(sys.argv[4]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    _limit_memory(memory_bytes)
-    logging.disable()
+    timeout, memory_bytes, asked = json.loads(sys.argv[2])
+    judge = judge_of(**asked)
+    with contextlib.suppress(ImportError, ValueError, OSError):  # on Windows, or a lower limit is already set
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     try:
         judge.begin()
     except BaseException as problem:
-        if not isinstance(judge, Function):
-            raise
-        replies.write(_failure(f"expected the function {judge.path}", problem))
+        replies.write(_failure(judge, "the function", problem))
         return
     replies.write(b"ready\n")
     for line in requests:
-        for question, gold in json.loads(line):
-            replies.write(b"started\n")
-            _end_after(timeout, 2 * _longest_wait(timeout))
-            try:
-                reply = judge.compare(question, gold).encode() + b"\n"
-            except MemoryError:
-                os.kill(os.getpid(), signal.SIGTERM)  # a limit, as if over the time
-            except BaseException as problem:
-                if not isinstance(judge, Function):
-                    raise
-                reply = _failure(f"expected a verdict of {judge.path}", problem)
-            _end_after(0, 0)
-            replies.write(reply)
-            if _resident_bytes() > memory_bytes // 2:  # what it cached would spoil the next answer
-                return
-
-
-def _limit_memory(memory_bytes: int) -> None:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return
-    for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
-        with contextlib.suppress(ValueError, OSError):  # a lower limit is already set, or the system has none
-            resource.setrlimit(kind, (limit, limit))
+        replies.write(b"started\n")
+        _end_after(timeout, 2 * _longest_wait(timeout))
+        try:
+            reply = judge.compare(*json.loads(line)).encode() + b"\n"
+        except MemoryError:
+            os.kill(os.getpid(), signal.SIGTERM)  # a limit, as if over the time
+        except BaseException as problem:
+            reply = _failure(judge, "a verdict of", problem)
+        _end_after(0, 0)
+        replies.write(reply)
+        if _resident_bytes() > memory_bytes // 2:  # what it cached would spoil the next answer
+            return
 
 
 def _longest_wait(timeout: float) -> float:
@@ -477,12 +397,10 @@ def _longest_wait(timeout: float) -> float:
 def _end_after(cpu: float, clock: float) -> None:
     """End this process after `cpu` s of CPU time or `clock` s of wall time (its parent may be gone); 0 cancels."""
     if hasattr(signal, "setitimer"):  # not on Windows: there the clock of the parent decides
-        for kind, ends, seconds in (
-            (signal.ITIMER_PROF, signal.SIGPROF, cpu),
-            (signal.ITIMER_REAL, signal.SIGALRM, clock),
-        ):
-            signal.signal(ends, signal.SIG_DFL)
-            signal.setitimer(kind, seconds)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, cpu)
+        signal.setitimer(signal.ITIMER_REAL, clock)
 
 
 def _resident_bytes() -> int:
