@@ -659,9 +659,7 @@ def test_a_compiled_slice_ends_with_the_prefix(page: int | None, beyond: int) ->
 @pytest.mark.parametrize("column", [0, 40, 74])
 def test_a_page_that_is_not_there_is_noticed_in_every_chunk(column: int, wrong: int) -> None:
     """75 pages, which two blocks of a tile take chunk by chunk."""
-    case = in_16_bits(
-        [([1, 1], 0, 300), ([1], 0, 300)], heads=FEW, page=4, longest_prefix=128, spare=0, return_lse=True
-    )
+    case = in_16_bits([([1, 1], 0, 300), ([1], 0, 300)], heads=FEW, page=4, longest_prefix=128, spare=0)
     case.tensors["layout.block_table"][0, column] = wrong if wrong < 0 else 1 << 20
     with running("cuda"):
         out, lse = case.run()
