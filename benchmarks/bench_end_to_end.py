@@ -26,7 +26,7 @@ from fb_core import (
     TokenReranker,
 )
 from fb_core.decoding import LowLatencyDecoder
-from fb_core.pool import Pool, PoolKind
+from fb_core.events import Pool, PoolKind
 from fb_core.selectors import ScoringSelector, State
 from fb_kernels.timing import Timing
 

@@ -23,7 +23,7 @@ from benchmarks.harness import OURS, Goal, Implementation
 from benchmarks.live_server import Served
 from fb_core import CollaborativeDecoder, FutureBridgeSelector, Generation, LLMPreference, RequestPolicy, ServerLLM
 from fb_core.demo.pairs import load_pair
-from fb_core.pool import Event
+from fb_core.events import Event
 from fb_kernels.timing import Timing
 
 PROBLEMS, ROWS = 128, 64

@@ -35,8 +35,8 @@ from fb_core import statistics
 from fb_core.atomic import write_file
 from fb_core.config import RunSettings, changed
 from fb_core.demo import SETTINGS
+from fb_core.events import Pool
 from fb_core.page import markdown_table
-from fb_core.pool import Pool
 from fb_core.processes import processes
 from fb_core.recipe import LABELS, RecipeName
 from fb_core.selectors import ScoringSelector, State, ValueSelector

@@ -14,10 +14,10 @@ from fb_core.extras import require
 if TYPE_CHECKING:
     from fb_core.decoding import CollaborativeDecoder, Generation, LowLatencyDecoder
     from fb_core.engine.engine import Engine
+    from fb_core.events import Event, Pool
     from fb_core.http import ServerError
     from fb_core.llm import LocalLLM
     from fb_core.policy import RequestPolicy
-    from fb_core.pool import Event, Pool
     from fb_core.recipe import Deployment, deployment_of
     from fb_core.reranker import TokenReranker
     from fb_core.sampling import Sampling
@@ -51,7 +51,7 @@ _HOMES = {
     "fb_core.http": ("ServerError",),
     "fb_core.llm": ("LocalLLM",),
     "fb_core.policy": ("RequestPolicy",),
-    "fb_core.pool": ("Event", "Pool"),
+    "fb_core.events": ("Event", "Pool"),
     "fb_core.recipe": ("Deployment", "deployment_of"),
     "fb_core.reranker": ("TokenReranker",),
     "fb_core.sampling": ("Sampling",),

@@ -12,8 +12,8 @@ from rich.segment import Segment, Segments
 from fb_core import hf
 from fb_core.config import PairSettings
 from fb_core.decoding import Generation, LowLatencyDecoder
+from fb_core.events import Event
 from fb_core.loading import load
-from fb_core.pool import Event
 from fb_core.sampling import Sampling
 from fb_core.selectors import LLMPreference
 from fb_core.serve.text import Text

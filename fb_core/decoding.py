@@ -18,11 +18,11 @@ from fb_core import hf
 from fb_core.counts import check_count
 from fb_core.engine.loop import Loop, Task, check_own, has_native
 from fb_core.engine.model import CHUNK
+from fb_core.events import Event, PoolKind
 from fb_core.intervention import Intervention, OnError
 from fb_core.llm import LLM, LocalLLM, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, gate
-from fb_core.pool import Event, PoolKind
 from fb_core.sampling import GREEDY, Draw, Draws, Sampling, check_sampling, drawn
 from fb_core.selectors import Selector, State
 from fb_kernels import topk_entropy

@@ -15,7 +15,7 @@ from fb_core import hf
 from fb_core.chat import EVENT_STYLE
 from fb_core.config import RunSettings
 from fb_core.demo import DEMO
-from fb_core.pool import SLM, Event
+from fb_core.events import SLM, Event
 from fb_core.stages.decode import Row, read_rows
 from fb_core.stages.files import MANIFEST, Artefact
 from fb_core.stages.models import LABELS, models_of

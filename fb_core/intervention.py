@@ -8,8 +8,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from fb_core.events import Event, Pool, PoolKind
 from fb_core.llm import LLM
-from fb_core.pool import Event, Pool, PoolKind, candidate_pool
+from fb_core.pool import candidate_pool
 from fb_core.selectors import Selector, State
 
 OnError = Literal["raise", "slm"]

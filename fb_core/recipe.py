@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fb_core import hf
 from fb_core.atomic import write_file
+from fb_core.events import PoolKind
 from fb_core.policy import RequestPolicy
-from fb_core.pool import PoolKind
 from fb_core.reranker import DESCRIPTION, TokenReranker, read_description
 from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector, ValueSelector
 from fb_core.value import ValueHead

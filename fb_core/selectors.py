@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.pool import Pool
+from fb_core.events import Pool
 from fb_core.reranker import TokenReranker
 from fb_core.sampling import seeded
 from fb_core.value import ValueHead

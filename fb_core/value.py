@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fb_core.pool import Pool
+from fb_core.events import Pool
 
 TERMS = (
     "score_z",

@@ -20,8 +20,8 @@ from benchmarks.paper.rollouts import HeldOutRolloutStage, token_kind
 from benchmarks.paper.rows import finished
 from fb_core import statistics
 from fb_core.config import RunSettings
+from fb_core.events import LARGE, SLM
 from fb_core.page import markdown_table
-from fb_core.pool import LARGE, SLM
 from fb_core.reranker import TokenReranker
 from fb_core.stages.choose import RerankerStage, reranked
 from fb_core.stages.collect import StateStage, TrajectoryStage

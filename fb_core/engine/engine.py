@@ -22,10 +22,10 @@ from fb_core.counts import check_count
 from fb_core.decoding import MAX_LENGTH, CollaborativeDecoder, Generation
 from fb_core.engine.loop import Loop, Task
 from fb_core.engine.step import Ranked
+from fb_core.events import Event
 from fb_core.llm import GONE, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
-from fb_core.pool import Event
 from fb_core.sampling import GREEDY, Sampling, check_sampling, occurrences
 from fb_core.scorer import CompatibilityScorer
 from fb_core.selectors import Selector

@@ -23,12 +23,12 @@ from fb_core.engine.merged import MergedReranker, MergedSelector
 from fb_core.engine.model import CHUNK, PagedModel, Part, page_bytes
 from fb_core.engine.pages import SIZE, pages_of
 from fb_core.engine.step import DecodeStep, Ranked, rank, ranked
+from fb_core.events import Event, Pool
 from fb_core.intervention import Intervention
 from fb_core.llm import GONE, LLM, LocalLLM
 from fb_core.native import NativeDecoder, trim
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, not_finite
-from fb_core.pool import Event, Pool
 from fb_core.recipe import Deployed
 from fb_core.reranker import TokenReranker
 from fb_core.sampling import GREEDY, Draw

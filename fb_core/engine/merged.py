@@ -12,8 +12,8 @@ from torch import Tensor
 from fb_core import hf
 from fb_core.engine.model import PagedModel
 from fb_core.engine.pages import pages_of
+from fb_core.events import Pool
 from fb_core.native import Linear
-from fb_core.pool import Pool
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import FutureBridgeSelector, State
 

@@ -29,7 +29,7 @@ from fb_core.hf.models import (
 from fb_core.native import NativeDecoder
 
 if TYPE_CHECKING:
-    from fb_core.pool import Event
+    from fb_core.events import Event
 
 Cache: TypeAlias = DynamicCache  # made without a config: with one, sliding layers would keep only their window
 MAX_ROWS = 256  # of one batch: keeps its logits [rows, V] small compared with the model

@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from fb_core import hf
 from fb_core.engine.engine import Scores
 from fb_core.engine.step import RANKED
-from fb_core.pool import Event
+from fb_core.events import Event
 from fb_core.serve.text import Name
 
 STOPS, STOP_LENGTH, STOP_IDS = 16, 256, 128  # strings, characters of one, token ids

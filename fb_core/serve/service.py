@@ -20,7 +20,7 @@ from fb_core.config import ServeSettings
 from fb_core.decoding import Generation, Usage
 from fb_core.engine.engine import Engine, Handle, Scores, Token
 from fb_core.engine.step import Ranked
-from fb_core.pool import Event
+from fb_core.events import Event
 from fb_core.sampling import Sampling, occurrences
 from fb_core.selectors import LLMPreference
 from fb_core.serve.metrics import Metrics

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fb_core.config import ProblemSettings, words_of
 from fb_core.decoding import Generation
-from fb_core.pool import Event
+from fb_core.events import Event
 from fb_core.stages.files import Artefact
 from fb_core.stages.models import Context, Generate, together_of, verifier_of
 from fb_core.stages.problems import Problem

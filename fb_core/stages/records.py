@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from fb_core.pool import Pool
+from fb_core.events import Pool
 from fb_core.stages.files import Artefact, table_bytes, tensor_bytes
 from fb_core.stages.problems import Problem
 from fb_core.verify import Verdict

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fb_core import scorer as packing
+from fb_core.events import LARGE, SLM, Pool
 from fb_core.page import markdown_table
-from fb_core.pool import LARGE, SLM, Pool
 from fb_core.scorer import BranchGroup, CompatibilityScorer
 from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage
 from fb_core.stages.futures import FutureStage, usable

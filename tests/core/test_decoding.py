@@ -15,10 +15,11 @@ from transformers.generation.streamers import BaseStreamer
 from fb_core import hf
 from fb_core.decoding import CollaborativeDecoder, LowLatencyDecoder
 from fb_core.engine.engine import Engine
+from fb_core.events import Pool
 from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
-from fb_core.pool import Pool, candidate_pool
+from fb_core.pool import candidate_pool
 from fb_core.reranker import TokenReranker
 from fb_core.scorer import CompatibilityScorer
 from fb_core.selectors import (

@@ -21,9 +21,9 @@ from tiny import EOS, tiny
 from benchmarks.live_server import CONTEXT, LlamaCpp, write_gguf
 from fb_core import ServerError, ServerLLM, server
 from fb_core.decoding import CollaborativeDecoder, LowLatencyDecoder
+from fb_core.events import SLM
 from fb_core.llm import LocalLLM
 from fb_core.policy import RequestPolicy
-from fb_core.pool import SLM
 from fb_core.selectors import LLMPreference, SLMPreference
 
 V = 272

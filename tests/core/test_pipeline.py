@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, hf
-from fb_core.pool import Pool
+from fb_core.events import Pool
 from fb_core.stages.collect import admitted, collect, log_states
 from fb_core.stages.futures import usable, verified
 from fb_core.stages.problems import Problem

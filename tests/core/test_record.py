@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fb_core.pool import Pool
+from fb_core.events import Pool
 from fb_core.stages.files import Artefact
 from fb_core.stages.problems import Problem
 from fb_core.stages.records import (

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, State
-from fb_core.pool import Pool
+from fb_core.events import Pool
 from fb_core.selectors import ValueSelector
 from fb_core.value import PENALTY, TERMS, ValueHead, fit_value, value_terms
 from fb_kernels.testing import count_syncs

@@ -28,7 +28,7 @@ from benchmarks.paper.agreement import (
 from benchmarks.paper.rollouts import token_kind
 from fb_core import TokenReranker
 from fb_core.demo.pairs import load_pair
-from fb_core.pool import Pool
+from fb_core.events import Pool
 from fb_core.stages.problems import Problem
 from fb_core.stages.records import Examples, Rollout, State, Trajectory
 

@@ -23,9 +23,9 @@ from benchmarks.paper.s2t_local import SelectionSweep, selection_target
 from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, hf
 from fb_core.decoding import CollaborativeDecoder, Usage
 from fb_core.demo.pairs import load_pair
+from fb_core.events import LARGE, SLM
 from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.policy import RequestPolicy
-from fb_core.pool import LARGE, SLM
 from fb_core.selectors import FutureBridgeSelector, LLMPreference, SLMPreference
 from fb_core.stages import models
 from fb_core.targets import group_targets

@@ -30,8 +30,8 @@ from benchmarks.paper.tables import Plan
 from fb_core import CollaborativeDecoder, FutureBridgeSelector, TokenReranker, Verifier
 from fb_core.decoding import Generation, Usage
 from fb_core.demo.pairs import load_pair
+from fb_core.events import Event
 from fb_core.llm import LocalLLM
-from fb_core.pool import Event
 from fb_core.selectors import LLMPreference, RandomChoice, SLMPreference
 from fb_core.stages.files import Artefact
 from fb_core.stages.models import Context, Models, benchmark_problems, frozen_policy, models_of

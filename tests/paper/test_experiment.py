@@ -30,7 +30,7 @@ from benchmarks.paper.settings import PaperSettings, names
 from benchmarks.paper.tables import PROBLEM, TABLES, Plan, Table, Variant, settings_of_variant
 from fb_core import statistics
 from fb_core.config import AVERAGE, ModelSettings, changed
-from fb_core.pool import Event
+from fb_core.events import Event
 from fb_core.stages.decode import Row
 from fb_core.stages.files import Artefact
 from fb_core.stages.models import frozen_policy, models_of

@@ -16,8 +16,8 @@ from benchmarks.paper.nested_runs import work_through
 from benchmarks.paper.run import instead, with_futures
 from fb_core import CompatibilityScorer, Verifier
 from fb_core.demo.pairs import load_pair
+from fb_core.events import Pool
 from fb_core.llm import LocalLLM
-from fb_core.pool import Pool
 from fb_core.stages.files import Artefact
 from fb_core.stages.futures import usable
 from fb_core.stages.problems import Problem

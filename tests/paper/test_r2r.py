@@ -18,9 +18,9 @@ from benchmarks.paper.r2r.decoding import r2r
 from benchmarks.paper.r2r.network import R2RRouter, RouterFeatures, router_features
 from benchmarks.paper.r2r.training import divergence_labels, recall_threshold, train_router
 from fb_core.demo.pairs import load_pair
+from fb_core.events import LARGE, SLM
 from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.policy import RequestPolicy
-from fb_core.pool import LARGE, SLM
 from fb_core.verify import Verifier
 
 SMALL = {"logits_size": 10, "width": 16, "blocks": 2}

@@ -14,10 +14,11 @@ from benchmarks.paper.r2r.network import R2RRouter, features_of
 from fb_core import hf
 from fb_core.counts import check_count
 from fb_core.decoding import Generation
+from fb_core.events import LARGE, Event
 from fb_core.llm import LLM, Ids, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, gate
-from fb_core.pool import LARGE, Event, candidate_pool
+from fb_core.pool import candidate_pool
 
 Mode = Literal["token", "events", "entropy"]
 
