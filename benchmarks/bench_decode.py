@@ -19,20 +19,13 @@ from benchmarks import harness, peers, shapes
 from benchmarks.harness import OURS, Goal, Implementation
 from benchmarks.live_server import LlamaCpp, write_gguf
 from benchmarks.shapes import CANDIDATES
-from fb_core import (
-    FutureBridgeSelector,
-    LocalLLM,
-    RequestPolicy,
-    Selector,
-    SLMPreference,
-    TokenReranker,
-    hf,
-)
+from fb_core import FutureBridgeSelector, LocalLLM, RequestPolicy, Selector, SLMPreference, TokenReranker
 from fb_core.decoding import LowLatencyDecoder
 from fb_core.engine.loop import Loop
 from fb_core.engine.model import Part
 from fb_core.engine.pages import pages_of
-from fb_core.hf import with_cache
+from fb_core.hf.generation import with_cache
+from fb_core.hf.packed import Prefix
 from fb_kernels.timing import Timing
 
 NEVER = RequestPolicy(math.inf)
@@ -285,7 +278,7 @@ def test_rerank_event(compare: Callable, endless: PreTrainedModel, context: int)
     state, wide, expected = rerank_truth(endless, reranker, ids, candidates)
     plain = peers.rerank_repeated_cache(*state, prefix)
     logits = next_logits(copy.deepcopy(endless).to(shapes.WIDE), ids)
-    views = [hf.Prefix(loop.model.kv, 0, context, tuple(ours.pages[: pages_of(context)]))]
+    views = [Prefix(loop.model.kv, 0, context, tuple(ours.pages[: pages_of(context)]))]
     ours.once()  # writes the last token's keys
     compare(
         "rerank_event",

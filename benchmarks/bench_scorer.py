@@ -27,7 +27,8 @@ from benchmarks import harness, peers, shapes
 from benchmarks.harness import OURS, Cost, Goal, Implementation
 from benchmarks.live_server import LiveServer, Served
 from benchmarks.shapes import CANDIDATES, ON_GPU
-from fb_core import BranchGroup, CompatibilityScorer, hf
+from fb_core import BranchGroup, CompatibilityScorer
+from fb_core.hf.packed import Layout, forward_through_modules, packed_forward
 from fb_kernels import backend
 from fb_kernels.testing import count_launches
 
@@ -385,15 +386,15 @@ def test_decoder(compare: Callable, models: Models) -> None:
     scored = torch.arange(t, len(inputs[0]), device=models.model.device)
 
     def through_modules(model: PreTrainedModel) -> Tensor:
-        return hf.forward_through_modules(model, *inputs)[scored]
+        return forward_through_modules(model, *inputs)[scored]
 
     with backend.override("reference"):  # in both ways the attention is ours
         expected = through_modules(models.wide)
     runs = {
-        OURS: partial(hf.packed_forward, models.model, *inputs, scored),
+        OURS: partial(packed_forward, models.model, *inputs, scored),
         "HF modules": partial(through_modules, models.model),
     }
-    ours, theirs = layer_cost(hf.packed_forward), layer_cost(hf.forward_through_modules)
+    ours, theirs = layer_cost(packed_forward), layer_cost(forward_through_modules)
     compare(
         "packed_forward",
         f"T={t} G={len(positions)} K={CANDIDATES} H={h}",
@@ -411,7 +412,7 @@ def test_decoder(compare: Callable, models: Models) -> None:
     )
 
 
-def packed_rows(model: PreTrainedModel, t: int, h: int, positions: list[int]) -> tuple[Tensor, Tensor, hf.Layout]:
+def packed_rows(model: PreTrainedModel, t: int, h: int, positions: list[int]) -> tuple[Tensor, Tensor, Layout]:
     """(ids, positions, layout) of a trajectory of t tokens with K branches of h tokens after each of its states."""
     device = model.device
     groups = [([t], 0, 0), *(([h] * CANDIDATES, 0, position) for position in positions)]
@@ -419,7 +420,7 @@ def packed_rows(model: PreTrainedModel, t: int, h: int, positions: list[int]) ->
     row_positions = torch.cat(parts).to(device)
     generator = torch.Generator().manual_seed(t)
     ids = torch.randint(model.config.vocab_size, row_positions.shape, generator=generator).to(device)
-    return ids, row_positions, hf.Layout.build(groups, device)
+    return ids, row_positions, Layout.build(groups, device)
 
 
 @torch.no_grad()

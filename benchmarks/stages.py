@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
-from fb_core import BranchGroup, hf
+from fb_core import BranchGroup
 from fb_core.config import RunSettings
+from fb_core.hf.models import CausalLM
 from fb_core.stages.collect import TrajectoryStage
 from fb_core.stages.commands import COMMANDS, run_command, stages_of
 from fb_core.stages.records import Examples
@@ -57,7 +58,7 @@ def logged_groups(settings: RunSettings, run: Path) -> list[tuple[Tensor, Branch
 
 
 @torch.no_grad()
-def one_candidate_at_a_time(model: hf.CausalLM, tokens: Tensor, group: BranchGroup, valid_vocab: int) -> Tensor:
+def one_candidate_at_a_time(model: CausalLM, tokens: Tensor, group: BranchGroup, valid_vocab: int) -> Tensor:
     """[K, H] by a full forward of the model for every candidate, with logits of the future only."""
     rows = []
     for candidate in group.candidates:

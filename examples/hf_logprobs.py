@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config
 
-from fb_core import hf
+from fb_core.hf.models import lm_head
 from fb_kernels import linear_logprob
 from fb_kernels.testing import Largest, largest_tensor
 
@@ -22,7 +22,7 @@ from fb_kernels.testing import Largest, largest_tensor
 def logprobs(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """[T - 1]: log p(ids[t] | ids[:t]) for t from 1."""
     hidden = model.base_model(input_ids=ids[None, :-1], use_cache=False).last_hidden_state[0]
-    head = hf.lm_head(model)
+    head = lm_head(model)
     return linear_logprob(
         hidden, head.weight, ids[1:], head.bias, logit_scale=head.logit_scale, softcap=head.softcap
     ).float()

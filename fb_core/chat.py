@@ -9,10 +9,11 @@ import torch
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from fb_core import hf
 from fb_core.config import PairSettings
 from fb_core.decoding import Generation, LowLatencyDecoder
 from fb_core.events import Event
+from fb_core.hf.models import Tokenizer, max_positions
+from fb_core.hf.tokens import chat_ids
 from fb_core.loading import load
 from fb_core.sampling import Sampling
 from fb_core.selectors import LLMPreference
@@ -67,12 +68,12 @@ class Chat:
             printer.end()
 
     def _prompt(self, messages: list[dict[str, str]], console: Console) -> list[int]:
-        settings, positions = self.settings, hf.max_positions(self.decoder.slm) or math.inf
+        settings, positions = self.settings, max_positions(self.decoder.slm) or math.inf
         most, wanted, turns = min(settings.max_length, positions), settings.max_new_tokens, len(messages)
-        ids = hf.chat_ids(self.tokenizer, messages, self.thinking)
+        ids = chat_ids(self.tokenizer, messages, self.thinking)
         while len(ids) + wanted > most and len(messages) > 1:
             del messages[:2]  # what was said and its answer
-            ids = hf.chat_ids(self.tokenizer, messages, self.thinking)
+            ids = chat_ids(self.tokenizer, messages, self.thinking)
         if len(messages) < turns:
             why = "max_length" if most == settings.max_length else "the model's positions"
             dropped = f"{(turns - len(messages)) // 2} oldest turn(s) dropped"
@@ -96,7 +97,7 @@ class Chat:
 class Printer:
     """Prints each token's text, escaped, as soon as it is certain; printed text never changes."""
 
-    def __init__(self, tokenizer: hf.Tokenizer, console: Console) -> None:
+    def __init__(self, tokenizer: Tokenizer, console: Console) -> None:
         self.console, self._text = console, Text(tokenizer, ())
 
     def __call__(self, token: int, event: Event | None) -> None:

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fb_core import hf
 from fb_core.counts import check_count
 from fb_core.engine.loop import Loop, Task, check_own, has_native
 from fb_core.engine.model import CHUNK
 from fb_core.events import Event, PoolKind
+from fb_core.hf.generation import Running, Step, Stop, check_decodable, lockstep, streamer_of_caller
+from fb_core.hf.models import CausalLM, Tokenizer, max_positions
+from fb_core.hf.packed import Prefix, PrefixKV
 from fb_core.intervention import Intervention, OnError
 from fb_core.llm import LLM, LocalLLM, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
@@ -111,8 +113,8 @@ class CollaborativeDecoder:
 
     def __init__(
         self,
-        slm: hf.CausalLM,
-        llm: LLM | hf.CausalLM | None,
+        slm: CausalLM,
+        llm: LLM | CausalLM | None,
         selector: Selector | None,
         policy: RequestPolicy,
         *,
@@ -120,7 +122,7 @@ class CollaborativeDecoder:
         slm_k: int = 8,
         llm_k: int = 8,
         max_events: int = 8,
-        tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None = None,
+        tokenizer: Tokenizer | tuple[Tokenizer, Tokenizer] | None = None,
         batch_tokens: int = 65536,
         max_length: int | None = None,
         max_batch: int = 1,
@@ -221,7 +223,7 @@ class CollaborativeDecoder:
         if on_token is None:
             return self._decode([input_ids], max_new_tokens, sampling=sampling)[0]
 
-        def passed_on(row: hf.Running) -> bool:
+        def passed_on(row: Running) -> bool:
             last = row.events[-1] if row.events and row.events[-1].step == len(row.tokens) - row.prompt - 1 else None
             on_token(row.tokens[-1], last)
             return False
@@ -260,7 +262,7 @@ class CollaborativeDecoder:
         """
 
         def custom_generate(
-            model: hf.CausalLM,
+            model: CausalLM,
             input_ids: Tensor,
             *,
             stopping_criteria: Any,
@@ -268,7 +270,7 @@ class CollaborativeDecoder:
             streamer: Any = None,
             **others: Any,
         ) -> Tensor:
-            listener = hf.streamer_of_caller() if streamer is None else streamer
+            listener = streamer_of_caller() if streamer is None else streamer
             mask = others.get("attention_mask")  # as a parameter of its own it would come twice
             mask = torch.ones_like(input_ids) if mask is None else mask
             try:
@@ -281,7 +283,7 @@ class CollaborativeDecoder:
 
     def _custom_generate(
         self,
-        model: hf.CausalLM,
+        model: CausalLM,
         input_ids: Tensor,
         mask: Tensor,
         stopping_criteria: Any,
@@ -301,7 +303,7 @@ class CollaborativeDecoder:
         if streamer is not None and len(input_ids) != 1:
             raise ValueError(f"streamer: expected one prompt, got {len(input_ids)}; stream them one by one")
 
-        def on_token(row: hf.Running) -> bool:
+        def on_token(row: Running) -> bool:
             if streamer is not None:
                 streamer.put(torch.tensor(row.tokens[-1:]))
             ids = torch.cat([input_ids[row.index], input_ids.new_tensor(row.new)])
@@ -354,32 +356,32 @@ class CollaborativeDecoder:
         max_new_tokens: int,
         ends: frozenset[int] | None = None,
         events: float = float("inf"),
-        on_token: Callable[[hf.Running], bool] | None = None,
+        on_token: Callable[[Running], bool] | None = None,
         sampling: Sampling | None = None,
     ) -> list[Generation]:
-        """Decode prompts as a user gives them; the arguments are those of `hf.Stop`, and how tokens are drawn."""
+        """Decode prompts as a user gives them; the arguments are those of `Stop`, and how tokens are drawn."""
         max_new_tokens = check_max_new_tokens(max_new_tokens)
         check_sampling(sampling)
         checked = checked_prompts("input_ids", prompts, self.slm, room=1)
         ends = self.pair.ends if ends is None else ends
-        stop = hf.Stop(ends, max_new_tokens, hf.max_positions(self.slm), events, on_token)
+        stop = Stop(ends, max_new_tokens, max_positions(self.slm), events, on_token)
         return self.decode(checked, stop, [] if sampling is None else sampling.draws([ids.tolist() for ids in checked]))
 
-    def decode(self, prompts: Sequence[Tensor], stop: hf.Stop, draws: Sequence[Draw] = ()) -> list[Generation]:
+    def decode(self, prompts: Sequence[Tensor], stop: Stop, draws: Sequence[Draw] = ()) -> list[Generation]:
         """Decode checked prompts by either loop, each with its draw if there are any."""
-        hf.check_decodable("slm", self.slm)
+        check_decodable("slm", self.slm)
         if self.loop is None:
-            rows = hf.lockstep(self.slm, prompts, stop, partial(self._choose, draws), self.batch_tokens)
+            rows = lockstep(self.slm, prompts, stop, partial(self._choose, draws), self.batch_tokens)
         else:
             rows = self._together(prompts, stop, draws or [GREEDY] * len(prompts))
         return [self.generation(row) for row in rows]
 
-    def generation(self, row: hf.Running) -> Generation:
+    def generation(self, row: Running) -> Generation:
         """The result of a sequence."""
         new = torch.tensor(row.new, device=self.slm.device)
         return Generation(new, row.events, self.pair.text(new))
 
-    def _choose(self, draws: Sequence[Draw], step: hf.Step) -> list[int]:
+    def _choose(self, draws: Sequence[Draw], step: Step) -> list[int]:
         """One token per row: the selector's where the policy asks (kept as an event), or the SLM's own."""
         logits = step.logits[:, : self.vocabulary]
         entropy, asking = gate(self.policy, step, logits, self.max_events)
@@ -393,17 +395,17 @@ class CollaborativeDecoder:
         tokens: list[int] = chosen.tolist()
         if not asking:
             return tokens
-        kv, states = hf.PrefixKV.from_cache(step.cache), []
+        kv, states = PrefixKV.from_cache(step.cache), []
         for row in asking:
             ids = step.rows[row].tokens
-            prefix = hf.Prefix(kv, start=step.slots - len(ids), length=len(ids), pages=(row,))
+            prefix = Prefix(kv, start=step.slots - len(ids), length=len(ids), pages=(row,))
             states.append(State(torch.tensor(ids, device=logits.device), step.index, entropy[row], prefix))
         for row, event in zip(asking, self.intervention(states, logits[asking]), strict=True):
             step.rows[row].events.append(event)
             tokens[row] = event.token
         return tokens
 
-    def _together(self, prompts: Sequence[Tensor], stop: hf.Stop, draws: Sequence[Draw]) -> list[hf.Running]:
+    def _together(self, prompts: Sequence[Tensor], stop: Stop, draws: Sequence[Draw]) -> list[Running]:
         """Decode prompts in the fast loop, as many at once as it has rows."""
         loop = self.loop
         assert loop is not None
@@ -413,7 +415,7 @@ class CollaborativeDecoder:
                 f"top_k: expected {loop.step.top_k} as when the decoder was made, got {self.policy.top_k}; make a "
                 "decoder for that policy"
             )
-        rows = [hf.Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
+        rows = [Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
         threshold, events = self.policy.threshold, self.max_events
         tasks = [Task(row, stop, threshold, events, draw=draw) for row, draw in zip(rows, draws, strict=True)]
         for task in tasks:
@@ -453,8 +455,8 @@ class LowLatencyDecoder(CollaborativeDecoder):
 
     def __init__(
         self,
-        slm: hf.CausalLM,
-        llm: LLM | hf.CausalLM | None,
+        slm: CausalLM,
+        llm: LLM | CausalLM | None,
         selector: Selector | None,
         policy: RequestPolicy,
         *,

@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fb_core import hf
 from fb_core.chat import EVENT_STYLE
 from fb_core.config import RunSettings
 from fb_core.demo import DEMO
 from fb_core.events import SLM, Event
+from fb_core.hf.checkpoints import tokenizer_hash
+from fb_core.hf.models import Tokenizer
 from fb_core.stages.decode import Row, read_rows
 from fb_core.stages.files import MANIFEST, Artefact
 from fb_core.stages.models import LABELS, models_of
@@ -45,7 +46,7 @@ def explain(settings: RunSettings, run: Path, problem: str, console: Console) ->
     rows, tokenizer = find_rows(run, problem), models_of(settings.models).tokenizer
     folder = Artefact(run, EVALUATION)
     if manifest := folder.manifest():
-        models = {**manifest["identity"].get("models", {}), "tokenizer": hf.tokenizer_hash(tokenizer)}
+        models = {**manifest["identity"].get("models", {}), "tokenizer": tokenizer_hash(tokenizer)}
         folder.check(manifest, {"models": models})
     print_rows(rows, tokenizer, console)
 
@@ -80,17 +81,17 @@ def _listed(ids: Sequence[str]) -> str:
     return ", ".join(map(repr, ids[:LISTED])) + more
 
 
-def token_text(token: int, tokenizer: hf.Tokenizer) -> str:
+def token_text(token: int, tokenizer: Tokenizer) -> str:
     """One token with white space visible; U+FFFD for a partial character, <id> if it has no text."""
     once, twice = _decode([token], tokenizer), _decode([token, token], tokenizer)
     return escaped(twice[len(once) :], IN_TOKEN) or f"<{token}>"  # decoding may drop a text's leading space
 
 
-def _decode(tokens: list[int], tokenizer: hf.Tokenizer) -> str:
+def _decode(tokens: list[int], tokenizer: Tokenizer) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _pieces(row: Row, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, int | None]]:
+def _pieces(row: Row, tokenizer: Tokenizer) -> Iterator[tuple[str, int | None]]:
     """The row's text as (piece, number of its event or None)."""
     tokens = row.tokens
     if not tokens:  # a method that keeps only a text
@@ -121,7 +122,7 @@ def _facts(row: Row) -> str:
     return f"gold answer {escaped(row.gold)}, {counts}" + ("" if row.seconds is None else f", {row.seconds:.2f} s")
 
 
-def _cells(event: Event, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, ...]]:
+def _cells(event: Event, tokenizer: Tokenizer) -> Iterator[tuple[str, ...]]:
     """The cells of every candidate of the pool."""
     greedy = next((index for index, source in enumerate(event.sources) if source & SLM), None)
     for index, token in enumerate(event.pool):
@@ -137,7 +138,7 @@ def _cells(event: Event, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, ...]]:
         )
 
 
-def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console) -> None:
+def print_rows(rows: Sequence[Row], tokenizer: Tokenizer, console: Console) -> None:
     """Print a problem and all its rows, with ⟦event⟧¹ in the text and one table per event."""
     if rows[0].question:
         console.print(Text(f"Question: {escaped(rows[0].question, IN_TEXT)}"), soft_wrap=True)

@@ -15,9 +15,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fb_core import hf
 from fb_core.counts import check_count
 from fb_core.engine.writing import Choose, write
+from fb_core.hf import models
+from fb_core.hf.generation import (
+    MAX_ROWS,
+    Cache,
+    Running,
+    Stop,
+    batches,
+    check_decodable,
+    last_logits,
+    left_padded,
+    lockstep,
+)
+from fb_core.hf.models import CausalLM, Reading, Tokenizer, eos_ids, max_positions, structure, valid_ids
+from fb_core.hf.packed import hidden_states
+from fb_core.hf.tokens import token_ids
 from fb_core.native import NativeDecoder
 from fb_core.sampling import Sampling, seeded
 from fb_kernels import topk_entropy
@@ -147,13 +161,13 @@ class LLM(ABC):
         raise ValueError(f"llm: expected one that samples, got {type(self).__name__}; use LocalLLM or ServerLLM")
 
 
-def checked_prompts(name: str, prompts: Sequence[Ids], model: hf.CausalLM, room: int) -> list[Tensor]:
+def checked_prompts(name: str, prompts: Sequence[Ids], model: CausalLM, room: int) -> list[Tensor]:
     """Prompts as int64 tensors on the model's device, each checked to leave `room` positions free.
 
-    Raises as `hf.token_ids`, and ValueError for no ids or a prompt that is too long.
+    Raises as `token_ids`, and ValueError for no ids or a prompt that is too long.
     """
-    limit = hf.max_positions(model)
-    checked = [hf.token_ids(name, ids, model) for ids in prompts]
+    limit = max_positions(model)
+    checked = [token_ids(name, ids, model) for ids in prompts]
     for ids in checked:
         if not len(ids):
             raise ValueError(f"{name}: expected at least one token, got none; begin with the prompt")
@@ -218,10 +232,10 @@ class _Seen:
     """The last query: its tokens, their cache and the logits after them, and what computed them."""
 
     ids: Tensor
-    cache: hf.Cache
+    cache: Cache
     logits: Tensor  # [1, V]
     model: list[object]
-    read: hf.Reading
+    read: Reading
 
 
 class LocalLLM(LLM):
@@ -247,18 +261,18 @@ class LocalLLM(LLM):
 
     def __init__(
         self,
-        model: hf.CausalLM,
+        model: CausalLM,
         *,
         batch_tokens: int = 65536,
         valid_vocab: int | None = None,
-        tokenizer: hf.Tokenizer | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        hf.check_decodable("model", model)
+        check_decodable("model", model)
         check_count("batch_tokens", batch_tokens, 1, "it bounds a batch's memory")
         self.model = model
         self.batch_tokens = batch_tokens
         self.tokenizer = tokenizer
-        self.vocabulary: int = hf.valid_ids(valid_vocab, model, tokenizer)
+        self.vocabulary: int = valid_ids(valid_vocab, model, tokenizer)
         self._seen: _Seen | None = None
         self._turn = threading.Lock()  # guards what is kept of the last query
 
@@ -270,10 +284,10 @@ class LocalLLM(LLM):
     @property
     def ends(self) -> frozenset[int]:
         """The end-of-sequence tokens of model and tokenizer, as they are set now."""
-        return hf.eos_ids(self.model, self.tokenizer)
+        return eos_ids(self.model, self.tokenizer)
 
     def weights_changed(self) -> None:
-        """Forget the last query, for weights that were written where `hf.Reading` does not look."""
+        """Forget the last query, for weights that were written where `Reading` does not look."""
         with self._turn:
             self._seen = None
 
@@ -309,14 +323,14 @@ class LocalLLM(LLM):
         """(which prompts, float32 logits [n, V] after them), until all are done."""
         chains = list(_chains([ids.tolist() for ids in prompts]))
         if len(chains) == len(prompts) or NativeDecoder.of(self.model) is None:
-            for rows in hf.batches([len(ids) for ids in prompts], 0, self.batch_tokens):
-                yield rows, hf.last_logits(self.model, *hf.left_padded([prompts[row] for row in rows]))
+            for rows in batches([len(ids) for ids in prompts], 0, self.batch_tokens):
+                yield rows, last_logits(self.model, *left_padded([prompts[row] for row in rows]))
             return
         last = [[len(prompts[row]) - 1 for row in rows] for rows in chains]
         order = chain.from_iterable(chains)
-        for states in hf.hidden_states(self.model, [prompts[rows[-1]] for rows in chains], last, self.batch_tokens):
-            for hidden in torch.cat(states).split(hf.MAX_ROWS):
-                yield list(islice(order, len(hidden))), hf.logits(self.model, hidden)
+        for states in hidden_states(self.model, [prompts[rows[-1]] for rows in chains], last, self.batch_tokens):
+            for hidden in torch.cat(states).split(MAX_ROWS):
+                yield list(islice(order, len(hidden))), models.logits(self.model, hidden)
 
     def complete(self, ids: Ids, max_new_tokens: int) -> Tensor:
         """As `LLM.complete`; raises as `complete_many`."""
@@ -338,10 +352,10 @@ class LocalLLM(LLM):
         """
         _check_branches(prefixes, branches)
         begun = self._begun("prefixes", prefixes, max_new_tokens)
-        firsts = [hf.token_ids("branches", ids, self.model).tolist() for ids in branches]
+        firsts = [token_ids("branches", ids, self.model).tolist() for ids in branches]
         flat = [first for group in firsts for first in group]
 
-        def choose(rows: Sequence[hf.Running], logits: Tensor) -> list[int]:
+        def choose(rows: Sequence[Running], logits: Tensor) -> list[int]:
             best = self._greedy(rows, logits)
             return [token if row.new else flat[row.index] for row, token in zip(rows, best, strict=True)]
 
@@ -355,7 +369,7 @@ class LocalLLM(LLM):
         begun = self._begun("ids", prompts, max_new_tokens)
         sources = [seeded(how.seed, ids.tolist(), sample) for ids in begun for sample in range(n)]
 
-        def draw(rows: Sequence[hf.Running], logits: Tensor) -> list[int]:
+        def draw(rows: Sequence[Running], logits: Tensor) -> list[int]:
             values, ids = self._ranked(logits, kept)
             probability = (values.double() / how.temperature).softmax(-1)
             before = probability.cumsum(-1) - probability
@@ -372,21 +386,21 @@ class LocalLLM(LLM):
         self, prompts: Sequence[Ids], k: int, score_ids: Sequence[Ids] | None
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Prompts and score_ids as tensors."""
-        hf.check_decodable("model", self.model)
+        check_decodable("model", self.model)
         check_count("k", k, 1, "the published pools take 8", "{} or more candidates")
         scored = scored_of(prompts, score_ids)
-        checked = [None if ids is None else hf.token_ids("score_ids", ids, self.model) for ids in scored]
+        checked = [None if ids is None else token_ids("score_ids", ids, self.model) for ids in scored]
         return checked_prompts("ids", prompts, self.model, room=0), checked
 
     def _in_step(self, ids: Tensor) -> Tensor:
         """Logits [1, V] after ids; the cached query is dropped if anything fails."""
         seen, self._seen = self._seen, None
-        model, read = hf.structure(self.model), hf.Reading(self.model)
+        model, read = structure(self.model), Reading(self.model)
         extends = seen is not None and len(seen.ids) <= len(ids) and seen.model == model and read.same(seen.read)
         if seen is None or not extends or not torch.equal(seen.ids, ids[: len(seen.ids)]):
-            seen = _Seen(ids[:0], hf.Cache(), ids, model, read)
+            seen = _Seen(ids[:0], Cache(), ids, model, read)
         new = ids[len(seen.ids) :]
-        logits = hf.last_logits(self.model, new[None], cache=seen.cache) if len(new) else seen.logits
+        logits = last_logits(self.model, new[None], cache=seen.cache) if len(new) else seen.logits
         if not bool(logits.isnan().any()):
             self._seen = _Seen(ids.clone(), seen.cache, logits, model, read)
         return logits
@@ -406,22 +420,22 @@ class LocalLLM(LLM):
         check_finite(values[:, 0])
         return values, ids
 
-    def _greedy(self, _: Sequence[hf.Running], logits: Tensor) -> list[int]:
+    def _greedy(self, _: Sequence[Running], logits: Tensor) -> list[int]:
         largest, ids = logits[:, : self.vocabulary].max(-1)  # the first of equal ones
         check_finite(largest)
         return ids.tolist()
 
     def _begun(self, name: str, prompts: Sequence[Ids], max_new_tokens: int) -> list[Tensor]:
         """The prompts of a call that generates, checked as its other arguments and the model are."""
-        hf.check_decodable("model", self.model)
+        check_decodable("model", self.model)
         check_max_new_tokens(max_new_tokens)
         return checked_prompts(name, prompts, self.model, room=1)
 
     def _continue(self, prompts: Sequence[Tensor], max_new_tokens: int, choose: Choose) -> list[Tensor]:
-        stop = hf.Stop(self.ends, max_new_tokens, hf.max_positions(self.model))
+        stop = Stop(self.ends, max_new_tokens, max_positions(self.model))
         if NativeDecoder.of(self.model) is None:
             by_step = lambda step: choose(step.rows, step.logits)  # noqa: E731
-            rows = hf.lockstep(self.model, prompts, stop, by_step, self.batch_tokens, shared=True)
+            rows = lockstep(self.model, prompts, stop, by_step, self.batch_tokens, shared=True)
         else:
             rows = write(self.model, prompts, stop, choose, self.batch_tokens, self.vocabulary)
         return [torch.tensor(row.new, device=self.device) for row in rows]

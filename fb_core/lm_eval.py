@@ -30,8 +30,11 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from fb_core import hf
 from fb_core.engine.engine import Engine, Handle, Token
+from fb_core.hf.checkpoints import load_model
+from fb_core.hf.models import CausalLM
+from fb_core.hf.packed import packs
+from fb_core.hf.tokens import thinking_switch
 from fb_core.llm import LLM
 from fb_core.pair import Pair
 from fb_core.recipe import Wanted, deployment_of, thinking_of
@@ -76,10 +79,10 @@ class FutureBridgeLM(HFLM):
 
     def __init__(
         self,
-        pretrained: str | hf.CausalLM,
+        pretrained: str | CausalLM,
         *,
         token_budget: int | None = None,
-        llm: str | LLM | hf.CausalLM | None = None,
+        llm: str | LLM | CausalLM | None = None,
         adapter: str | None = None,
         recipe: Wanted = "chosen",
         threshold: float | None = None,
@@ -94,7 +97,7 @@ class FutureBridgeLM(HFLM):
                 raise ValueError(f"{name}: expected none for futurebridge, got {options[name]}; use --model hf")
         if adapter is not None:
             own = options.get("chat_template_args") or {}
-            options["chat_template_args"] = hf.thinking_switch(thinking_of(adapter)) | own
+            options["chat_template_args"] = thinking_switch(thinking_of(adapter)) | own
         super().__init__(pretrained, **options)
         self.scorer = CompatibilityScorer(self.model)
         self.token_budget = token_budget or rows_in_memory(self.model)
@@ -103,7 +106,7 @@ class FutureBridgeLM(HFLM):
             return
         tokenizers = (self.tokenizer, self.tokenizer)
         if isinstance(llm, str):
-            llm, other = hf.load_model(llm, str(self.device), "auto")
+            llm, other = load_model(llm, str(self.device), "auto")
             tokenizers = (self.tokenizer, other)
         selector, policy, others = deployment_of(
             adapter, self.model, recipe=recipe, threshold=threshold, max_events=max_events
@@ -198,7 +201,7 @@ class FutureBridgeLM(HFLM):
         rows = [len(context) + sum(len(each) - 1 for each in following) for context, following in work]
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods") as bar:
-            for start, stop in hf.packs(rows, self.token_budget):
+            for start, stop in packs(rows, self.token_budget):
                 part = work[start:stop]
                 pairs = [(context, list(following)) for context, following in part]
                 groups = self.scorer.logprobs_many(pairs, self.token_budget, return_greedy=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
-from fb_core import hf
 from fb_core.config import PairSettings
 from fb_core.demo import checkpoint
+from fb_core.hf.checkpoints import load_model
+from fb_core.hf.models import CausalLM, Tokenizer, known_ids
 from fb_core.llm import LLM
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
@@ -22,7 +23,7 @@ class Loaded(NamedTuple):
     """All that a decoder or an engine is made from."""
 
     pair: Pair
-    tokenizer: hf.Tokenizer
+    tokenizer: Tokenizer
     selector: Selector | None
     policy: RequestPolicy
     options: dict[str, Any]  # of a decoder or an engine
@@ -36,7 +37,7 @@ def load(settings: PairSettings) -> Loaded:
         ValueError: models that do not belong together, or settings that do not fit them.
         OSError: a model, adapter or server that is not there.
     """
-    slm, tokenizer = hf.load_model(checkpoint(settings.slm, "slm"), settings.device, settings.dtype)
+    slm, tokenizer = load_model(checkpoint(settings.slm, "slm"), settings.device, settings.dtype)
     deployment = deployment_of(
         settings.adapter,
         slm,
@@ -57,15 +58,15 @@ def load(settings: PairSettings) -> Loaded:
     return Loaded(Pair(slm, llm, (tokenizer, other)), tokenizer, *deployment, thinking)
 
 
-def _llm(settings: PairSettings, tokenizer: hf.Tokenizer) -> tuple[LLM | hf.CausalLM, hf.Tokenizer]:
+def _llm(settings: PairSettings, tokenizer: Tokenizer) -> tuple[LLM | CausalLM, Tokenizer]:
     if settings.server is None:
         assert settings.llm is not None
-        return hf.load_model(checkpoint(settings.llm, "llm"), settings.device, settings.dtype)
+        return load_model(checkpoint(settings.llm, "llm"), settings.device, settings.dtype)
     server = ServerLLM(
         settings.server,
         settings.flavour,
         model=settings.llm,
-        vocabulary=hf.known_ids(tokenizer),
+        vocabulary=known_ids(tokenizer),
         api_key=key_in(settings.api_key_variable),
     )
     server.check_tokenizer(tokenizer)

@@ -6,7 +6,8 @@ from typing import cast
 
 from torch import Tensor
 
-from fb_core import hf
+from fb_core.hf.generation import check_decodable
+from fb_core.hf.models import CausalLM, Tokenizer, eos_ids, known_ids, vocabulary
 from fb_core.llm import LLM, LocalLLM
 
 
@@ -27,14 +28,14 @@ class Pair:
 
     def __init__(
         self,
-        slm: hf.CausalLM,
-        llm: LLM | hf.CausalLM | None,
-        tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None = None,
+        slm: CausalLM,
+        llm: LLM | CausalLM | None,
+        tokenizer: Tokenizer | tuple[Tokenizer, Tokenizer] | None = None,
     ) -> None:
-        hf.check_decodable("slm", slm)
+        check_decodable("slm", slm)
         self._tokenizers = tokenizer if isinstance(tokenizer, tuple) else (tokenizer,)
         shared = _common_ids(self._tokenizers)
-        if isinstance(llm, hf.CausalLM):
+        if isinstance(llm, CausalLM):
             llm = LocalLLM(llm, tokenizer=self._tokenizers[-1])
         if llm is not None and not isinstance(llm, LLM):
             raise TypeError(
@@ -43,7 +44,7 @@ class Pair:
         self.slm = slm
         self.llm = llm
         self.tokenizer = self._tokenizers[0]
-        size, others = hf.vocabulary(slm), None if llm is None else llm.vocabulary
+        size, others = vocabulary(slm), None if llm is None else llm.vocabulary
         if shared is None and others is not None and size != others:
             raise ValueError(
                 f"llm: expected the SLM's vocabulary of {size} ids, got {others}; use two models of one family, or "
@@ -59,7 +60,7 @@ class Pair:
     @property
     def ends(self) -> frozenset[int]:
         """The ids that end a continuation of either model, the tokenizers' end tokens included."""
-        return hf.eos_ids(self.slm, *self._tokenizers) | (frozenset() if self.llm is None else self.llm.ends)
+        return eos_ids(self.slm, *self._tokenizers) | (frozenset() if self.llm is None else self.llm.ends)
 
     def large(self) -> LLM:
         """The LLM; TypeError if there is none."""
@@ -74,14 +75,14 @@ class Pair:
         return cast(str, self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
 
-def _common_ids(given: tuple[hf.Tokenizer | None, ...]) -> int | None:
+def _common_ids(given: tuple[Tokenizer | None, ...]) -> int | None:
     """The number of ids that both tokenizers know; None without a tokenizer."""
     if given == (None,):
         return None
     if len(given) not in (1, 2) or not all(hasattr(tokenizer, "get_vocab") for tokenizer in given):
         kinds = ", ".join(type(tokenizer).__name__ for tokenizer in given) or "an empty tuple"
         raise TypeError(f"tokenizer: expected a tokenizer or a pair of them, got {kinds}; load one with AutoTokenizer")
-    tokenizers = cast(tuple[hf.Tokenizer, ...], given)
+    tokenizers = cast(tuple[Tokenizer, ...], given)
     small, large = (tokenizer.get_vocab() for tokenizer in (tokenizers[0], tokenizers[-1]))
     if small != large:
         differing = len({name for name in small.keys() | large.keys() if small.get(name) != large.get(name)})
@@ -89,4 +90,4 @@ def _common_ids(given: tuple[hf.Tokenizer | None, ...]) -> int | None:
             f"tokenizer: expected SLM and LLM to share one vocabulary, got {len(small)} and {len(large)} entries of "
             f"which {differing} differ; use two models of one family"
         )
-    return hf.known_ids(tokenizers[0])
+    return known_ids(tokenizers[0])

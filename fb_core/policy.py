@@ -15,7 +15,7 @@ from fb_core.counts import check_count
 from fb_kernels import topk_entropy
 
 if TYPE_CHECKING:
-    from fb_core import hf
+    from fb_core.hf.generation import Step
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class RequestPolicy:
         return entropy > self.threshold
 
 
-def gate(policy: RequestPolicy, step: hf.Step, logits: Tensor, budget: float) -> tuple[list[float], list[int]]:
+def gate(policy: RequestPolicy, step: Step, logits: Tensor, budget: float) -> tuple[list[float], list[int]]:
     """(entropy of every row in nats, indices of the rows with fewer than `budget` events that the policy admits).
 
     Logits are [B, V], the step's over the ids that count; ValueError for a row without a softmax.

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fb_core import hf
 from fb_core.atomic import write_file
 from fb_core.events import PoolKind
+from fb_core.hf.models import CausalLM
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import DESCRIPTION, TokenReranker, read_description
 from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector, ValueSelector
@@ -143,7 +143,7 @@ class Deployment(NamedTuple):
 
 def deployment_of(
     adapter: str | None,
-    slm: hf.CausalLM,
+    slm: CausalLM,
     *,
     recipe: Wanted = "chosen",
     threshold: float | None = None,
@@ -198,7 +198,7 @@ def thinking_of(adapter: str | None) -> bool:
     return deployed is not None and deployed.thinking
 
 
-def _reranker(folder: Path, slm: hf.CausalLM) -> TokenReranker:
+def _reranker(folder: Path, slm: CausalLM) -> TokenReranker:
     """The reranker in a folder, in the scope that it was trained in."""
     scope = read_description(folder).get("scope")
     return TokenReranker.from_pretrained(folder, slm, scope="sequence" if scope == "sequence" else "candidate").eval()

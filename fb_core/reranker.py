@@ -13,8 +13,30 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from fb_core import hf
 from fb_core.atomic import read_file, write_file
+from fb_core.hf.adapters import (
+    AdapterConfig,
+    adapter_dropouts,
+    adapter_tensors,
+    add_adapter,
+    causal_lm,
+    classifier_config,
+    lora_config,
+    merged_projections,
+    read_adapter_config,
+)
+from fb_core.hf.generation import Cache
+from fb_core.hf.models import CausalLM, fingerprint, structure
+from fb_core.hf.packed import (
+    Layout,
+    Prefix,
+    cached_prefix,
+    check_packed_forward,
+    check_supported,
+    packed_forward,
+    prefill_packed,
+)
+from fb_core.hf.tokens import check_group, token_ids
 
 Scope = Literal["candidate", "sequence"]
 HEAD_KEY = "base_model.model.score.weight"  # where PEFT keeps the head of a sequence classifier
@@ -29,14 +51,14 @@ class CandidateRows(NamedTuple):
 
     ids: Tensor  # [N] int64
     positions: Tensor  # [N] int64
-    layout: hf.Layout
+    layout: Layout
 
     @classmethod
-    def of(cls, prefixes: Sequence[hf.Prefix], pools: Sequence[Tensor]) -> CandidateRows:
+    def of(cls, prefixes: Sequence[Prefix], pools: Sequence[Tensor]) -> CandidateRows:
         """From the states' prefixes, slices of one `PrefixKV`, and their candidates [K], all on one device."""
         kv, ids = prefixes[0].kv, torch.cat(list(pools))
         paged = kv.layers[0][0].ndim == 4
-        layout = hf.Layout.build(
+        layout = Layout.build(
             [([1] * len(pool), prefix.start, prefix.length) for prefix, pool in zip(prefixes, pools, strict=True)],
             ids.device,
             prefix=kv,
@@ -56,16 +78,16 @@ class TokenReranker(nn.Module):
     `from_base` or `from_pretrained`. In eval mode it is safe to share between threads.
     """
 
-    def __init__(self, model: hf.CausalLM, config: hf.AdapterConfig, scope: Scope) -> None:
+    def __init__(self, model: CausalLM, config: AdapterConfig, scope: Scope) -> None:
         if scope not in ("candidate", "sequence"):
             raise ValueError(f"scope: expected 'candidate' or 'sequence', got {scope!r}; use 'candidate' to deploy")
-        hf.check_supported(model)
-        hf.check_packed_forward(model)
+        check_supported(model)
+        check_packed_forward(model)
         super().__init__()
         self._base = (model,)  # a tuple, so that the frozen model is no submodule
         self.scope: Scope = scope
-        self.adapted = hf.add_adapter(model, config)
-        self._made_on = hf.structure(model)
+        self.adapted = add_adapter(model, config)
+        self._made_on = structure(model)
         width = model.get_input_embeddings().weight.shape[1]
         self.head = nn.Parameter(torch.zeros(width, dtype=torch.float32, device=model.device))
         self.eval()
@@ -73,7 +95,7 @@ class TokenReranker(nn.Module):
     @classmethod
     def from_base(
         cls,
-        model: hf.CausalLM,
+        model: CausalLM,
         rank: int = 16,
         alpha: float = 32,
         dropout: float = 0.05,
@@ -93,16 +115,16 @@ class TokenReranker(nn.Module):
             TypeError: not a transformers model.
             ValueError: an unsupported model, or an argument out of range.
         """
-        return cls(model, hf.lora_config(rank, alpha, dropout), scope)
+        return cls(model, lora_config(rank, alpha, dropout), scope)
 
     @property
-    def base(self) -> hf.CausalLM:
+    def base(self) -> CausalLM:
         """The frozen model that this reranker was made on."""
         return self._base[0]
 
     def check_base(self) -> None:
         """ValueError if the frozen model has other modules, hooks or parameters than when this was made on it."""
-        if hf.structure(self.base) != self._made_on:
+        if structure(self.base) != self._made_on:
             raise ValueError(
                 f"model: expected the {type(self.base).__name__} that the reranker was made on, got it with adapters, "
                 "hooks or modules added since; add them first, then make or load the reranker"
@@ -112,7 +134,7 @@ class TokenReranker(nn.Module):
         """Switches the adapter's dropout alone; the frozen model stays in eval mode."""
         super().train(mode)
         self.adapted.eval()
-        for layer in hf.adapter_dropouts(self.adapted):
+        for layer in adapter_dropouts(self.adapted):
             layer.train(mode)
         return self
 
@@ -131,7 +153,7 @@ class TokenReranker(nn.Module):
         self,
         prefix: Tensor | Sequence[int],
         candidates: Tensor | Sequence[int],
-        cache: hf.Cache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Score the candidates of one state.
 
@@ -151,19 +173,19 @@ class TokenReranker(nn.Module):
                 since.
         """
         self.check_base()
-        tokens = hf.token_ids("prefix", prefix, self.base)
-        pool = hf.check_group(self.base, len(tokens), candidates)
+        tokens = token_ids("prefix", prefix, self.base)
+        pool = check_group(self.base, len(tokens), candidates)
         if self.scope == "sequence":
             rows = torch.cat([tokens.expand(len(pool), -1), pool[:, None]], 1)
-            hidden = hf.causal_lm(self.adapted).base_model(input_ids=rows, use_cache=False).last_hidden_state
+            hidden = causal_lm(self.adapted).base_model(input_ids=rows, use_cache=False).last_hidden_state
             return self.score_hidden(hidden[:, -1])
         if cache is None:
-            state = hf.prefill_packed(self.base, [tokens])[0]
+            state = prefill_packed(self.base, [tokens])[0]
         else:
-            state = hf.cached_prefix(cache, self.base, len(tokens))
+            state = cached_prefix(cache, self.base, len(tokens))
         return self.packed_scores(CandidateRows.of([state], [pool]))
 
-    def scores_many(self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
+    def scores_many(self, prefixes: Sequence[Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
         """Score the candidates of many states in one packed forward over their cached prefixes (scope "candidate").
 
         Args:
@@ -186,7 +208,7 @@ class TokenReranker(nn.Module):
 
     def packed_scores(self, rows: CandidateRows) -> Tensor:
         """float32 [N], without checks: gradients reach adapter and head."""
-        return self.score_hidden(hf.packed_forward(hf.causal_lm(self.adapted), *rows))
+        return self.score_hidden(packed_forward(causal_lm(self.adapted), *rows))
 
     def score_hidden(self, hidden: Tensor) -> Tensor:
         """head(h_c) of candidates, float32 [N], from hidden [N, D] after the final norm, computed with the adapter."""
@@ -195,11 +217,11 @@ class TokenReranker(nn.Module):
 
     def merged(self) -> dict[str, Tensor]:
         """`layers.<i>.self_attn.<projection>` -> [out, in] weight with the adapter merged, for deployment."""
-        return hf.merged_projections(self.adapted)
+        return merged_projections(self.adapted)
 
     def tensors(self) -> dict[str, Tensor]:
         """Adapter and head under the names of a PEFT checkpoint; the tensors share the parameters' storage."""
-        return {**hf.adapter_tensors(self.adapted), HEAD_KEY: self.head.detach()[None]}
+        return {**adapter_tensors(self.adapted), HEAD_KEY: self.head.detach()[None]}
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write a PEFT directory of a one-label sequence classifier, plus one file for what PEFT has no place for.
@@ -210,15 +232,15 @@ class TokenReranker(nn.Module):
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: value.detach().contiguous() for name, value in self.tensors().items()}
-        config = hf.classifier_config(self.adapted)
-        description = {"format": FORMAT, "scope": self.scope, "base": hf.fingerprint(self.base)}
+        config = classifier_config(self.adapted)
+        description = {"format": FORMAT, "scope": self.scope, "base": fingerprint(self.base)}
         write_file(folder / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
         write_file(folder / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True).encode())
         write_file(folder / DESCRIPTION, json.dumps(description, indent=2).encode())
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | os.PathLike[str], model: hf.CausalLM, *, scope: Scope = "candidate"
+        cls, directory: str | os.PathLike[str], model: CausalLM, *, scope: Scope = "candidate"
     ) -> TokenReranker:
         """Load what `save_pretrained` wrote, onto the base model that it was trained on.
 
@@ -232,7 +254,7 @@ class TokenReranker(nn.Module):
             ValueError: missing or damaged files, another scope, another base model, a rank that is not the stated one,
                 or an adapter that is not plain LoRA.
         """
-        hf.check_supported(model)
+        check_supported(model)
         folder = Path(directory)
         description = read_description(folder)
         if description.get("scope") != scope:
@@ -240,7 +262,7 @@ class TokenReranker(nn.Module):
                 f"scope: expected an adapter trained under scope {scope!r}, got {description.get('scope')!r} in "
                 f"{folder}; load it with scope={description.get('scope')!r}"
             )
-        if description.get("base") != hf.fingerprint(model):
+        if description.get("base") != fingerprint(model):
             raise ValueError(
                 f"model: expected the base model that {folder} was trained on, got a {type(model).__name__} with other "
                 "weights or architecture; load that base model"
@@ -248,7 +270,7 @@ class TokenReranker(nn.Module):
         settings = folder / "adapter_config.json"
         values = _read_json(settings)
         try:
-            config = hf.read_adapter_config(values)
+            config = read_adapter_config(values)
         except ValueError as problem:
             raise ValueError(f"{settings}: {problem}") from None
         file = folder / "adapter_model.safetensors"

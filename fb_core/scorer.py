@@ -9,8 +9,12 @@ from typing import Literal, TypeAlias, get_args, overload
 import torch
 from torch import Tensor
 
-from fb_core import hf, shared_prefix
+from fb_core import shared_prefix
 from fb_core.counts import check_count
+from fb_core.hf.generation import Cache
+from fb_core.hf.models import CausalLM, Tokenizer, free_memory, text_config, valid_ids
+from fb_core.hf.packed import cached_prefix, check_packed_forward, check_supported, packs
+from fb_core.hf.tokens import check_group, check_position, text_group, token_ids
 from fb_core.shared_prefix import Branches, Ids, Pack, Requests, Results
 
 TOKEN_BUDGET = 16_384
@@ -54,25 +58,23 @@ class CompatibilityScorer:
             valid_vocab out of range.
     """
 
-    def __init__(
-        self, model: hf.CausalLM, *, valid_vocab: int | None = None, tokenizer: hf.Tokenizer | None = None
-    ) -> None:
-        hf.check_supported(model)
-        if not isinstance(tokenizer, hf.Tokenizer | None):
+    def __init__(self, model: CausalLM, *, valid_vocab: int | None = None, tokenizer: Tokenizer | None = None) -> None:
+        check_supported(model)
+        if not isinstance(tokenizer, Tokenizer | None):
             raise TypeError(
                 f"tokenizer: expected one of transformers, got {type(tokenizer).__name__}; use AutoTokenizer"
             )
         self.model = model
         self.tokenizer = tokenizer
-        self.valid_vocab = hf.valid_ids(valid_vocab, model, tokenizer)
-        hf.check_packed_forward(model)
+        self.valid_vocab = valid_ids(valid_vocab, model, tokenizer)
+        check_packed_forward(model)
 
     def score(
         self,
         prefix: Tensor | Sequence[int],
         candidates: Tensor | Sequence[int],
         future: Tensor | Sequence[int],
-        cache: hf.Cache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Score one group.
 
@@ -91,9 +93,9 @@ class CompatibilityScorer:
                 wrong device, more positions than the model has, a cache of another length, model or batch, or active
                 dropout.
         """
-        tokens = hf.token_ids("prefix", prefix, self.model)
+        tokens = token_ids("prefix", prefix, self.model)
         branches = self._check_group(BranchGroup(len(tokens), candidates, future), len(tokens))  # type: ignore[arg-type]
-        held = tokens if cache is None else hf.cached_prefix(cache, self.model, len(tokens))
+        held = tokens if cache is None else cached_prefix(cache, self.model, len(tokens))
         return _matrix(self._forward([(held, [branches])])[0][0])
 
     def score_trajectory(self, tokens: Tensor | Sequence[int], groups: Sequence[BranchGroup]) -> list[Tensor]:
@@ -135,7 +137,7 @@ class CompatibilityScorer:
         """
         checked = []
         for tokens, groups in trajectories:
-            ids = hf.token_ids("tokens", tokens, self.model)
+            ids = token_ids("tokens", tokens, self.model)
             kept = [self._check_group(group, len(ids)) for group in groups]
             if return_local:
                 kept = [group._replace(first=0) for group in kept]
@@ -197,7 +199,7 @@ class CompatibilityScorer:
             raise ValueError(f"reduction: expected mean, sum or none, got {reduction!r}; leave it out for mean")
         if self.tokenizer is None:
             raise ValueError("tokenizer: expected one to score texts, got None; pass it to CompatibilityScorer")
-        parts = [hf.text_group(self.tokenizer, *group, name) for group, name in zip(groups, names, strict=True)]
+        parts = [text_group(self.tokenizer, *group, name) for group, name in zip(groups, names, strict=True)]
         requests = [(ids.prefix, [[*each, *ids.future] for each in ids.candidates]) for ids in parts]
         matrices = [
             torch.stack([row[len(each) :] for row, each in zip(rows, ids.candidates, strict=True)])
@@ -286,7 +288,7 @@ class CompatibilityScorer:
         pieces, cut = [], []
         for tokens, whole in shared_prefix.checked(self.model, requests, self.valid_vocab):
             rows = [max(0, len(each) - 1) for each in whole.continuations]
-            parts = hf.packs(rows, max(token_budget - len(tokens), len(tokens))) or [(0, 0)]
+            parts = packs(rows, max(token_budget - len(tokens), len(tokens))) or [(0, 0)]
             pieces += [(tokens, [Branches(len(tokens), whole.continuations[slice(*part)])]) for part in parts]
             cut.append(len(parts))
         results = self._packed(pieces, token_budget, return_entropy=return_entropy, return_greedy=return_greedy)
@@ -295,11 +297,11 @@ class CompatibilityScorer:
         return each if return_entropy or return_greedy else [[logprob for (logprob,) in group] for group in each]
 
     def _check_group(self, group: BranchGroup, length: int) -> Branches:
-        future = hf.token_ids("future", group.future, self.model, self.valid_vocab)
+        future = token_ids("future", group.future, self.model, self.valid_vocab)
         if len(future) == 0:
             raise ValueError("future: expected at least one token id, got none; give the continuation to be scored")
-        position = hf.check_position(group.position, length)
-        candidates = hf.check_group(self.model, position, group.candidates, len(future), self.valid_vocab)
+        position = check_position(group.position, length)
+        candidates = check_group(self.model, position, group.candidates, len(future), self.valid_vocab)
         return Branches(position, torch.cat([candidates[:, None], future.expand(len(candidates), -1)], 1).unbind(), 1)
 
     def _packed(self, work: Sequence[tuple[Tensor, Sequence[Branches]]], budget: int, **asked: bool) -> Results:
@@ -307,7 +309,7 @@ class CompatibilityScorer:
         check_count("token_budget", budget, 1, f"leave it out for {TOKEN_BUDGET}", "{} row or more")
         rows = [len(tokens) + sum(group.rows for group in groups) for tokens, groups in work]
         results: Results = []
-        for start, stop in hf.packs(rows, budget):
+        for start, stop in packs(rows, budget):
             results.extend(self._forward_in_halves(work[start:stop], asked))
         return results
 
@@ -350,11 +352,11 @@ def _float32(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(each.float() if each.is_floating_point() else each for each in outputs)
 
 
-def token_budget(model: hf.CausalLM) -> int:
+def token_budget(model: CausalLM) -> int:
     """The rows of a packed forward that fit in half the memory that is free now; 1,024 to 65,536."""
-    config = hf.text_config(model)
+    config = text_config(model)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     live = 6 * config.hidden_size + 3 * config.intermediate_size + 2 * (heads + 2 * kv_heads) * width
     row = live * model.dtype.itemsize + ROW_STATISTICS
-    return max(LEAST_BUDGET, min(MOST_BUDGET, int(0.5 * hf.free_memory(model.device) / row)))
+    return max(LEAST_BUDGET, min(MOST_BUDGET, int(0.5 * free_memory(model.device) / row)))

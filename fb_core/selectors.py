@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fb_core import hf
 from fb_core.events import Pool
+from fb_core.hf.generation import Cache, last_logits
+from fb_core.hf.models import CausalLM, fingerprint
+from fb_core.hf.packed import Prefix, cached_prefix
 from fb_core.reranker import TokenReranker
 from fb_core.sampling import seeded
 from fb_core.value import ValueHead
@@ -23,13 +25,13 @@ class State:
     tokens: Tensor  # [P] int64, prompt and prefix
     step: int  # number of tokens generated so far
     entropy: float  # nats
-    prefix: hf.Prefix | None = None  # the frozen SLM's KV of exactly these tokens: views, valid until the next step
+    prefix: Prefix | None = None  # the frozen SLM's KV of exactly these tokens: views, valid until the next step
 
 
 class Selector(ABC):
     """Picks one candidate of a pool."""
 
-    def check_slm(self, slm: hf.CausalLM) -> None:  # noqa: B027
+    def check_slm(self, slm: CausalLM) -> None:  # noqa: B027
         """Called when a decoder is made. Raises ValueError if the selector was made for another small model."""
 
     @abstractmethod
@@ -119,7 +121,7 @@ class ValueSelector(ScoringSelector):
         self.selector = selector
         self.head = head
 
-    def check_slm(self, slm: hf.CausalLM) -> None:
+    def check_slm(self, slm: CausalLM) -> None:
         """As the other selector's."""
         self.selector.check_slm(slm)
 
@@ -143,18 +145,18 @@ class FutureBridgeSelector(ScoringSelector):
             )
         self.reranker = reranker
 
-    def check_slm(self, slm: hf.CausalLM) -> None:
+    def check_slm(self, slm: CausalLM) -> None:
         """ValueError if the reranker was made on a model with other weights, or cannot read this one's cache."""
         base = self.reranker.base
-        if base is not slm and hf.fingerprint(base) != hf.fingerprint(slm):
+        if base is not slm and fingerprint(base) != fingerprint(slm):
             raise ValueError(
                 f"selector: expected a reranker made on the decoder's own SLM, got one made on a {type(base).__name__} "
                 "with other weights or architecture; make or load it on this SLM"
             )
         if self.reranker.scope == "candidate":
-            cache = hf.Cache()
-            hf.last_logits(slm, torch.zeros(1, 2, dtype=torch.int64, device=slm.device), cache=cache)
-            hf.cached_prefix(cache, base, 2)
+            cache = Cache()
+            last_logits(slm, torch.zeros(1, 2, dtype=torch.int64, device=slm.device), cache=cache)
+            cached_prefix(cache, base, 2)
 
     @torch.no_grad()
     def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:

@@ -18,9 +18,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fb_core import hf
 from fb_core.counts import check_count
 from fb_core.dialects import DIALECTS
+from fb_core.hf.models import Tokenizer, known_ids
+from fb_core.hf.tokens import id_list, text_ids
 from fb_core.http import Connections, ServerError, checked_url
 from fb_core.llm import GONE, LLM, Candidates, Ids, check_max_new_tokens, scored_of
 from fb_core.sampling import Sampling, seeded
@@ -127,7 +128,7 @@ class ServerLLM(LLM):
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
         self.vocabulary: int = vocabulary
-        self._ends = frozenset(hf.id_list("ends", list(ends), vocabulary))
+        self._ends = frozenset(id_list("ends", list(ends), vocabulary))
         self._dialect = DIALECTS[flavour](self._post, vocabulary, sorted(self._ends))
         self._pool = ThreadPoolExecutor(in_flight, "fb-server")
         self._connections = Connections(address, headers, timeout, kept=0 if flavour == "llama.cpp" else in_flight)
@@ -159,8 +160,7 @@ class ServerLLM(LLM):
         k = check_count("k", k, 1, "the published pools take 8", "{} or more candidates")
         checked = self._prompts(prompts)
         scored = [
-            None if ids is None else hf.id_list("score_ids", ids, self.vocabulary)
-            for ids in scored_of(prompts, score_ids)
+            None if ids is None else id_list("score_ids", ids, self.vocabulary) for ids in scored_of(prompts, score_ids)
         ]
         count = min(k, self.vocabulary)
         return self._all(lambda ids, wanted: self._candidates(ids, count, wanted), checked, scored)
@@ -195,7 +195,7 @@ class ServerLLM(LLM):
         drawn = self._all(draw, [ids for ids in checked for _ in range(n)], [*range(n)] * len(checked))
         return [drawn[start : start + n] for start in range(0, len(drawn), n)]
 
-    def check_tokenizer(self, tokenizer: hf.Tokenizer, texts: Sequence[str] | None = None) -> None:
+    def check_tokenizer(self, tokenizer: Tokenizer, texts: Sequence[str] | None = None) -> None:
         """Refuse a server of another flavour, or one whose tokenizer (its `/tokenize`) disagrees with this one.
 
         A server is of another flavour if it answers a request for one candidate in that flavour and not in the given
@@ -211,20 +211,20 @@ class ServerLLM(LLM):
             ServerError: no answer, or an answer without ids.
         """
         self._check_process()
-        most = hf.known_ids(tokenizer)
+        most = known_ids(tokenizer)
         if most > self.vocabulary:
             raise ValueError(
                 f"tokenizer: expected at most the {self.vocabulary} ids of the served model, got {most}; use the "
                 "served model's own tokenizer and vocabulary"
             )
-        prompt = hf.text_ids(tokenizer, TEXTS[0], special=False, name="tokenizer")
+        prompt = text_ids(tokenizer, TEXTS[0], special=False, name="tokenizer")
         speaks = self._pool.submit(self._recognised, prompt).result()
         if speaks != self.flavour:
             raise ValueError(
                 f"flavour: expected {speaks!r}, as {self.url} answers, got {self.flavour!r}; name the server's"
             )
         for text in [*TEXTS, "".join(tokenizer.all_special_tokens)] if texts is None else texts:
-            ours = hf.text_ids(tokenizer, text, special=False, name="tokenizer")
+            ours = text_ids(tokenizer, text, special=False, name="tokenizer")
             theirs = self._pool.submit(self._read, f"the ids of {text!r}", self._dialect.tokenize, text).result()
             if theirs != ours:
                 raise ValueError(
@@ -247,7 +247,7 @@ class ServerLLM(LLM):
 
     def _prompts(self, prompts: Sequence[Ids]) -> list[list[int]]:
         self._check_process()
-        checked = [hf.id_list("ids", ids, self.vocabulary) for ids in prompts]
+        checked = [id_list("ids", ids, self.vocabulary) for ids in prompts]
         if not all(checked):
             raise ValueError("ids: expected at least one token, got none; begin with the prompt")
         return checked

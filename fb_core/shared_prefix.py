@@ -9,7 +9,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from fb_core import hf
+from fb_core.hf.adapters import Trainable, causal_lm
+from fb_core.hf.models import CausalLM, lm_head, valid_ids
+from fb_core.hf.packed import Layout, Prefix, check_packed_forward, check_supported, packed_forward
+from fb_core.hf.tokens import check_positions, many_token_ids, token_ids
 from fb_kernels import linear_logprob
 
 Ids: TypeAlias = Tensor | Sequence[int]
@@ -29,12 +32,12 @@ class Branches(NamedTuple):
         return sum(max(0, len(tokens) - 1) for tokens in self.continuations)
 
 
-Pack: TypeAlias = Sequence[tuple[Tensor | hf.Prefix, Sequence[Branches]]]
+Pack: TypeAlias = Sequence[tuple[Tensor | Prefix, Sequence[Branches]]]
 Results: TypeAlias = list[list[list[tuple[Tensor, ...]]]]
 
 
 def forward(
-    model: hf.CausalLM,
+    model: CausalLM,
     pack: Pack,
     *,
     valid_vocab: int | None = None,
@@ -45,7 +48,7 @@ def forward(
     """One packed forward: each trajectory's tokens once, followed by the branches of all its states.
 
     Args:
-        model: a causal LM that `hf.check_supported` accepts.
+        model: a causal LM that `check_supported` accepts.
         pack: (tokens [T], branches that follow them) pairs. Instead of tokens, all pairs may have prefixes cached in
             one paged `PrefixKV`; `first` must then be 1 or more.
         valid_vocab: like `temperature` as in `linear_logprob`.
@@ -66,7 +69,7 @@ def forward(
     prefix, row = None, 0
     for tokens, states in pack:
         start = row
-        if isinstance(tokens, hf.Prefix):
+        if isinstance(tokens, Prefix):
             prefix, start = tokens.kv, tokens.start
             pages += [tokens.pages] * len(states)
         else:
@@ -89,9 +92,9 @@ def forward(
             groups.append((lengths, start, position))
     if not targets:
         return [[[] for _ in states] for _, states in pack]
-    layout = hf.Layout.build(groups, device, prefix=prefix, pages=pages or None)
-    head = hf.lm_head(model)
-    hidden = hf.packed_forward(model, torch.cat(ids), _numbers(positions, device), layout, _numbers(scored, device))
+    layout = Layout.build(groups, device, prefix=prefix, pages=pages or None)
+    head = lm_head(model)
+    hidden = packed_forward(model, torch.cat(ids), _numbers(positions, device), layout, _numbers(scored, device))
     logprob, _, *others = linear_logprob(
         hidden,
         head.weight,
@@ -133,16 +136,16 @@ def _numbers(spans: Sequence[range], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(device)
 
 
-def checked(model: hf.CausalLM, requests: Requests, valid_vocab: int) -> list[tuple[Tensor, Branches]]:
+def checked(model: CausalLM, requests: Requests, valid_vocab: int) -> list[tuple[Tensor, Branches]]:
     """The ids of (prefix, continuations) pairs as tensors on the model's device.
 
-    Raises as `hf.many_token_ids`, and ValueError for an empty prefix, or more positions than the model has.
+    Raises as `many_token_ids`, and ValueError for an empty prefix, or more positions than the model has.
     """
     pairs = []
     for prefix, continuations in requests:
-        tokens = hf.token_ids("prefix", prefix, model)
-        following = hf.many_token_ids("continuations", continuations, model, valid_vocab)
-        hf.check_positions(model, len(tokens), max((len(each) - 1 for each in following), default=0))
+        tokens = token_ids("prefix", prefix, model)
+        following = many_token_ids("continuations", continuations, model, valid_vocab)
+        check_positions(model, len(tokens), max((len(each) - 1 for each in following), default=0))
         pairs.append((tokens, Branches(len(tokens), following)))
     return pairs
 
@@ -153,7 +156,7 @@ _SOUND: dict[bool, WeakSet[nn.Module]] = {False: WeakSet(), True: WeakSet()}
 
 @overload
 def shared_prefix_logprobs(
-    model: hf.Trainable,
+    model: Trainable,
     prefix: Ids,
     continuations: Sequence[Ids],
     *,
@@ -165,7 +168,7 @@ def shared_prefix_logprobs(
 
 @overload
 def shared_prefix_logprobs(
-    model: hf.Trainable,
+    model: Trainable,
     prefix: Ids,
     continuations: Sequence[Ids],
     *,
@@ -176,7 +179,7 @@ def shared_prefix_logprobs(
 
 
 def shared_prefix_logprobs(
-    model: hf.Trainable,
+    model: Trainable,
     prefix: Ids,
     continuations: Sequence[Ids],
     *,
@@ -223,7 +226,7 @@ def shared_prefix_logprobs(
 
 @overload
 def shared_prefix_logprobs_many(
-    model: hf.Trainable,
+    model: Trainable,
     requests: Requests,
     *,
     temperature: float = ...,
@@ -234,7 +237,7 @@ def shared_prefix_logprobs_many(
 
 @overload
 def shared_prefix_logprobs_many(
-    model: hf.Trainable,
+    model: Trainable,
     requests: Requests,
     *,
     temperature: float = ...,
@@ -244,7 +247,7 @@ def shared_prefix_logprobs_many(
 
 
 def shared_prefix_logprobs_many(
-    model: hf.Trainable,
+    model: Trainable,
     requests: Requests,
     *,
     temperature: float = 1.0,
@@ -256,19 +259,19 @@ def shared_prefix_logprobs_many(
     Options, results of each pair and errors are as of `shared_prefix_logprobs`.
     """
     inner = check_trainable(model)
-    pack = [(tokens, [branches]) for tokens, branches in checked(inner, requests, hf.valid_ids(valid_vocab, inner))]
+    pack = [(tokens, [branches]) for tokens, branches in checked(inner, requests, valid_ids(valid_vocab, inner))]
     options = {"valid_vocab": valid_vocab, "temperature": temperature, "return_entropy": return_entropy}
     groups = [group for (group,) in forward(inner, pack, **options)]  # type: ignore[arg-type]
     return groups if return_entropy else [[logprob for (logprob,) in group] for group in groups]  # type: ignore[return-value]
 
 
-def check_trainable(model: hf.Trainable) -> hf.CausalLM:
+def check_trainable(model: Trainable) -> CausalLM:
     """The causal LM, once its packed forward is known to be right; raises as `shared_prefix_logprobs`."""
-    inner = hf.causal_lm(model)
-    hf.check_supported(inner)
-    hf.lm_head(inner)
+    inner = causal_lm(model)
+    check_supported(inner)
+    lm_head(inner)
     if model not in _SOUND[model.training]:
         with torch.autocast(inner.device.type, enabled=False):
-            hf.check_packed_forward(inner, model)
+            check_packed_forward(inner, model)
         _SOUND[model.training].add(model)
     return inner

@@ -15,8 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fb_core import hf
 from fb_core.counts import check_count
+from fb_core.hf.adapters import adapter_dropouts, classifier_config
+from fb_core.hf.models import fingerprint
+from fb_core.hf.packed import Prefix, packs, prefill_packed
+from fb_core.hf.tokens import check_group, check_position, token_ids
 from fb_core.reranker import CandidateRows, TokenReranker
 from fb_core.statistics import pairwise_agreement
 from fb_kernels import group_cross_entropy
@@ -163,7 +166,7 @@ class Sweep:
         self.losses: list[list[float]] = []
         self.norms: list[float] = []
         self.rate = 0.0
-        self._dropouts = [layer for run in self.runs for layer in hf.adapter_dropouts(run.reranker.adapted)]
+        self._dropouts = [layer for run in self.runs for layer in adapter_dropouts(run.reranker.adapted)]
         self._parameters = [_trained(run.reranker) for run in self.runs]
         self._tensors: dict[str, Tensor] = {}  # all that a step changes, flat
         self._weights: list[Tensor] = []  # each run's adapter and head, flat
@@ -384,7 +387,7 @@ def validate(
     counts = [len(trajectory.groups) for trajectory in checked]
     sums = [[0.0, 0.0, 0.0] for _ in runs]  # loss, agreeing pairs, comparable pairs
     batch = None
-    for first, last in hf.packs(counts, groups_at_once):
+    for first, last in packs(counts, groups_at_once):
         del batch  # frees its prefixes before the next ones are computed
         batch = _Batch.build(runs, checked[first:last])
         for index, run in enumerate(runs):
@@ -422,8 +425,8 @@ class _Batch:
             lengths = [max(group.position for group in trajectory.groups) for trajectory in trajectories]
             cut = [trajectory.tokens[:length] for trajectory, length in zip(trajectories, lengths, strict=True)]
             prefixes = [
-                hf.Prefix(whole.kv, whole.start, group.position)
-                for whole, trajectory in zip(hf.prefill_packed(base, cut), trajectories, strict=True)
+                Prefix(whole.kv, whole.start, group.position)
+                for whole, trajectory in zip(prefill_packed(base, cut), trajectories, strict=True)
                 for group in trajectory.groups
             ]
             rows = CandidateRows.of(prefixes, [group.candidates for group in groups])
@@ -513,9 +516,9 @@ def _trained(reranker: TokenReranker) -> list[nn.Parameter]:
 
 def _about(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory], recipe: Recipe) -> dict[str, Any]:
     """The description of a sweep that its state holds, as JSON gives it back."""
-    about: dict[str, Any] = {"base": hf.fingerprint(runs[0].reranker.base), "number of runs": len(runs)}
+    about: dict[str, Any] = {"base": fingerprint(runs[0].reranker.base), "number of runs": len(runs)}
     for index, run in enumerate(runs):
-        config = hf.classifier_config(run.reranker.adapted)
+        config = classifier_config(run.reranker.adapted)
         about[f"run {index}"] = {
             "seed": run.seed,
             "column": run.column,
@@ -570,12 +573,12 @@ def _check_list(name: str, given: Sequence[Any], kind: type) -> None:
 def _checked_trajectory(runs: Sequence[Run], trajectory: TrainingTrajectory) -> TrainingTrajectory:
     """The trajectory with its states checked, targets [K, R] of the runs."""
     base = runs[0].reranker.base
-    tokens = hf.token_ids("tokens", trajectory.tokens, base)
+    tokens = token_ids("tokens", trajectory.tokens, base)
     columns = [run.column for run in runs]
     groups = []
     for group in trajectory.groups:
-        position = hf.check_position(group.position, len(tokens))
-        candidates = hf.check_group(base, position, group.candidates)
+        position = check_position(group.position, len(tokens))
+        candidates = check_group(base, position, group.candidates)
         target = group.target[:, None] if group.target.ndim == 1 else group.target
         fits = (
             target.ndim == 2 and len(target) == len(candidates) and 0 <= min(columns) <= max(columns) < target.shape[1]

@@ -589,7 +589,8 @@ def test_generate_takes_a_pair_of_the_demo():
     "name", ["./nope", "/nope/nope", "nope", "here/nope", "a/b/c", "~/nope", "C:\\models\\nope", ""]
 )
 def test_a_mistyped_folder_does_not_go_to_the_hub(tmp_path, monkeypatch, name):
-    from fb_core import hf
+    from fb_core.hf import checkpoints
+    from fb_core.hf.checkpoints import checkpoint_hash, checkpoint_size, load_model, load_tokenizer
 
     def no_hub(*arguments, **options):
         raise AssertionError("asked the hub")
@@ -598,11 +599,11 @@ def test_a_mistyped_folder_does_not_go_to_the_hub(tmp_path, monkeypatch, name):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path)
     for kind in ("AutoModelForCausalLM", "AutoTokenizer"):
-        monkeypatch.setattr(getattr(hf.checkpoints, kind), "from_pretrained", no_hub)
-    monkeypatch.setattr(hf.checkpoints, "snapshot_download", no_hub)
-    for load in (hf.load_model, hf.load_tokenizer, hf.checkpoint_hash):
+        monkeypatch.setattr(getattr(checkpoints, kind), "from_pretrained", no_hub)
+    monkeypatch.setattr(checkpoints, "snapshot_download", no_hub)
+    for load in (load_model, load_tokenizer, checkpoint_hash):
         with pytest.raises(OSError, match=re.escape(f"{name}: expected a folder or hub id of a ")):
             load(name)
-    assert hf.checkpoint_size("./nope") is None
+    assert checkpoint_size("./nope") is None
     with pytest.raises(AssertionError, match="asked the hub"):
-        hf.load_tokenizer("owner/name")
+        load_tokenizer("owner/name")

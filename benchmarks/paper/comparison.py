@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.paper.methods import generator, method, seed_of
 from benchmarks.paper.r2r.stages import RouterStage
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
-from fb_core import hf
+from fb_core.hf.checkpoints import checkpoint_hash
 from fb_core.stages.choose import RerankerStage
 from fb_core.stages.collect import PolicyStage
 from fb_core.stages.decode import ASKED, Decoded, DecodeStage, Loop, Trial
@@ -60,7 +60,7 @@ class CompareStage(DecodeStage):
     def _checkpoints(self) -> dict[str, str]:
         """Hashes of the external checkpoints."""
         try:
-            return {name: hf.checkpoint_hash(path) for name, path in self.settings.compare.external.items()}
+            return {name: checkpoint_hash(path) for name, path in self.settings.compare.external.items()}
         except OSError as problem:  # as a ValueError it ends only this row
             raise ValueError(f"compare.external: {problem}") from None
 

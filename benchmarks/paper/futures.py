@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.settings import PaperSettings
-from fb_core import hf
+from fb_core.hf.models import Tokenizer
 from fb_core.llm import LocalLLM
 from fb_core.sampling import seeded
 from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage, judged
@@ -34,7 +34,7 @@ Samples = Mapping[str, Mapping[str, Tensor]]
 def own_futures(
     slm: LocalLLM,
     states: Sequence[State],
-    tokenizer: hf.Tokenizer,
+    tokenizer: Tokenizer,
     verifier: Verifier,
     max_new_tokens: int,
     *,

@@ -19,10 +19,10 @@ from numpy.random import SeedSequence, default_rng
 from safetensors.torch import save
 from transformers import Qwen3Config, Qwen3ForCausalLM, get_scheduler
 
-from fb_core import hf
 from fb_core.atomic import write_file
 from fb_core.demo import DEMO, MODELS, Part, checkpoint
 from fb_core.demo.worlds import WORLDS, Problem, World
+from fb_core.hf.checkpoints import load_model
 from fb_core.processes import processes
 
 Progress = Callable[[tuple[str, int, int]], None]
@@ -64,7 +64,7 @@ def load_pair(name: str, directory: Path | None = None) -> DemoPair:
     """The pair of a world ("plans", "helpful" or "control"), from the package or a directory written by `retrain`."""
     shipped = (checkpoint(f"{DEMO}{name}", part) for part in get_args(Part))
     slm, llm = (
-        hf.load_model(str(folder), "cpu", "float32")[0]
+        load_model(str(folder), "cpu", "float32")[0]
         for folder in (shipped if directory is None else folders(name, directory))
     )
     return DemoPair(WORLDS[name], slm, llm)

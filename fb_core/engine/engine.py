@@ -17,12 +17,15 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from fb_core import hf, shared_prefix
+from fb_core import shared_prefix
 from fb_core.counts import check_count
 from fb_core.decoding import MAX_LENGTH, CollaborativeDecoder, Generation
 from fb_core.engine.loop import Loop, Task
 from fb_core.engine.step import Ranked
 from fb_core.events import Event
+from fb_core.hf.generation import Running, Stop
+from fb_core.hf.models import max_positions
+from fb_core.hf.tokens import token_ids
 from fb_core.llm import GONE, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
@@ -220,13 +223,13 @@ class Engine:
         sample = check_count("sample", sample, 0)
         (ids,) = checked_prompts("input_ids", [input_ids], decoder.slm, room=min(1, max_new_tokens))
         if prompt_ranking:
-            hf.token_ids("input_ids", ids, decoder.slm, decoder.vocabulary)
+            token_ids("input_ids", ids, decoder.slm, decoder.vocabulary)
         events = decoder.max_events if max_events is None else check_count("max_events", max_events, 0)
         if events > decoder.max_events:
             raise ValueError(
                 f"max_events: expected at most the engine's {decoder.max_events}, got {events}; make it with more"
             )
-        stop = hf.Stop(decoder.pair.ends, max_new_tokens, hf.max_positions(decoder.slm))
+        stop = Stop(decoder.pair.ends, max_new_tokens, max_positions(decoder.slm))
         policy = decoder.policy if threshold is None else replace(decoder.policy, threshold=threshold)
         if selector is not None:
             if not isinstance(selector, Selector):
@@ -237,7 +240,7 @@ class Engine:
         tokens = ids.tolist()
         check_sampling(sampling)
         draw = GREEDY if sampling is None else sampling.draw(tokens, sample)
-        row = hf.Running(0, tokens, len(ids))
+        row = Running(0, tokens, len(ids))
         task = Task(row, stop, policy.threshold, events, ranking, selector, draw, prompt_ranking)
         if decoder.loop is not None:
             decoder.loop.check(task)
@@ -271,7 +274,7 @@ class Engine:
         ((tokens, branches),) = shared_prefix.checked(decoder.slm, [(prefix, continuations)], decoder.vocabulary)
         if decoder.loop is not None:
             decoder.loop.check_scores(len(tokens), max(map(len, branches.continuations), default=0))
-        row, stop = hf.Running(0, tokens.tolist(), len(tokens)), hf.Stop(frozenset(), 0, None)
+        row, stop = Running(0, tokens.tolist(), len(tokens)), Stop(frozenset(), 0, None)
         task = Task(row, stop, 0.0, 0, continuations=branches.continuations)
         handle: Handle[Scores] = Handle(self._state, task, listener)
         self._state.enter(handle)
@@ -462,7 +465,7 @@ def _one_after_another(state: _State) -> None:
         if task.selector is not None:
             decoder.intervention = replace(decoder.intervention, selector=task.selector)
 
-        def on_token(row: hf.Running, handle: Handle = handle) -> bool:
+        def on_token(row: Running, handle: Handle = handle) -> bool:
             handle._task.row = row
             return not handle._tell() or handle._task.gone.cancelled() or state.closed
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fb_core import hf
 from fb_core.engine.model import PagedModel, Part
 from fb_core.engine.pages import SIZE
+from fb_core.hf.models import CausalLM, Tokenizer, max_positions, vocabulary
 from fb_core.llm import Candidates, Ids, LocalLLM, scored_of
 
 
@@ -37,12 +37,12 @@ class PagedLLM(LocalLLM):
 
     def __init__(
         self,
-        model: hf.CausalLM,
+        model: CausalLM,
         length: int,
         count: int,
         *,
         valid_vocab: int | None = None,
-        tokenizer: hf.Tokenizer | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         super().__init__(model, valid_vocab=valid_vocab, tokenizer=tokenizer)
         self.paged = PagedModel(model, length, count)
@@ -77,7 +77,7 @@ class PagedLLM(LocalLLM):
             None if ids is None else torch.as_tensor(ids, device=self.device) for ids in scored_of(prompts, score_ids)
         ]
         room = min(self.paged.length, self.paged.pages.count * SIZE)
-        room = min(room, hf.max_positions(self.model) or room)
+        room = min(room, max_positions(self.model) or room)
         for ids in queries:
             if len(ids) > room:
                 raise ValueError(
@@ -89,7 +89,7 @@ class PagedLLM(LocalLLM):
             while len(answers) < len(queries):
                 first = len(answers)
                 hidden = self._extend(queries[first:])
-                logits = self.paged.logits(hidden, hf.vocabulary(self.model)).float()
+                logits = self.paged.logits(hidden, vocabulary(self.model)).float()
                 answers += self._candidates(logits, k, scored[first : first + len(hidden)])
         return answers
 

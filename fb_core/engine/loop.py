@@ -17,13 +17,17 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fb_core import hf, shared_prefix
+from fb_core import shared_prefix
 from fb_core.engine.large import PagedLLM
 from fb_core.engine.merged import MergedReranker, MergedSelector
 from fb_core.engine.model import CHUNK, PagedModel, Part, page_bytes
 from fb_core.engine.pages import SIZE, pages_of
 from fb_core.engine.step import DecodeStep, Ranked, rank, ranked
 from fb_core.events import Event, Pool
+from fb_core.hf import models
+from fb_core.hf.generation import Running, Stop
+from fb_core.hf.models import CausalLM, free_memory, max_positions
+from fb_core.hf.packed import Prefix
 from fb_core.intervention import Intervention
 from fb_core.llm import GONE, LLM, LocalLLM
 from fb_core.native import NativeDecoder, trim
@@ -63,8 +67,8 @@ class Asking:
 class Task:
     """A sequence to be continued, and its state."""
 
-    row: hf.Running  # prompt and new tokens
-    stop: hf.Stop  # when it ends
+    row: Running  # prompt and new tokens
+    stop: Stop  # when it ends
     threshold: float  # nats
     max_events: int
     ranking: bool = False  # whether the likeliest tokens at each place are recorded
@@ -122,7 +126,7 @@ class Loop:
         prefill: int,
     ) -> None:
         check_own(policy)
-        length = min(length, hf.max_positions(pair.slm) or length)
+        length = min(length, max_positions(pair.slm) or length)
         count = _pages(pair, rows, length, memory)
         self.model, llm, selector, self.merged = over_pages(pair, intervention.selector, length, count)
         self.large = llm if isinstance(llm, PagedLLM) else None
@@ -168,7 +172,7 @@ class Loop:
     def check(self, task: Task) -> None:
         """ValueError for a sequence that can never fit, or with an id that only the SLM has."""
         largest = max(task.row.tokens)
-        if self.large is not None and largest >= (size := hf.vocabulary(self.large.model)):
+        if self.large is not None and largest >= (size := models.vocabulary(self.large.model)):
             raise ValueError(
                 f"input_ids: expected ids below {size}, as the large model has, got {largest}; use the models' own "
                 "tokenizer"
@@ -375,7 +379,7 @@ class Loop:
             turns.append((task, left))
         pack = []
         for task, some in work.items():
-            prefix = hf.Prefix(self.model.kv, 0, task.held, tuple(task.pages or ()))
+            prefix = Prefix(self.model.kv, 0, task.held, tuple(task.pages or ()))
             last = torch.tensor(task.row.tokens[-1:], device=self.step.logits.device)
             branches = [torch.cat([last, tokens]) for tokens in some]
             pack.append((prefix, [shared_prefix.Branches(task.held, branches, 1)]))
@@ -472,7 +476,7 @@ class Loop:
         assert task.step_row is not None
         assert task.pages is not None
         tokens = torch.tensor(task.row.tokens, device=self.step.logits.device)
-        prefix = hf.Prefix(self.model.kv, 0, len(tokens), tuple(task.pages[: pages_of(len(tokens))]))
+        prefix = Prefix(self.model.kv, 0, len(tokens), tuple(task.pages[: pages_of(len(tokens))]))
         state = State(tokens, len(task.row.new), entropy, prefix)
         logits = self.step.logits[task.step_row : task.step_row + 1].to(torch.float32, copy=True)
         answer = None
@@ -566,7 +570,7 @@ def _asked_elsewhere(
 
 def _pages(pair: Pair, rows: int, length: int, memory: int | None) -> int:
     """How many pages each model gets; ValueError for more than the device holds, or memory for less than one."""
-    there = hf.free_memory(pair.slm.device, whole=True)
+    there = free_memory(pair.slm.device, whole=True)
     row = 12 * (length + SIZE) + pair.vocabulary * pair.slm.dtype.itemsize  # of a step: tokens, slots, logits
     if rows > (most := min(there // row, (1 << 31) // (pages_of(length) * SIZE))):  # 32 bits number the slots
         raise ValueError(
@@ -575,7 +579,7 @@ def _pages(pair: Pair, rows: int, length: int, memory: int | None) -> int:
         )
     models = [pair.slm, *([pair.llm.model] if type(pair.llm) is LocalLLM else [])]
     wanted, each = rows * pages_of(length), sum(map(page_bytes, models))
-    count = min(wanted, (hf.free_memory(pair.slm.device) // 2 if memory is None else memory) // each)
+    count = min(wanted, (free_memory(pair.slm.device) // 2 if memory is None else memory) // each)
     if count < 1:
         raise ValueError(
             f"kv_memory: expected {each} bytes or more, a page of {SIZE} tokens, got {memory}; give more memory"
@@ -610,7 +614,7 @@ def over_pages(
     return model, llm, selector, merged[0] if merged else None
 
 
-def has_native(name: str, model: hf.CausalLM) -> bool:
+def has_native(name: str, model: CausalLM) -> bool:
     """Whether a model can run over pages; warns if not."""
     if NativeDecoder.of(model) is not None:
         return True

@@ -9,10 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fb_core import hf
 from fb_core.engine.model import PagedModel
 from fb_core.engine.pages import pages_of
 from fb_core.events import Pool
+from fb_core.hf.adapters import adapter_scales
+from fb_core.hf.models import Reading
+from fb_core.hf.packed import Prefix
 from fb_core.native import Linear
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import FutureBridgeSelector, State
@@ -45,16 +47,16 @@ class MergedReranker:
         """Merge another reranker of scope "candidate", made on the same model, in the same memory."""
         assert reranker.scope == "candidate", "its prefix is the frozen model's own"
         self.reranker = reranker
-        self._read: hf.Reading | None = None
+        self._read: Reading | None = None
         self._scales: list[object] = []
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Merge base weights and adapter as they are now, unless a `hf.Reading` is as it was; `load` always merges."""
+        """Merge base weights and adapter as they are now, unless a `Reading` is as it was; `load` always merges."""
         self.reranker.check_base()
         adapted = self.reranker.adapted
-        read, scales = hf.Reading(adapted, self.model.model), hf.adapter_scales(adapted)
+        read, scales = Reading(adapted, self.model.model), adapter_scales(adapted)
         if read.same(self._read) and scales == self._scales:
             return
         self._read, self._scales = None, scales  # unknown until all is merged
@@ -79,13 +81,13 @@ class MergedReranker:
                 self.model.graphs.ready(("rerank", states), partial(self._forward, states, ROWS))
 
     @torch.no_grad()
-    def scores_many(self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
+    def scores_many(self, prefixes: Sequence[Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
         """As `TokenReranker.scores_many`; every prefix is in pages of the model from its first token on."""
         hidden = self._hidden(prefixes, candidates)
         scores = self.reranker.score_hidden(torch.cat(hidden))
         return list(scores.split([len(pool) for pool in candidates]))
 
-    def _hidden(self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
+    def _hidden(self, prefixes: Sequence[Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
         """Hidden states [K, D] of every state's candidates; pools are padded to the largest, or to a captured size."""
         parts = [(state, part) for state, pool in enumerate(candidates) for part in pool.split(ROWS)]
         captured = self.model.graphs.captures

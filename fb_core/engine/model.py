@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fb_core import hf
 from fb_core.engine.graphs import Graphs
 from fb_core.engine.pages import SIZE, Pages, pages_of
+from fb_core.hf.models import CausalLM, Reading, lm_head, text_config
+from fb_core.hf.packed import PrefixKV
 from fb_core.native import Layer, NativeDecoder
 from fb_kernels import BranchLayout, branch_attention, decoder_layer, rms_norm, skinny_linear
 
@@ -58,13 +59,13 @@ class PagedModel:
         ValueError: a model without a native decoder.
     """
 
-    def __init__(self, model: hf.CausalLM, length: int, count: int, capture: bool = True) -> None:
+    def __init__(self, model: CausalLM, length: int, count: int, capture: bool = True) -> None:
         self.model = model
         self.length = length
         self.pages = Pages(count)
         self.keys: list[Tensor] = []
         self.graphs = Graphs(model.device, capture)
-        self._read: hf.Reading | None = None
+        self._read: Reading | None = None
         self._buffers: dict[int, Packed] = {}
         self._extended = torch.cuda.Event() if model.device.type == "cuda" else None  # the end of the last `extend`
         self._frequencies: Tensor | None = None  # what the rotary tables were computed from
@@ -80,13 +81,13 @@ class PagedModel:
             self.cos, self.sin = self.decoder.rope(self._positions)
             self.width = len(layer.o.weight)
             self._last = like.new_zeros(SEQUENCES + 1, self.width)
-        self.kv = hf.PrefixKV(list(zip(self.keys, self.values, strict=True)))
+        self.kv = PrefixKV(list(zip(self.keys, self.values, strict=True)))
 
     def refresh(self) -> bool:
         """Read the model again, with its current values; another dtype or device does not fit the pages.
 
         Returns:
-            whether the pages still hold what the model computes, judged by a `hf.Reading` of its parameters; if not,
+            whether the pages still hold what the model computes, judged by a `Reading` of its parameters; if not,
             no page is shared any more.
 
         Raises:
@@ -106,7 +107,7 @@ class PagedModel:
             )
         self.decoder = decoder
         self.layers = decoder.layers
-        self.head = hf.lm_head(self.model)
+        self.head = lm_head(self.model)
         frequencies, scale = decoder.frequencies
         version = None if frequencies.is_inference() else frequencies._version
         same = frequencies is self._frequencies and version is not None and (version, scale) == self._turned
@@ -114,7 +115,7 @@ class PagedModel:
             for table, now in zip((self.cos, self.sin), decoder.rope(self._positions), strict=True):
                 table.copy_(now)
         self._frequencies, self._turned = frequencies, (version, scale)
-        read = hf.Reading(self.model)
+        read = Reading(self.model)
         if self._read is None or read.addresses != self._read.addresses:
             self.graphs.forget()
         same = same and read.same(self._read)
@@ -285,9 +286,9 @@ class PagedModel:
         return rms_norm(hidden, *self.decoder.norm)[0]
 
 
-def page_bytes(model: hf.CausalLM) -> int:
+def page_bytes(model: CausalLM) -> int:
     """Bytes of a page: keys and values of all layers."""
-    config = hf.text_config(model)
+    config = text_config(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * SIZE * heads * width * model.dtype.itemsize

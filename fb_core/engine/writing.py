@@ -8,20 +8,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fb_core import hf
 from fb_core.engine.model import PagedModel, Part
 from fb_core.engine.pages import SIZE, pages_of
+from fb_core.hf.generation import MAX_ROWS, Running, Stop
+from fb_core.hf.models import CausalLM
 
 ROWS = {"cpu": 64}  # sequences that run together: the most that one call of the compiled layer takes
 REFILL = 8  # 1 / REFILL of the rows must be free before others enter, so that their prompts share a forward
 
-Choose = Callable[[Sequence[hf.Running], Tensor], Sequence[int]]
+Choose = Callable[[Sequence[Running], Tensor], Sequence[int]]
 """The next token of every row, from float32 logits [B, V]."""
 
 
 def write(
-    model: hf.CausalLM, prompts: Sequence[Tensor], stop: hf.Stop, choose: Choose, batch_tokens: int, vocabulary: int
-) -> list[hf.Running]:
+    model: CausalLM, prompts: Sequence[Tensor], stop: Stop, choose: Choose, batch_tokens: int, vocabulary: int
+) -> list[Running]:
     """Continue many prompts; as one ends, another takes its place. Returns one row per prompt, in order.
 
     Common prefixes are computed once: full pages are shared, and the last page is copied between equal prompts.
@@ -34,7 +35,7 @@ def write(
         batch_tokens: maximum tokens held at once, new ones included; a longer sequence runs alone.
         vocabulary: how many ids count.
     """
-    rows = [hf.Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
+    rows = [Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
     if rows:
         _Writing(model, rows, stop, choose, batch_tokens, vocabulary).run()
     return rows
@@ -45,9 +46,9 @@ class _Writing:
 
     def __init__(
         self,
-        model: hf.CausalLM,
-        rows: Sequence[hf.Running],
-        stop: hf.Stop,
+        model: CausalLM,
+        rows: Sequence[Running],
+        stop: Stop,
         choose: Choose,
         batch_tokens: int,
         vocabulary: int,
@@ -58,9 +59,9 @@ class _Writing:
         self.model = PagedModel(model, longest, count, capture=False)  # its pages live for one call only
         self.stop, self.choose = stop, choose
         self.waiting = deque(rows)
-        self.live: list[hf.Running] = []
+        self.live: list[Running] = []
         self.pages: list[list[int]] = []  # of each running row
-        device, self.most = model.device, min(len(rows), ROWS.get(model.device.type, hf.MAX_ROWS))
+        device, self.most = model.device, min(len(rows), ROWS.get(model.device.type, MAX_ROWS))
         self.ids = torch.zeros(self.most, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.ids)  # of the last token
         self.table = torch.zeros(self.most, pages_of(longest), dtype=torch.int32, device=device)
@@ -111,7 +112,7 @@ class _Writing:
                 buffer[to] = buffer[source]
         self.waiting.extendleft(sorted(later, key=lambda row: -row.index))
 
-    def _begin(self, row: hf.Running, pages: list[int]) -> None:
+    def _begin(self, row: Running, pages: list[int]) -> None:
         index = len(self.live)
         self.live.append(row)
         self.pages.append(pages)

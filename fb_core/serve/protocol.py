@@ -16,10 +16,10 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import from_json
 
-from fb_core import hf
 from fb_core.engine.engine import Scores
 from fb_core.engine.step import RANKED
 from fb_core.events import Event
+from fb_core.hf.tokens import TextGroup
 from fb_core.serve.text import Name
 
 STOPS, STOP_LENGTH, STOP_IDS = 16, 256, 128  # strings, characters of one, token ids
@@ -472,7 +472,7 @@ def prompt_entry(tokens: Sequence[tuple[int, Name, float, int]]) -> dict[str, An
     }
 
 
-def score_fields(model: str, group: hf.TextGroup, scores: Scores) -> Generator[None, None, dict[str, Any]]:
+def score_fields(model: str, group: TextGroup, scores: Scores) -> Generator[None, None, dict[str, Any]]:
     """The JSON of scores, of one at each step: of continuations, or of the future after each candidate."""
     data, tokens = [], len(group.prefix)
     for index, (ids, (exact, greedy)) in enumerate(zip(group.candidates, scores, strict=True)):

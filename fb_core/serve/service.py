@@ -15,12 +15,13 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from fb_core import hf
 from fb_core.config import ServeSettings
 from fb_core.decoding import Generation, Usage
 from fb_core.engine.engine import Engine, Handle, Scores, Token
 from fb_core.engine.step import Ranked
 from fb_core.events import Event
+from fb_core.hf.models import Tokenizer, max_positions
+from fb_core.hf.tokens import TextGroup, chat_ids, many_token_ids, text_group_in_steps, text_ids
 from fb_core.sampling import Sampling, occurrences
 from fb_core.selectors import LLMPreference
 from fb_core.serve.metrics import Metrics
@@ -233,7 +234,7 @@ class Scoring(Reply):
     """Scores of continuations, as they come; of candidates with one future, its tokens alone count."""
 
     handle: Handle[Scores]
-    group: hf.TextGroup
+    group: TextGroup
 
     async def fields(self, model: str) -> dict[str, Any]:
         """The response; raises as `pieces`."""
@@ -248,15 +249,15 @@ class Service:
     """An engine and its tokenizer; with `thinking`, a chat's answer begins with it."""
 
     def __init__(
-        self, engine: Engine, tokenizer: hf.Tokenizer, settings: ServeSettings, *, thinking: bool = False
+        self, engine: Engine, tokenizer: Tokenizer, settings: ServeSettings, *, thinking: bool = False
     ) -> None:
         self.engine, self.tokenizer, self.settings, self.thinking = engine, tokenizer, settings, thinking
-        self.length = min(settings.max_length, hf.max_positions(engine.decoder.slm) or settings.max_length)
+        self.length = min(settings.max_length, max_positions(engine.decoder.slm) or settings.max_length)
         self.metrics = Metrics(engine)
         self.requests = 0  # sequences whose request is not answered
         self.turns = Turns()
         self._open: set[Reply] = set()
-        hf.text_ids(tokenizer, "")  # a fast tokenizer's first call may change it: make that before any thread does
+        text_ids(tokenizer, "")  # a fast tokenizer's first call may change it: make that before any thread does
 
     def prompts(self, request: CompletionRequest | ChatRequest) -> Iterator[list[int]]:
         """Token ids of each of a request's prompts; ValueError for a text that the tokenizer refuses."""
@@ -264,12 +265,12 @@ class Service:
             messages = [message.model_dump(exclude_none=True) for message in request.messages]
             fits = partial(self._check_texts, "messages")
             try:
-                yield hf.chat_ids(self.tokenizer, messages, self.thinking, lambda text: fits([text]))
+                yield chat_ids(self.tokenizer, messages, self.thinking, lambda text: fits([text]))
             except TemplateError as problem:
                 raise ValueError(f"messages: expected what the model's chat template takes, got {problem}") from None
         else:
             for each in request.prompt:
-                yield hf.text_ids(self.tokenizer, each) if isinstance(each, str) else each
+                yield text_ids(self.tokenizer, each) if isinstance(each, str) else each
 
     async def begin(self, request: CompletionRequest | ChatRequest) -> Reply:
         """Submit a request to the engine: one sequence per prompt, or `n` if their tokens are drawn.
@@ -358,15 +359,15 @@ class Service:
                 raise ValueError(
                     f"{kind}: expected at most {TEXT} characters, each with the prefix, got {size}; send token ids"
                 )
-            group = yield from hf.text_group_in_steps(self.tokenizer, request.prefix, many, future)  # type: ignore[arg-type]
+            group = yield from text_group_in_steps(self.tokenizer, request.prefix, many, future)  # type: ignore[arg-type]
         else:
-            group = hf.TextGroup(request.prefix, many, future or [])  # type: ignore[arg-type]
+            group = TextGroup(request.prefix, many, future or [])  # type: ignore[arg-type]
         if (tokens := sum(len(ids) + len(group.future) for ids in group.candidates)) > LOGPROBS:
             raise ValueError(f"{kind}: expected at most {LOGPROBS} tokens together, got {tokens}; ask more than once")
         decoder, rows = self.engine.decoder, list[Tensor]()
         for start in range(0, len(group.candidates), PIECE):
             some = [[*ids, *group.future] for ids in group.candidates[start : start + PIECE]]
-            rows += hf.many_token_ids(kind, some, decoder.slm, decoder.vocabulary)
+            rows += many_token_ids(kind, some, decoder.slm, decoder.vocabulary)
             yield
 
         told = partial(loop.call_soon_threadsafe, reply.tokens.put_nowait, (0, None))

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from fb_core import hf
+from fb_core.hf.models import Tokenizer
 
 WORD = "a"  # a piece before others makes their text that of the middle of a text
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the piece of one byte, where a vocabulary falls back to bytes
@@ -54,7 +54,7 @@ class Text:
 
     def __init__(
         self,
-        tokenizer: hf.Tokenizer,
+        tokenizer: Tokenizer,
         stops: Sequence[str],
         stop_ids: Collection[int] = (),
         *,

@@ -27,9 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fb_core import hf, statistics
+from fb_core import statistics
 from fb_core.config import ProblemSettings
 from fb_core.demo import DEMO
+from fb_core.hf.checkpoints import is_hub_id
+from fb_core.hf.models import CausalLM
+from fb_core.hf.packed import ROWS, Prefix, packs, prefill_packed
 from fb_core.page import markdown_table
 from fb_core.recipe import LABELS, Deployed, Difference, Evidence, Pools, RecipeName
 from fb_core.reranker import TokenReranker
@@ -170,7 +173,7 @@ class RerankerStage(SeedStage):
             llm=_public(models.llm),
             slm_path=_loadable(models.slm),
             llm_path=_loadable(models.llm),
-            base=f"base_model: {models.slm}\n" if hf.is_hub_id(models.slm) else "",  # the hub refuses other names
+            base=f"base_model: {models.slm}\n" if is_hub_id(models.slm) else "",  # the hub refuses other names
             horizon=chosen["horizon"],
             epoch=chosen["epoch"],
             seed=seed,
@@ -229,7 +232,7 @@ class ValueStage(SeedStage):
 
 
 def reranked(
-    slm: hf.CausalLM, rerankers: Mapping[Key, TokenReranker], states: Sequence[State]
+    slm: CausalLM, rerankers: Mapping[Key, TokenReranker], states: Sequence[State]
 ) -> Iterator[tuple[State, Key, Tensor]]:
     """(state, reranker's key, its scores float32 [K] on the CPU) for all; each trajectory's prefix is computed once."""
     members: dict[str, list[State]] = {}
@@ -237,9 +240,9 @@ def reranked(
         members.setdefault(state.trajectory.problem.id, []).append(state)
     trajectories = list(members.values())
     longest = [max(state.position for state in own) for own in trajectories]
-    for pack in starmap(slice, hf.packs(longest, hf.ROWS)):
+    for pack in starmap(slice, packs(longest, ROWS)):
         packed = trajectories[pack]
-        wholes = hf.prefill_packed(
+        wholes = prefill_packed(
             slm, [own[0].trajectory.tokens[:end] for own, end in zip(packed, longest[pack], strict=True)]
         )
         prefixes = [(whole, state) for whole, own in zip(wholes, packed, strict=True) for state in own]
@@ -249,7 +252,7 @@ def reranked(
 
 
 @torch.no_grad()
-def _scores(reranker: TokenReranker, states: Sequence[tuple[hf.Prefix, State]]) -> list[Tensor]:
+def _scores(reranker: TokenReranker, states: Sequence[tuple[Prefix, State]]) -> list[Tensor]:
     """Scores float32 [K] of every state, given with a prefix that reaches to it or further."""
     pools = [state.pool.ids.to(reranker.base.device) for _, state in states]
     if reranker.scope == "candidate":
@@ -509,12 +512,12 @@ def _seed(shard: str) -> int:
 
 def _public(name: str) -> str:
     """A hub id or a known name as it is; only the last part of a path, since cards are published."""
-    return name if hf.is_hub_id(name) else Path(name).name
+    return name if is_hub_id(name) else Path(name).name
 
 
 def _loadable(name: str) -> str:
     """What loads a model in a card: its name, or a placeholder for a folder of that name."""
-    return name if hf.is_hub_id(name) or name.startswith(DEMO) else f"path/to/{_public(name)}"
+    return name if is_hub_id(name) or name.startswith(DEMO) else f"path/to/{_public(name)}"
 
 
 def selection_table(chosen: dict[str, Any]) -> str:

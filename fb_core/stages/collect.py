@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fb_core import hf
+from fb_core.hf import models
+from fb_core.hf.models import Tokenizer
+from fb_core.hf.packed import hidden_states
 from fb_core.judges import Judge
 from fb_core.llm import LLM, LocalLLM
 from fb_core.policy import RequestPolicy
@@ -53,7 +55,7 @@ def collect(
     whole = [torch.cat([prompt, output.to(prompt)]) for prompt, output in zip(prompts, outputs, strict=True)]
     before = [range(len(prompt) - 1, len(tokens) - 1) for prompt, tokens in zip(prompts, whole, strict=True)]
     entropies: list[Tensor] = []
-    for rows in hf.hidden_states(slm.model, whole, before):
+    for rows in hidden_states(slm.model, whole, before):
         blocks = torch.cat(rows).split(LOGIT_ROWS)
         entropy = torch.cat([policy.entropy(logits_of(slm, block)) for block in blocks])
         entropies += entropy.split([len(hidden) for hidden in rows])
@@ -67,16 +69,16 @@ def collect(
 
 def logits_of(slm: LocalLLM, hidden: Tensor) -> Tensor:
     """Logits [n, V] from hidden states [n, D], without padding ids."""
-    return hf.logits(slm.model, hidden)[:, : slm.vocabulary]
+    return models.logits(slm.model, hidden)[:, : slm.vocabulary]
 
 
-def texts_of(outputs: Sequence[Tensor], tokenizer: hf.Tokenizer) -> list[str]:
+def texts_of(outputs: Sequence[Tensor], tokenizer: Tokenizer) -> list[str]:
     """The texts of token ids, as the verifier judges them."""
     return [tokenizer.decode(output.tolist(), skip_special_tokens=True) for output in outputs]
 
 
 def judged(
-    states: Sequence[State], written: Sequence[Tensor], tokenizer: hf.Tokenizer, verifier: Verifier
+    states: Sequence[State], written: Sequence[Tensor], tokenizer: Tokenizer, verifier: Verifier
 ) -> tuple[list[str], list[Verdict]]:
     """(texts, verdicts) of the whole solutions: the output up to each state, then what was written from there."""
     outputs = [torch.cat([state.output, new.to(state.output)]) for state, new in zip(states, written, strict=True)]
@@ -195,7 +197,7 @@ def _admitted_logits(
     wanted = [(trajectory, positions) for trajectory, positions in wanted if positions]
     prefixes = [trajectory.tokens[: positions[-1]] for trajectory, positions in wanted]
     before, left = [[position - 1 for position in positions] for _, positions in wanted], iter(wanted)
-    for rows in hf.hidden_states(slm.model, prefixes, before):
+    for rows in hidden_states(slm.model, prefixes, before):
         packed = islice(left, len(rows))
         yield (
             [(trajectory, position) for trajectory, positions in packed for position in positions],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fb_core import hf
+from fb_core.hf.models import Tokenizer
 from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage, judged
 from fb_core.stages.models import verifier_of
 from fb_core.stages.records import Examples, Future, State, example_files
@@ -16,7 +16,7 @@ from fb_core.verify import Verifier
 
 
 def verified(
-    states: Sequence[State], written: Sequence[Tensor], tokenizer: hf.Tokenizer, verifier: Verifier
+    states: Sequence[State], written: Sequence[Tensor], tokenizer: Tokenizer, verifier: Verifier
 ) -> tuple[list[str], list[Future]]:
     """(texts of the whole solutions, futures) from states and their continuations, [n >= 1] ids each."""
     texts, verdicts = judged(states, written, tokenizer, verifier)

@@ -17,10 +17,20 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from fb_core import hf
 from fb_core.config import ModelSettings, ProblemSettings, RunSettings, ServerSettings, VerifierSettings
 from fb_core.decoding import CollaborativeDecoder, Generation
 from fb_core.demo import DEMO, checkpoint
+from fb_core.hf.checkpoints import (
+    checkpoint_ends,
+    checkpoint_hash,
+    checkpoint_size,
+    checkpoint_vocabulary,
+    has_tokenizer,
+    load_model,
+    load_tokenizer,
+    tokenizer_hash,
+)
+from fb_core.hf.models import CausalLM, Tokenizer, known_ids
 from fb_core.llm import LLM, LocalLLM
 from fb_core.policy import RequestPolicy
 from fb_core.recipe import Deployed
@@ -47,24 +57,24 @@ class Models:
         self._hashes: dict[str, str | int | None] = {}  # by role
 
     @cached_property
-    def slm(self) -> hf.CausalLM:
+    def slm(self) -> CausalLM:
         """The small model."""
         return self._load("slm")[0]
 
     @cached_property
-    def tokenizer(self) -> hf.Tokenizer:
+    def tokenizer(self) -> Tokenizer:
         """The SLM's, which the LLM must share."""
-        return hf.load_tokenizer(self._checkpoints["slm"])
+        return load_tokenizer(self._checkpoints["slm"])
 
     @property
-    def tokenizer_here(self) -> hf.Tokenizer | None:
+    def tokenizer_here(self) -> Tokenizer | None:
         """The tokenizer if it is on this machine, else None; downloads nothing."""
-        return self.tokenizer if hf.has_tokenizer(self._checkpoints["slm"]) else None
+        return self.tokenizer if has_tokenizer(self._checkpoints["slm"]) else None
 
     @property
     def vocabulary(self) -> int:
         """The number of token ids that the tokenizer knows."""
-        return hf.known_ids(self.tokenizer)
+        return known_ids(self.tokenizer)
 
     def prompts(self, problems: Sequence[Problem], template: str, thinking: bool = False) -> list[Tensor]:
         """The prompt ids [P] of every problem, on the SLM's device."""
@@ -130,21 +140,21 @@ class Models:
 
     def _hash(self, role: str) -> str | int | None:
         if role == "valid_vocab":
-            return self.vocabulary if self.vocabulary < hf.checkpoint_vocabulary(self._checkpoints["slm"]) else None
+            return self.vocabulary if self.vocabulary < checkpoint_vocabulary(self._checkpoints["slm"]) else None
         if role == "tokenizer":
-            return hf.tokenizer_hash(self.tokenizer)
+            return tokenizer_hash(self.tokenizer)
         if role == "llm" and (server := self.settings.llm_server) is not None:
             return digest(["server", server.model or self.settings.llm])
-        return hf.checkpoint_hash(self._checkpoints[role])
+        return checkpoint_hash(self._checkpoints[role])
 
     def parameters(self, role: str) -> int | None:
         """The number of weights of "slm" or "llm", from its files; None if a server has them or they are not here."""
         if role == "llm" and self.settings.llm_server is not None:
             return None
-        return hf.checkpoint_size(self._checkpoints[role])
+        return checkpoint_size(self._checkpoints[role])
 
-    def _load(self, role: str) -> tuple[hf.CausalLM, hf.Tokenizer]:
-        return hf.load_model(self._checkpoints[role], self.settings.device, self.settings.dtype)
+    def _load(self, role: str) -> tuple[CausalLM, Tokenizer]:
+        return load_model(self._checkpoints[role], self.settings.device, self.settings.dtype)
 
     def _server(self, server: ServerSettings, role: str) -> ServerLLM:
         llm = ServerLLM(
@@ -152,7 +162,7 @@ class Models:
             server.flavour,
             model=server.model or getattr(self.settings, role),
             vocabulary=self.vocabulary,
-            ends=hf.checkpoint_ends(self._checkpoints[role], self.tokenizer),
+            ends=checkpoint_ends(self._checkpoints[role], self.tokenizer),
             timeout=server.timeout,
             retries=server.retries,
             in_flight=server.in_flight,
@@ -374,7 +384,7 @@ class Context:
         return self.decoder(FutureBridgeSelector(reranker), ask=ask, **pool_options(self.settings))
 
 
-def alone(slm: hf.CausalLM, **options: Any) -> CollaborativeDecoder:
+def alone(slm: CausalLM, **options: Any) -> CollaborativeDecoder:
     """The decoder that never asks; raises as `CollaborativeDecoder`, whose options it takes."""
     return CollaborativeDecoder(slm, None, None, RequestPolicy(math.inf), max_events=0, **options)
 

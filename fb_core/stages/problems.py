@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fb_core import hf
 from fb_core.extras import require
+from fb_core.hf.models import Tokenizer
+from fb_core.hf.tokens import chat_ids
 from fb_core.judges import boxed
 
 log = logging.getLogger(__name__)
@@ -205,13 +206,13 @@ def drawn(problems: Sequence[Problem], count: int, seed: int) -> list[Problem]:
     return list(problems) if count >= len(problems) else split(problems, count, seed)[1]
 
 
-def prompt_ids(tokenizer: hf.Tokenizer, problem: Problem, template: str, thinking: bool = False) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, problem: Problem, template: str, thinking: bool = False) -> list[int]:
     """Token ids of a problem in a prompt, whose `{problem}` stands for its text, special tokens included.
 
-    It is a user turn if the tokenizer has a chat template (`thinking` as for `hf.chat_ids`), else the bare text.
+    It is a user turn if the tokenizer has a chat template (`thinking` as for `chat_ids`), else the bare text.
     """
     asked = {"role": "user", "content": template.replace("{problem}", problem.text)}
-    return hf.chat_ids(tokenizer, [asked], thinking)
+    return chat_ids(tokenizer, [asked], thinking)
 
 
 def _problems(source: str, rows: Rows, layout: Benchmark, prefix: str) -> list[Problem]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from fb_core import hf
+from fb_core.hf.models import Tokenizer
 from fb_core.llm import LocalLLM
 from fb_core.sampling import seeded
 from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage, judged
@@ -20,7 +20,7 @@ from fb_core.verify import Verifier
 
 
 def roll_out(
-    slm: LocalLLM, states: Sequence[State], tokenizer: hf.Tokenizer, verifier: Verifier, max_new_tokens: int
+    slm: LocalLLM, states: Sequence[State], tokenizer: Tokenizer, verifier: Verifier, max_new_tokens: int
 ) -> list[Rollout]:
     """Roll out every candidate of every state's pool with the SLM, and judge the solutions."""
     prefixes, firsts = [state.prefix.to(slm.device) for state in states], [state.pool.ids.tolist() for state in states]

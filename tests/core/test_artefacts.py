@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import tiny
 
-from fb_core import hf
 from fb_core.atomic import write_file
+from fb_core.hf.checkpoints import load_model
 from fb_core.stages.files import (
     FORMAT,
     Artefact,
@@ -429,11 +429,11 @@ def test_a_checkpoint_has_the_weights_of_its_config_and_no_others(tmp_path, chan
     file = tmp_path / "model.safetensors"
     save_file(change(load_file(file)), file, {"format": "pt"})
     if words is None:
-        loaded = hf.load_model(str(tmp_path), "cpu")[0]
+        loaded = load_model(str(tmp_path), "cpu")[0]
         assert all(map(torch.equal, loaded.parameters(), model.parameters()))
     else:
         with pytest.raises(ValueError, match=f"^{tmp_path}: expected the weights of the .*{re.escape(words)}"):
-            hf.load_model(str(tmp_path), "cpu")
+            load_model(str(tmp_path), "cpu")
 
 
 @pytest.mark.parametrize("damage", [lambda _: b"", lambda _: b"version https://git-lfs", lambda data: data[:-9]])
@@ -443,4 +443,4 @@ def test_a_damaged_checkpoint_is_one_sentence_with_its_folder(tmp_path, name, da
     file = tmp_path / name
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(OSError, match=f"^{tmp_path}: expected a model in safetensors, got a damaged file"):
-        hf.load_model(str(tmp_path), "cpu")
+        load_model(str(tmp_path), "cpu")

@@ -15,10 +15,10 @@ from fb_core import (
     RequestPolicy,
     ServerLLM,
     TokenReranker,
-    hf,
 )
 from fb_core.config import PairSettings
 from fb_core.counts import check_count
+from fb_core.hf.checkpoints import load_model
 from fb_core.pair import Pair
 from fb_core.training import Recipe
 
@@ -63,11 +63,11 @@ def test_a_count_past_64_bits_is_refused_as_others_are(name, call):
         (lambda: PairSettings(slm="a", llm="b", max_events=1 << 31), "max_events\n.*less than 2147483648"),
         (lambda: engine(max_batch=10**8), r"max_batch: expected at most \d+ sequences of 128 tokens in \d+ bytes"),
         (lambda: engine(max_batch=99, kv_memory=1 << 60), "kv_memory: expected at most the 1000000 bytes"),
-        (lambda: hf.load_model("demo", "cuda:99"), "device: expected one of this machine, got cuda:99 [(].+[)]; "),
+        (lambda: load_model("demo", "cuda:99"), "device: expected one of this machine, got cuda:99 [(].+[)]; "),
     ],
 )
 def test_what_no_tensor_and_no_device_holds_is_refused_before_anything_is_made(call, words, monkeypatch):
-    monkeypatch.setattr(hf, "free_memory", lambda device, whole=False: 10**6)
+    monkeypatch.setattr("fb_core.engine.loop.free_memory", lambda device, whole=False: 10**6)
     with pytest.raises(ValueError, match=words):
         call()
 

@@ -18,8 +18,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3Model
 
-from fb_core import BranchGroup, CompatibilityScorer, TokenReranker, hf
+from fb_core import BranchGroup, CompatibilityScorer, TokenReranker
 from fb_core import native as native_module
+from fb_core.hf import packed as packing
+from fb_core.hf.adapters import causal_lm
+from fb_core.hf.generation import Cache
+from fb_core.hf.models import share_weights
+from fb_core.hf.packed import Layout, forward_through_modules, packed_forward, prefill_packed
 from fb_core.native import NativeDecoder
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, largest_tensor
 
@@ -57,7 +62,7 @@ def packed(groups=GROUPS, seed=0, **options):
     lengths = [(length, prefix) for branches, _, prefix in groups for length in branches]
     positions = torch.cat([torch.arange(prefix, prefix + length) for length, prefix in lengths])
     ids = torch.randint(V, positions.shape, generator=torch.Generator().manual_seed(seed))
-    return ids, positions, hf.Layout.build(groups, torch.device("cpu"), **options)
+    return ids, positions, Layout.build(groups, torch.device("cpu"), **options)
 
 
 @torch.no_grad()
@@ -69,7 +74,7 @@ def native(model, ids, positions, layout, rows=None):
 
 @torch.no_grad()
 def modules(model, ids, positions, layout):
-    return hf.forward_through_modules(model, ids, positions, layout)
+    return forward_through_modules(model, ids, positions, layout)
 
 
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS)
@@ -106,20 +111,20 @@ def test_rows_are_those_of_all(family):
     model = tiny(family)
     rows = torch.tensor([5, 0, 14, 5])
     with torch.no_grad():
-        whole = hf.packed_forward(model, *packed())
-        torch.testing.assert_close(hf.packed_forward(model, *packed(), rows), whole[rows], rtol=1e-5, atol=1e-5)
-        assert hf.packed_forward(model, *packed(), rows[:0]).shape == (0, 32)
+        whole = packed_forward(model, *packed())
+        torch.testing.assert_close(packed_forward(model, *packed(), rows), whole[rows], rtol=1e-5, atol=1e-5)
+        assert packed_forward(model, *packed(), rows[:0]).shape == (0, 32)
 
 
 def test_captured_keys_and_values_are_the_modules_own():
     model = tiny("qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=1)
     sequences = [torch.randint(V, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 1, 8)]
-    prefixes = hf.prefill_packed(model, sequences)
+    prefixes = prefill_packed(model, sequences)
     for keys, values in prefixes[0].kv.layers:
         for kept in (keys, values):  # nothing else is kept alive with them
             assert kept.untyped_storage().nbytes() == kept.nbytes == 14 * 2 * 8 * 4
     for prefix, sequence in zip(prefixes, sequences, strict=True):
-        cache = hf.Cache()
+        cache = Cache()
         with torch.no_grad():
             model(sequence[None], past_key_values=cache)
         part = slice(prefix.start, prefix.start + prefix.length)
@@ -134,8 +139,8 @@ def test_captured_keys_and_values_are_the_modules_own():
 def ways(monkeypatch):
     """A list that gets "modules" for every packed forward through the model's modules."""
     seen = []
-    plain = hf.forward_through_modules
-    monkeypatch.setattr(hf.packed, "forward_through_modules", lambda *a: seen.append("modules") or plain(*a))
+    plain = forward_through_modules
+    monkeypatch.setattr(packing, "forward_through_modules", lambda *a: seen.append("modules") or plain(*a))
     return seen
 
 
@@ -201,7 +206,7 @@ def test_what_is_not_exactly_the_family_goes_through_its_modules(change, monkeyp
     assert NativeDecoder.of(model) is None
     seen = ways(monkeypatch)
     with torch.no_grad():
-        got = hf.packed_forward(model, *packed())
+        got = packed_forward(model, *packed())
     assert seen == ["modules"]
     assert torch.equal(got, modules(model, *packed()))
     assert before == {name: value.data_ptr() for name, value in model.model.layers[0].self_attn.named_parameters()}
@@ -230,7 +235,7 @@ def test_active_attention_dropout_is_refused_and_inactive_is_not():
     expected = native(model, *packed())
     model.train()
     with torch.no_grad(), pytest.raises(ValueError, match="attention dropout"):
-        hf.packed_forward(model, *packed())
+        packed_forward(model, *packed())
     assert torch.equal(native(model.eval(), *packed()), expected)
 
 
@@ -238,12 +243,12 @@ def test_gradients_and_autocast_go_through_the_modules(monkeypatch):
     model = tiny("qwen3")
     seen = ways(monkeypatch)
     with torch.no_grad():
-        hf.packed_forward(model, *packed())
+        packed_forward(model, *packed())
         assert seen == []
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            hf.packed_forward(model, *packed())
+            packed_forward(model, *packed())
         assert len(seen) == 1
-    hf.packed_forward(model, *packed()).sum().backward()
+    packed_forward(model, *packed()).sum().backward()
     assert len(seen) == 2
     assert all(parameter.grad is not None for parameter in model.model.parameters())
 
@@ -265,7 +270,7 @@ def test_scorer_prefill_and_its_reranker_run_natively(monkeypatch):
     assert seen == []
     reranker = TokenReranker.from_base(model)
     assert seen == ["modules"]  # which finds the projections of attention
-    hf.prefill_packed(model, [torch.tensor([1, 2, 3])])
+    prefill_packed(model, [torch.tensor([1, 2, 3])])
     assert seen == ["modules"]
     reranker.scores([1, 2, 3], [4, 5])
     assert seen == ["modules"] * 2  # the adapted candidates, not their prefix
@@ -332,7 +337,7 @@ def test_weights_of_a_decode_step_move_into_huge_pages_and_leave_nothing_behind(
     read = [model.lm_head.weight, *(x for layer in decoder.layers for x in (layer.qkv[0], layer.o[0], layer.down[0]))]
     assert all(map(huge, read))
     assert not huge(model.model.embed_tokens.weight)
-    copy, kept = hf.share_weights(model), addresses(model)
+    copy, kept = share_weights(model), addresses(model)
     model.model.layers[1].mlp.up_proj.weight = nn.Parameter(torch.randn(1024, 256))
     NativeDecoder.of(model)
     moved = [name for (name, x), y in zip(model.named_parameters(), kept, strict=True) if x.data_ptr() != y]
@@ -374,7 +379,7 @@ def test_packed_weights_are_saved_and_copied_as_before(tmp_path):
 def test_packed_memory_is_freed_with_the_last_parameter_in_it():
     model = tiny("llama")
     wholes = [StorageWeakRef(layer.qkv.weight.untyped_storage()) for layer in NativeDecoder.of(model).layers]
-    twin = hf.share_weights(model)
+    twin = share_weights(model)
     del model.model.layers[0]
     model.bfloat16()
     gc.collect()
@@ -387,9 +392,9 @@ def test_packed_memory_is_freed_with_the_last_parameter_in_it():
 def test_weight_sharing_copies_share_packed_weights():
     model = tiny("qwen3")
     size = sum(storages(model).values())
-    early = hf.share_weights(model)  # before any forward
+    early = share_weights(model)  # before any forward
     expected = native(model, *packed())
-    late = hf.share_weights(model)
+    late = share_weights(model)
     assert sum(storages(model, early, late).values()) == size
     for twin in (early, late):
         assert torch.equal(native(twin, *packed()), expected)
@@ -397,7 +402,7 @@ def test_weight_sharing_copies_share_packed_weights():
     reranker = TokenReranker.from_base(model)
     base = [parameter for name, parameter in reranker.adapted.named_parameters() if "lora_" not in name]
     assert {parameter.untyped_storage().data_ptr() for parameter in base} <= storages(model).keys()
-    assert NativeDecoder.of(hf.causal_lm(reranker.adapted)) is None
+    assert NativeDecoder.of(causal_lm(reranker.adapted)) is None
     assert torch.equal(native(model, *packed()), expected)
 
 

@@ -12,10 +12,11 @@ from tokenizers.models import WordLevel
 from transformers import DynamicCache, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from fb_core import hf
 from fb_core.decoding import CollaborativeDecoder, LowLatencyDecoder
 from fb_core.engine.engine import Engine
 from fb_core.events import Pool
+from fb_core.hf.generation import left_padded
+from fb_core.hf.packed import Prefix, PrefixKV
 from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
@@ -336,8 +337,8 @@ class FakeReranker:
 
 def test_future_bridge_selector_calls_the_reranker_in_its_scope():
     pools = [pool_of([9, 7, 8], [-1.0, -2, -3], [-2.0, -1, -4], [1, 3, 2]), pool_of([5, 6], [-1.0, -2], [-2.0, -1])]
-    kv = hf.PrefixKV([])
-    states = [State(torch.arange(n), 1, 1.0, hf.Prefix(kv, 0, n, (row,))) for row, n in enumerate((4, 6))]
+    kv = PrefixKV([])
+    states = [State(torch.arange(n), 1, 1.0, Prefix(kv, 0, n, (row,))) for row, n in enumerate((4, 6))]
     for scope, calls in (("candidate", [("many", [4, 6])]), ("sequence", [("one", [4]), ("one", [6])])):
         reranker = FakeReranker(scope)
         assert [index for index, _ in FutureBridgeSelector(reranker).choose_many(states, pools)] == [1, 0]
@@ -825,7 +826,7 @@ def test_custom_generate_of_a_left_padded_batch(loop):
     generations = decoder.generate_many(asked, 7)
     stop = int(generations[0].token_ids[2])
     assert stop not in generations[1].token_ids
-    ids, mask = hf.left_padded(asked)
+    ids, mask = left_padded(asked)
     out = custom(decoder, ids, attention_mask=mask, max_new_tokens=7, eos_token_id=stop, pad_token_id=0)
     assert out.shape == (2, 13)
     assert out[:, :6].tolist() == ids.tolist()

@@ -15,8 +15,9 @@ from runs import settings
 from transformers import AutoModelForCausalLM
 from warm import futurebridge
 
-from fb_core import TokenReranker, hf
+from fb_core import TokenReranker
 from fb_core.demo.pairs import load_pair
+from fb_core.hf.checkpoints import is_hub_id
 from fb_core.hub import deployed_files, push_to_hub
 from fb_core.stages.choose import RerankerStage
 from fb_core.stages.files import Artefact
@@ -67,8 +68,8 @@ def test_the_card_names_a_base_model_only_where_the_hub_knows_one(folder, undist
         assert ModelCard(card).data.base_model == base
         assert str(folder.parent) not in card
         assert ("path/to/" + Path(slm).name in card) == (base is None)  # a folder must be told from a name
-    assert hf.is_hub_id("Qwen/Qwen3-1.7B")
-    assert not any(map(hf.is_hub_id, ("demo:plans", str(folder), "seed-0", "./a/b", "a/b/c")))
+    assert is_hub_id("Qwen/Qwen3-1.7B")
+    assert not any(map(is_hub_id, ("demo:plans", str(folder), "seed-0", "./a/b", "a/b/c")))
 
 
 CARD = "---\nlibrary_name: peft\nbase_model: {}\n---\n# A card\n"

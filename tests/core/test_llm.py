@@ -6,8 +6,10 @@ import torch
 from tiny import EOS, FAMILIES, V, prompts, tiny
 from torch import nn
 
-from fb_core import hf
-from fb_core.hf import batches
+from fb_core.hf import generation
+from fb_core.hf.generation import batches
+from fb_core.hf.models import Reading
+from fb_core.hf.tokens import token_ids
 from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.native import NativeDecoder
 
@@ -87,13 +89,13 @@ def test_a_write_through_data_is_seen_in_whichever_parameter(write, dtype):
     model = tiny("qwen2").to(dtype)
     model.model.norm.weight.data[0] = torch.nan  # equal to itself
     model.lm_head.weight = nn.Parameter(torch.randn(32, V).to(dtype).T)  # not contiguous
-    read = hf.Reading(model)
-    assert hf.Reading(model).same(read)
+    read = Reading(model)
+    assert Reading(model).same(read)
     for parameter in model.parameters():
         version = parameter._version
         WRITES[write](parameter.data)
         assert parameter._version == version
-        before, read = read, hf.Reading(model)
+        before, read = read, Reading(model)
         assert not read.same(before)
 
 
@@ -245,7 +247,7 @@ def test_batches_count_branches(monkeypatch):
     model.generation_config.eos_token_id = [V - 1]
     prefixes, branches = prompts(9, 6), [range(3, 13), range(20, 23)]
     whole = lists(LocalLLM(model).complete_branches(prefixes, branches, 3))
-    monkeypatch.setattr(hf.generation, "MAX_ROWS", 4)
+    monkeypatch.setattr(generation, "MAX_ROWS", 4)
     with forwarded(model) as seen:
         assert lists(LocalLLM(model).complete_branches(prefixes, branches, 3)) == whole
     assert seen[::4] == [(1, 9), (1, 9), (2, 9), (1, 6)]
@@ -410,8 +412,8 @@ IDS = prompts(4)[0]
     ],
 )
 def test_ids_are_checked_once(call, times, monkeypatch):
-    check = mock.Mock(side_effect=hf.token_ids)
-    monkeypatch.setattr(hf, "token_ids", check)
+    check = mock.Mock(side_effect=token_ids)
+    monkeypatch.setattr("fb_core.llm.token_ids", check)
     call(LocalLLM(tiny("qwen3")))
     assert check.call_count == times
 

@@ -8,10 +8,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from worked import worked_words
 
-from fb_core import hf
 from fb_core.demo import pairs
 from fb_core.demo.pairs import load_pair, retrain
 from fb_core.demo.worlds import WORLDS
+from fb_core.hf.checkpoints import load_model, tokenizer_hash
 
 
 class Description(NamedTuple):
@@ -94,9 +94,9 @@ def test_retrain_writes_the_same_bytes_for_the_same_seed(short_recipes, tmp_path
     assert describe(pair, 4, 0).slm == 0
     prompt = torch.tensor([pair.world.problems(1, 0, "test")[0].prompt_ids])
     for model, folder in zip((pair.slm, pair.llm), pairs.folders("plans", tmp_path / "a"), strict=True):
-        loaded, tokenizer = hf.load_model(str(folder), "cpu", "float32")  # an ordinary checkpoint
+        loaded, tokenizer = load_model(str(folder), "cpu", "float32")  # an ordinary checkpoint
         assert torch.equal(loaded(prompt).logits, model(prompt).logits)
-        assert hf.tokenizer_hash(tokenizer) == hf.tokenizer_hash(pair.world.tokenizer)
+        assert tokenizer_hash(tokenizer) == tokenizer_hash(pair.world.tokenizer)
 
 
 def test_style_worlds_share_their_slm(short_recipes, tmp_path):

@@ -8,8 +8,10 @@ from tiny import EOS, V, tiny
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, hf
+from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy
 from fb_core.events import Pool
+from fb_core.hf.models import logits as hf_logits
+from fb_core.hf.packed import packs
 from fb_core.stages.collect import admitted, collect, log_states
 from fb_core.stages.futures import usable, verified
 from fb_core.stages.problems import Problem
@@ -140,9 +142,9 @@ def test_logits_match_the_model():
         ids = torch.arange(3, 9)
         with torch.no_grad():
             hidden = model.base_model(input_ids=ids[None]).last_hidden_state[0]
-            torch.testing.assert_close(hf.logits(model, hidden), full(model, ids), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(hf_logits(model, hidden), full(model, ids), rtol=1e-5, atol=1e-5)
 
 
 def test_packs_keep_order_and_budget():
-    assert hf.packs([3, 3, 3, 9, 1], 6) == [(0, 2), (2, 3), (3, 4), (4, 5)]
-    assert hf.packs([], 6) == []
+    assert packs([3, 3, 3, 9, 1], 6) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert packs([], 6) == []

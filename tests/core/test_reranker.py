@@ -15,9 +15,12 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, V, tiny
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Gemma3Config
 
-from fb_core import TokenReranker, hf
+from fb_core import TokenReranker
 from fb_core.atomic import read_file
 from fb_core.config import settings_of
+from fb_core.hf.generation import Cache
+from fb_core.hf.models import text_config
+from fb_core.hf.packed import Prefix, PrefixKV
 from fb_core.reranker import _read_json
 from fb_core.stages.files import _read_sealed
 
@@ -128,7 +131,7 @@ def test_cached_and_batched_prefixes_give_the_same_scores(family):
     with torch.no_grad():
         expected = [reranker.scores(*pair) for pair in states]
         for (prefix, candidates), want in zip(states, expected, strict=True):
-            cache = hf.Cache()
+            cache = Cache()
             model(input_ids=prefix[None], past_key_values=cache, use_cache=True)
             torch.testing.assert_close(reranker.scores(prefix, candidates, cache=cache), want, rtol=1e-5, atol=1e-5)
             assert cache.get_seq_length() == len(prefix)
@@ -138,12 +141,12 @@ def test_cached_and_batched_prefixes_give_the_same_scores(family):
             [torch.cat([torch.zeros(n).long(), prefix]) for n, (prefix, _) in zip(pads, states, strict=True)]
         )
         mask = torch.stack([torch.arange(width) >= n for n in pads]).long()
-        cache = hf.Cache()
+        cache = Cache()
         positions = (mask.cumsum(1) - 1).clamp_min(0)
         model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-        kv = hf.PrefixKV.from_cache(cache)
+        kv = PrefixKV.from_cache(cache)
         prefixes = [
-            hf.Prefix(kv, n, len(prefix), (row,)) for row, (n, (prefix, _)) in enumerate(zip(pads, states, strict=True))
+            Prefix(kv, n, len(prefix), (row,)) for row, (n, (prefix, _)) in enumerate(zip(pads, states, strict=True))
         ]
         many = reranker.scores_many(prefixes, [candidates for _, candidates in states])
     for got, want in zip(many, expected, strict=True):
@@ -429,7 +432,7 @@ def test_the_adapter_is_on_every_projection_of_the_decoders_attention(kind, with
     adapted = [name for name in adapted if not name.endswith(("lora_A", "lora_B"))]
     assert all(name.startswith(within) for name in adapted)
     assert {name.rpartition(".")[2] for name in adapted} == layers
-    assert len(adapted) == len(layers) * hf.text_config(model).num_hidden_layers
+    assert len(adapted) == len(layers) * text_config(model).num_hidden_layers
 
 
 def test_attention_that_projects_by_something_else_is_refused():

@@ -21,7 +21,6 @@ from fb_core import (
     RequestPolicy,
     SLMPreference,
     TokenReranker,
-    hf,
 )
 from fb_core.decoding import LowLatencyDecoder
 from fb_core.engine.large import PagedLLM
@@ -29,6 +28,8 @@ from fb_core.engine.merged import MergedReranker
 from fb_core.engine.model import CHUNK, PagedModel, Part
 from fb_core.engine.pages import SIZE, pages_of
 from fb_core.engine.step import DecodeStep
+from fb_core.hf.packed import Prefix
+from fb_core.hf.tokens import token_ids
 from fb_core.native import FAMILIES, NativeDecoder
 from fb_kernels import Halt
 from fb_kernels.testing import count_syncs
@@ -331,8 +332,8 @@ def test_the_llm_answers_more_queries_than_its_pages_hold():
 
 def test_a_prompt_is_checked_once_and_not_again_at_its_events(monkeypatch):
     decoder = LowLatencyDecoder(*pair("qwen3"), LLMPreference(), RequestPolicy(-1.0))
-    check = mock.Mock(side_effect=hf.token_ids)
-    monkeypatch.setattr(hf, "token_ids", check)
+    check = mock.Mock(side_effect=token_ids)
+    monkeypatch.setattr("fb_core.llm.token_ids", check)
     assert len(decoder.generate(prompts(9)[0], 12).events) == 8
     assert check.call_count == 1
 
@@ -572,7 +573,7 @@ def alora_scores(model, directory, prefix, candidates):
 def merged_scores(merged, prefix, candidates):
     """Scores of candidates after a prefix, which first runs through the merged reranker's model."""
     pages = held(merged.model, [*prefix.tolist(), 0])
-    return merged.scores_many([hf.Prefix(merged.model.kv, 0, len(prefix), tuple(pages))], [candidates])[0]
+    return merged.scores_many([Prefix(merged.model.kv, 0, len(prefix), tuple(pages))], [candidates])[0]
 
 
 @pytest.mark.parametrize("family", NATIVE)

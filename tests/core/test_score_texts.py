@@ -14,8 +14,10 @@ from tiny import tiny
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fb_core import CompatibilityScorer, hf
+from fb_core import CompatibilityScorer
 from fb_core.demo.pairs import load_pair
+from fb_core.hf.models import known_ids
+from fb_core.hf.tokens import chat_ids, text_group, text_ids
 
 CORPUS = [
     "The answer is 42. So we have to multiply 12 by 3, and then add 6.",
@@ -29,10 +31,10 @@ V = 400
 @pytest.mark.parametrize(("text", "kind"), [("a\ud800b", ValueError), ("\udfff", ValueError), (b"a", TypeError)])
 def test_what_is_no_unicode_text_has_no_ids(text, kind):
     with pytest.raises(kind, match=r"prompt: expected (Unicode|a) text, got"):
-        hf.text_ids(byte_pairs(), text)
+        text_ids(byte_pairs(), text)
     if isinstance(text, str):
         with pytest.raises(kind, match="prompt: expected Unicode text, got a lone surrogate"):
-            hf.chat_ids(byte_pairs(), [{"role": "user", "content": text}])
+            chat_ids(byte_pairs(), [{"role": "user", "content": text}])
 
 
 def finished(made: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
@@ -97,7 +99,7 @@ def definition(model, tokenizer, prefix, candidate, future):
     ids = torch.tensor([*([tokenizer.bos_token_id] if has_bos else []), *whole])
     with torch.no_grad():
         logprob = (
-            model(input_ids=ids[None], use_cache=False).logits[0, :, : hf.known_ids(tokenizer)].double().log_softmax(-1)
+            model(input_ids=ids[None], use_cache=False).logits[0, :, : known_ids(tokenizer)].double().log_softmax(-1)
         )
     return logprob[:-1].gather(1, ids[1:, None])[-length:, 0]
 
@@ -126,7 +128,7 @@ def test_scores_equal_full_forwards_over_the_whole_text(name, family):
 
 def test_one_token_candidates_score_as_their_ids():
     scorer = scorer_of("bytes with bos")
-    group = hf.text_group(scorer.tokenizer, PREFIX, CANDIDATES[:3], FUTURE)
+    group = text_group(scorer.tokenizer, PREFIX, CANDIDATES[:3], FUTURE)
     assert {len(ids) for ids in group.candidates} == {1}
     want = scorer.score(group.prefix, [ids[0] for ids in group.candidates], group.future)
     found = scorer.score_texts(PREFIX, CANDIDATES[:3], FUTURE, reduction="none")
@@ -174,7 +176,7 @@ def test_a_text_may_be_cut_where_its_tokens_end_and_nowhere_else(cuts):
     own = [tokenizer(text[:end]).input_ids for end in (start, stop)]
     fits = all(tokenizer(text).input_ids[: len(ids)] == ids for ids in own)
     try:
-        group = hf.text_group(tokenizer, text[:start], [text[start:stop]], text[stop:])
+        group = text_group(tokenizer, text[:start], [text[start:stop]], text[stop:])
     except ValueError:
         assert not fits
         return
@@ -186,13 +188,13 @@ def test_a_text_may_be_cut_where_its_tokens_end_and_nowhere_else(cuts):
 
 def test_special_tokens_stand_ahead_once():
     for kind in ("bos", "around"):
-        group = hf.text_group(byte_pairs(kind), "the", [" other"], " answer")
+        group = text_group(byte_pairs(kind), "the", [" other"], " answer")
         assert (group.prefix[0], group.prefix.count(0), group.future.count(1)) == (0, 1, 0)
-        assert hf.text_group(byte_pairs(kind), "<s>the", [" other"], " answer") == group  # as a chat template writes it
-        assert hf.text_group(byte_pairs(kind), "", ["the"], " answer").prefix == [0]
-    chat = hf.text_group(byte_pairs("bos"), "<|user|>the", [" other"], " answer</s>")
+        assert text_group(byte_pairs(kind), "<s>the", [" other"], " answer") == group  # as a chat template writes it
+        assert text_group(byte_pairs(kind), "", ["the"], " answer").prefix == [0]
+    chat = text_group(byte_pairs("bos"), "<|user|>the", [" other"], " answer</s>")
     assert (chat.prefix[:2], chat.future[-1]) == ([0, 2], 1)
-    assert hf.text_group(byte_pairs(), "the", [" other"], " answer").prefix == byte_pairs()("the").input_ids
+    assert text_group(byte_pairs(), "the", [" other"], " answer").prefix == byte_pairs()("the").input_ids
 
 
 def test_the_demos_words_are_scored():
@@ -282,10 +284,10 @@ def test_a_future_whose_tokens_depend_on_the_candidate_is_refused():
     """Behind "b" alone "cd" is two tokens, as digits that are grouped from the right are other ones behind others."""
     made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(["a", "b", "c", "d", "cd", "e"])}))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("(?<=b)c|cd|."), "isolated")
-    assert hf.text_group(finished(made), "a", ["e", "a"], "cd").future == [4]
-    assert hf.text_group(finished(made), "a", ["b", "eb"], "cd").future == [2, 3]
+    assert text_group(finished(made), "a", ["e", "a"], "cd").future == [4]
+    assert text_group(finished(made), "a", ["b", "eb"], "cd").future == [2, 3]
     with pytest.raises(ValueError, match=r"^future: expected the same tokens after every candidate, .*\[1\]"):
-        hf.text_group(finished(made), "a", ["e", "b"], "cd")
+        text_group(finished(made), "a", ["e", "b"], "cd")
 
 
 @pytest.mark.parametrize("reduction", ["max", None, "", "Mean"])

@@ -37,9 +37,9 @@ from fb_core import (
     LocalLLM,
     RequestPolicy,
     TokenReranker,
-    hf,
     shared_prefix_logprobs,
 )
+from fb_core.hf.generation import Cache
 from fb_core.scorer import token_budget
 from fb_kernels.testing import largest_tensor
 
@@ -177,7 +177,7 @@ def test_a_candidate_alone_that_fails_is_an_error(monkeypatch, problem, forwards
 @pytest.mark.parametrize(("free", "rows"), [(0, 1024), (40_000_000, 1990), (1 << 40, 65_536)])
 def test_a_budget_is_of_half_the_free_memory(monkeypatch, family, free, rows):
     """A row of the tiny model: 4 (6 * 32 + 3 * 48 + 2 (4 + 2 * 2) 8) bytes of activations, 8,192 of the head."""
-    monkeypatch.setattr(hf, "free_memory", lambda device: free)
+    monkeypatch.setattr("fb_core.scorer.free_memory", lambda device: free)
     assert token_budget(tiny(family)) == rows
 
 
@@ -185,7 +185,7 @@ def test_a_budget_is_of_half_the_free_memory(monkeypatch, family, free, rows):
 def test_given_cache_is_read_and_left(family):
     model = tiny(family, sliding_window=3) if family == "mistral" else tiny(family)
     prefix, candidates, future = random_group(3)
-    cache = hf.Cache()
+    cache = Cache()
     model(input_ids=prefix[None], past_key_values=cache, use_cache=True)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
     scorer = CompatibilityScorer(model)
@@ -298,7 +298,7 @@ def test_bad_input_is_one_clear_sentence(change, kind, words):
 
 def test_cache_of_another_length_is_refused():
     model = tiny("qwen3")
-    cache = hf.Cache()
+    cache = Cache()
     model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache, use_cache=True)
     with pytest.raises(ValueError, match="cache: expected 4 tokens"):
         CompatibilityScorer(model).score(torch.tensor([1, 2, 3, 4]), [5], [6], cache=cache)

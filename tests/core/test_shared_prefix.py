@@ -19,7 +19,8 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fb_core import CompatibilityScorer, hf, shared_prefix_logprobs
+from fb_core import CompatibilityScorer, shared_prefix_logprobs
+from fb_core.hf.packed import packed_forward
 from fb_core.shared_prefix import shared_prefix_logprobs_many
 from fb_kernels.testing import largest_tensor
 
@@ -122,13 +123,13 @@ def test_candidates_with_one_future_are_a_case_of_it():
 def test_each_prefix_runs_once_and_no_logits_exist(monkeypatch):
     model = tiny("qwen3", vocab_size=9001)
     scorer = CompatibilityScorer(model)
-    forward, seen = hf.packed_forward, []
+    forward, seen = packed_forward, []
 
     def counted(model, ids, *rest):
         seen.append(len(ids))
         return forward(model, ids, *rest)
 
-    monkeypatch.setattr(hf, "packed_forward", counted)
+    monkeypatch.setattr("fb_core.shared_prefix.packed_forward", counted)
     prefix, continuations = random_request(0, [20, 1, 5, 9], 40)
     with largest_tensor() as largest:
         scorer.logprobs(prefix, continuations, return_entropy=True, return_greedy=True)

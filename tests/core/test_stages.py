@@ -25,9 +25,10 @@ from runs import SMALL, contents, settings
 from tiny import tiny
 from warm import futurebridge
 
-from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker, hf, statistics
+from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker, statistics
 from fb_core.config import RunSettings, TrainSettings, settings_of
 from fb_core.demo.pairs import load_pair
+from fb_core.hf import models
 from fb_core.scorer import token_budget
 from fb_core.stages.choose import SelectionStage
 from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage, log_states
@@ -570,7 +571,7 @@ def test_a_padded_embedding_changes_no_result(tmp_path, pair):
     drawn = pair.world.problems(8, 3, "train")
     problems = tmp_path / "problems.jsonl"
     problems.write_text("".join(json.dumps({"problem": p.prompt, "answer": p.answer}) + "\n" for p in drawn))
-    size, tables, identities = hf.vocabulary(pair.slm), [], []
+    size, tables, identities = models.vocabulary(pair.slm), [], []
     for rows in (size, size + 13):
         places = {}
         for role, given in (("slm", pair.slm), ("llm", pair.llm)):
@@ -623,7 +624,7 @@ def test_local_log_probabilities_come_with_the_matrices():
 def test_the_token_budget_follows_the_memory_that_is_free(monkeypatch):
     model, sizes = tiny("llama"), []
     for free in (0, 64 << 20, 1 << 40):
-        monkeypatch.setattr(hf, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr("fb_core.scorer.free_memory", lambda device, free=free: free)
         sizes.append(token_budget(model))
     assert sizes[0] == 1024
     assert sizes[0] < sizes[1] < sizes[2] == 65_536

@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 from tiny import V, tiny
 from warm import context, launched
 
-from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, hf, train_reranker
+from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, train_reranker
+from fb_core.hf.adapters import adapter_dropouts, causal_lm
+from fb_core.hf.generation import Cache
+from fb_core.hf.packed import prefill_packed
 from fb_core.training import Run, Sweep, validate
 
 
@@ -72,9 +75,10 @@ def test_same_seed_same_bits_and_global_generator_untouched():
 
 def test_prefix_runs_once_a_trajectory(monkeypatch):
     prefilled = []
-    plain = hf.prefill_packed
+    plain = prefill_packed
     monkeypatch.setattr(
-        hf, "prefill_packed", lambda model, seqs: prefilled.append([len(s) for s in seqs]) or plain(model, seqs)
+        "fb_core.training.prefill_packed",
+        lambda model, seqs: prefilled.append([len(s) for s in seqs]) or plain(model, seqs),
     )
     reranker = TokenReranker.from_base(tiny("qwen3"), rank=4)
     data = trajectories(5)
@@ -84,13 +88,13 @@ def test_prefix_runs_once_a_trajectory(monkeypatch):
 
 def one_by_one(model, reranker, trajectory, group, column=0):
     """A group's loss by ordinary forwards over a copied cache, the adapter on the candidate rows alone."""
-    cache = hf.Cache()
+    cache = Cache()
     with torch.no_grad():
         model(input_ids=trajectory.tokens[None, : group.position], past_key_values=cache, use_cache=True)
     for layer in cache.layers:
         layer.keys = layer.keys.repeat(len(group.candidates), 1, 1, 1)
         layer.values = layer.values.repeat(len(group.candidates), 1, 1, 1)
-    lm = hf.causal_lm(reranker.adapted)
+    lm = causal_lm(reranker.adapted)
     hidden = lm.model(input_ids=group.candidates[:, None], past_key_values=cache, use_cache=True)
     score = hidden.last_hidden_state[:, -1] @ reranker.head
     return -(group.target.view(len(score), -1)[:, column] * score.log_softmax(0)).sum()
@@ -234,8 +238,10 @@ def test_a_sweep_of_one_is_train_reranker():
 
 def test_prefix_runs_once_a_microbatch_for_all_runs(monkeypatch):
     calls = []
-    plain = hf.prefill_packed
-    monkeypatch.setattr(hf, "prefill_packed", lambda model, seqs: calls.append(len(seqs)) or plain(model, seqs))
+    plain = prefill_packed
+    monkeypatch.setattr(
+        "fb_core.training.prefill_packed", lambda model, seqs: calls.append(len(seqs)) or plain(model, seqs)
+    )
     runs = runs_of(tiny("qwen3"))
     data = sweep_process.trajectories()
     sweep = Sweep(runs, data, Recipe(groups_per_step=100, microbatches=3))
@@ -429,7 +435,7 @@ def test_what_is_not_finite_stops_every_run(broken, monkeypatch):
     with pytest.raises(ValueError, match=f"{broken}: expected .* in step 2 of run 1"):
         sweep.advance()
     assert torch.equal(before["run.0.parameters"], sweep.state()["run.0.parameters"])
-    assert not any(layer.training for run in runs for layer in hf.adapter_dropouts(run.reranker.adapted))
+    assert not any(layer.training for run in runs for layer in adapter_dropouts(run.reranker.adapted))
 
 
 @pytest.mark.parametrize(

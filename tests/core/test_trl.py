@@ -20,7 +20,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
-from fb_core import hf
+from fb_core.hf.packed import packed_forward
 from fb_kernels.testing import assert_close_to_reference, largest_tensor
 
 pytest.importorskip("trl")
@@ -142,13 +142,13 @@ def test_without_entropies_there_are_none(tmp_path: Path) -> None:
 def test_chunks_hold_no_more_tokens_than_trls(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = both(tiny(), tmp_path)
     given = batch(SCATTERED)
-    forward, seen = hf.packed_forward, []
+    forward, seen = packed_forward, []
 
     def counted(model: Any, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
         seen.append(len(ids))
         return forward(model, ids, *rest)
 
-    monkeypatch.setattr(hf, "packed_forward", counted)
+    monkeypatch.setattr("fb_core.shared_prefix.packed_forward", counted)
     with torch.no_grad():
         for mine, want in zip(scores(ours, *given, batch_size=size), scores(theirs, *given), strict=True):
             close(mine, want)
@@ -271,7 +271,7 @@ def test_what_is_more_than_text_goes_through_trls_own_method(tmp_path: Path) -> 
 def test_a_prompt_runs_once_in_an_optimiser_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that TRL shuffles over the micro-batches come together again, within a step and not beyond."""
     seen: list[int] = []
-    forward = hf.packed_forward
+    forward = packed_forward
 
     def counted(model: Any, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
         seen.append(len(ids))
@@ -280,7 +280,7 @@ def test_a_prompt_runs_once_in_an_optimiser_step(tmp_path: Path, monkeypatch: py
     steps = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 1, "seed": 5}
     for wide, whole in ((4, True), (8, False)):
         one = trainer(SharedPrefixGRPOTrainer, tiny(), tmp_path, steps_per_generation=wide, **steps)
-        monkeypatch.setattr(hf, "packed_forward", counted)
+        monkeypatch.setattr("fb_core.shared_prefix.packed_forward", counted)
         seen.clear()
         one.train()
         monkeypatch.undo()

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import EOS, V, prompts, tiny
 
-from fb_core import hf
 from fb_core.engine import writing
 from fb_core.engine.model import PagedModel
 from fb_core.engine.pages import SIZE, pages_of
+from fb_core.hf.generation import Stop, lockstep
+from fb_core.hf.models import max_positions
 from fb_core.llm import LocalLLM
 
 ROOM = 24
@@ -22,13 +23,13 @@ def greedy(rows, logits):
 
 
 def written(model, asked, batch_tokens=1 << 16, room=ROOM, ends=(EOS,)):
-    stop = hf.Stop(frozenset(ends), room, hf.max_positions(model))
+    stop = Stop(frozenset(ends), room, max_positions(model))
     return [row.new for row in writing.write(model, asked, stop, greedy, batch_tokens, V)]
 
 
 def plainly(model, asked, room=ROOM, ends=(EOS,)):
-    stop = hf.Stop(frozenset(ends), room, hf.max_positions(model))
-    return [row.new for row in hf.lockstep(model, asked, stop, lambda step: greedy(None, step.logits), 1 << 16)]
+    stop = Stop(frozenset(ends), room, max_positions(model))
+    return [row.new for row in lockstep(model, asked, stop, lambda step: greedy(None, step.logits), 1 << 16)]
 
 
 @contextmanager

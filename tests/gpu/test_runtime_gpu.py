@@ -19,12 +19,12 @@ from fb_core import (
     RequestPolicy,
     SLMPreference,
     TokenReranker,
-    hf,
 )
 from fb_core.decoding import LowLatencyDecoder
 from fb_core.engine.model import PagedModel, Part
 from fb_core.engine.pages import pages_of
 from fb_core.engine.step import DecodeStep
+from fb_core.hf.generation import Stop, lockstep
 from fb_core.selectors import ValueSelector
 from fb_core.value import ValueHead
 from fb_kernels import backend
@@ -120,8 +120,8 @@ def started(slm: PreTrainedModel, length: int, ids: Tensor, vocabulary: int = 10
 def test_small_continuations_over_pages_are_the_plain_loops() -> None:
     slm = model(torch.float32)
     asked = [tokens(count) for count in (1, 5, 64, 65, 130)]
-    stop = hf.Stop(frozenset(), 20, None)
-    rows = hf.lockstep(slm, asked, stop, lambda step: step.logits.argmax(-1).tolist(), 1 << 16)
+    stop = Stop(frozenset(), 20, None)
+    rows = lockstep(slm, asked, stop, lambda step: step.logits.argmax(-1).tolist(), 1 << 16)
     assert [new.tolist() for new in LocalLLM(slm).complete_many(asked, 20)] == [row.new for row in rows]
 
 

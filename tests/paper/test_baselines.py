@@ -20,10 +20,11 @@ from benchmarks.paper.methods.majority import majority, majority_vote
 from benchmarks.paper.methods.spans import ending_ids, spans
 from benchmarks.paper.methods.takeover import takeover
 from benchmarks.paper.s2t_local import SelectionSweep, selection_target
-from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, hf
+from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory
 from fb_core.decoding import CollaborativeDecoder, Usage
 from fb_core.demo.pairs import load_pair
 from fb_core.events import LARGE, SLM
+from fb_core.hf.checkpoints import checkpoint_ends, load_model, load_tokenizer
 from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import FutureBridgeSelector, LLMPreference, SLMPreference
@@ -482,7 +483,7 @@ def test_a_checkpoint_cannot_bring_code_along(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": classes}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", "auto_map": classes}))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for load in (hf.load_model, hf.load_tokenizer, hf.checkpoint_ends):
+    for load in (load_model, load_tokenizer, checkpoint_ends):
         with pytest.raises((ValueError, OSError)):
             load(str(tmp_path))
     assert not ran.exists()
@@ -505,9 +506,9 @@ def test_an_adapter_beside_weights_is_never_applied_to_them(tmp_path):
     ids = torch.arange(5, 15)[None]
     with torch.no_grad():
         wanted = adapted(ids).logits
-        torch.testing.assert_close(hf.load_model(str(adapter), "cpu")[0](ids).logits, wanted)  # an adapter alone
+        torch.testing.assert_close(load_model(str(adapter), "cpu")[0](ids).logits, wanted)  # an adapter alone
         adapted.merge_and_unload().save_pretrained(both)
         with pytest.raises(ValueError, match="both: expected weights alone, got an adapter beside them"):
-            hf.load_model(str(both), "cpu")
+            load_model(str(both), "cpu")
         (both / "adapter_config.json").unlink()
-        torch.testing.assert_close(hf.load_model(str(both), "cpu")[0](ids).logits, wanted)
+        torch.testing.assert_close(load_model(str(both), "cpu")[0](ids).logits, wanted)

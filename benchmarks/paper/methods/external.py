@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from benchmarks.paper.methods import Context, Method
 from benchmarks.paper.settings import EXTERNAL
-from fb_core import hf
+from fb_core.hf.checkpoints import load_model, load_tokenizer, tokenizer_hash
+from fb_core.hf.models import CausalLM, Tokenizer
 from fb_core.stages.models import Generate, alone
 
 
-def load_external(path: str, tokenizer: hf.Tokenizer, device: str = "auto", dtype: str = "auto") -> hf.CausalLM:
+def load_external(path: str, tokenizer: Tokenizer, device: str = "auto", dtype: str = "auto") -> CausalLM:
     """A checkpoint that shares the run's token ids; safetensors only, without code of its own.
 
     Args:
@@ -34,13 +35,13 @@ def load_external(path: str, tokenizer: hf.Tokenizer, device: str = "auto", dtyp
         ValueError: another tokenizer (the chat template included), or a kind of model that transformers knows
         only with remote code.
     """
-    own = hf.load_tokenizer(path)
-    if hf.tokenizer_hash(own) != hf.tokenizer_hash(tokenizer):
+    own = load_tokenizer(path)
+    if tokenizer_hash(own) != tokenizer_hash(tokenizer):
         raise ValueError(
             f"{path}: expected the run's tokenizer of {len(tokenizer)} ids, got one of {len(own)} with other rules, "
             "special tokens or chat template; use a checkpoint made from the run's SLM, its tokenizer files unchanged"
         )
-    return hf.load_model(path, device, dtype)[0]
+    return load_model(path, device, dtype)[0]
 
 
 def decode(run: Context, seed: int | None) -> Generate:

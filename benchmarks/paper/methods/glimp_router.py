@@ -20,8 +20,9 @@ import torch
 from benchmarks.paper.methods import Context, Method
 from benchmarks.paper.methods.spans import ending_ids
 from benchmarks.paper.methods.spec_reason import write_steps
-from fb_core import hf
 from fb_core.decoding import Generation, Usage
+from fb_core.hf.generation import batches, last_logits, left_padded
+from fb_core.hf.models import CausalLM, Tokenizer, max_positions
 from fb_core.llm import LLM, Ids, LocalLLM, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, not_finite
@@ -51,14 +52,14 @@ class RoutedGeneration(Generation):
 
 
 def glimp_router(
-    slm: hf.CausalLM,
-    llm: LLM | hf.CausalLM,
+    slm: CausalLM,
+    llm: LLM | CausalLM,
     policy: RequestPolicy,
     prompts: Sequence[Ids],
     max_new_tokens: int = 4096,
     *,
     step_ends: Set[int],
-    tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None = None,
+    tokenizer: Tokenizer | tuple[Tokenizer, Tokenizer] | None = None,
     batch_tokens: int = 65536,
 ) -> list[RoutedGeneration]:
     """Decode many prompts step by step; the steps of all prompts are routed and written together.
@@ -88,7 +89,7 @@ def glimp_router(
     texts, new = [ids.tolist() for ids in checked], [list[int]() for _ in checked]
     steps, calls, written, read = ([0] * len(checked) for _ in range(4))
     models = (slm, large.model) if isinstance(large, LocalLLM) else (slm,)
-    positions = min(hf.max_positions(model) or math.inf for model in models)
+    positions = min(max_positions(model) or math.inf for model in models)
 
     def room(row: int) -> int:
         return int(min(max_new_tokens - len(new[row]), positions - len(texts[row]) - len(new[row])))
@@ -122,8 +123,8 @@ def _uncertain(small: LocalLLM, states: dict[int, list[int]], policy: RequestPol
     """The rows at whose states the policy asks."""
     rows, asked = list(states), set[int]()
     prompts = [torch.tensor(states[row], device=small.device) for row in rows]
-    for batch in hf.batches([len(ids) for ids in prompts], 0, small.batch_tokens):
-        logits = hf.last_logits(small.model, *hf.left_padded([prompts[index] for index in batch]))
+    for batch in batches([len(ids) for ids in prompts], 0, small.batch_tokens):
+        logits = last_logits(small.model, *left_padded([prompts[index] for index in batch]))
         entropy = policy.entropy(logits[:, :vocabulary])
         if entropy.isnan().any():
             raise not_finite(0, rows[batch[int(entropy.isnan().nonzero()[0])]])

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.methods import Context, Method
-from fb_core import hf
 from fb_core.decoding import Generation
+from fb_core.hf.models import Tokenizer
 from fb_core.judges import boxed
 from fb_core.llm import Ids, LocalLLM
 from fb_core.stages.models import Generate, verifier_of
@@ -44,7 +44,7 @@ def majority(
     sampler: LocalLLM,
     prompts: Sequence[Ids],
     verifier: Verifier,
-    tokenizer: hf.Tokenizer,
+    tokenizer: Tokenizer,
     n: int = 8,
     max_new_tokens: int = 4096,
     seed: int = 0,

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from benchmarks.paper.methods import Context, Method
 from benchmarks.paper.methods.spec_reason import write_steps
-from fb_core import hf
 from fb_core.decoding import CollaborativeDecoder, Generation, Usage
 from fb_core.events import Event
+from fb_core.hf.models import CausalLM, Tokenizer, max_positions
 from fb_core.llm import LLM, LocalLLM, check_max_new_tokens, checked_prompts
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
@@ -42,8 +42,8 @@ class SpanGeneration(Generation):
 
 
 def spans(
-    slm: hf.CausalLM,
-    llm: LLM | hf.CausalLM,
+    slm: CausalLM,
+    llm: LLM | CausalLM,
     policy: RequestPolicy,
     prompts: Sequence[Tensor | Sequence[int]],
     max_new_tokens: int = 4096,
@@ -79,7 +79,7 @@ def spans(
     events: list[list[Event]] = [[] for _ in asked]
     written, read = [0] * len(asked), [0] * len(asked)
     models = (slm, large.model) if isinstance(large, LocalLLM) else (slm,)
-    small_positions, *large_positions = (hf.max_positions(model) or math.inf for model in models)
+    small_positions, *large_positions = (max_positions(model) or math.inf for model in models)
 
     def room(row: int, positions: float = small_positions) -> int:
         return int(min(max_new_tokens - len(new[row]), positions - len(asked[row]) - len(new[row])))
@@ -123,7 +123,7 @@ def spans(
     return [SpanGeneration(*row) for row in zip(tokens, events, map(pair.text, tokens), written, read, strict=True)]
 
 
-def ending_ids(tokenizer: hf.Tokenizer, delimiter: str) -> frozenset[int]:
+def ending_ids(tokenizer: Tokenizer, delimiter: str) -> frozenset[int]:
     """The ids whose text contains a delimiter.
 
     Raises:

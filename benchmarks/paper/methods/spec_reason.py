@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.methods import Context, Method
-from fb_core import hf
 from fb_core.counts import check_count
 from fb_core.decoding import Generation, Usage
+from fb_core.hf.models import CausalLM, Tokenizer, max_positions
 from fb_core.llm import LLM, Ids, LocalLLM, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.stages.models import Generate
@@ -64,12 +64,12 @@ class SpecReasonGeneration(Generation):
 
 
 def spec_reason(
-    slm: hf.CausalLM,
-    llm: LLM | hf.CausalLM,
+    slm: CausalLM,
+    llm: LLM | CausalLM,
     prompts: Sequence[Ids],
     max_new_tokens: int = 4096,
     *,
-    tokenizer: hf.Tokenizer,
+    tokenizer: Tokenizer,
     threshold: float = 7,
     delimiter: str | Callable[[int], bool] = "\n\n",
     step_tokens: int = 512,
@@ -110,7 +110,7 @@ def spec_reason(
     digits = _digit_ids(tokenizer)
     question = _encoded(tokenizer, judge_template)
     large, small = pair.large(), LocalLLM(slm, tokenizer=tokenizer)
-    ends, limit = pair.ends, hf.max_positions(slm)
+    ends, limit = pair.ends, max_positions(slm)
     checked = [ids.tolist() for ids in checked_prompts("prompts", prompts, slm, room=1)]
     written: list[list[int]] = [[] for _ in checked]
     steps: list[list[ReasoningStep]] = [[] for _ in checked]
@@ -182,18 +182,18 @@ def _score(digit_logprob: Tensor | None) -> int:
     return int(digit_logprob.argmax())
 
 
-def _digit_ids(tokenizer: hf.Tokenizer) -> list[int]:
+def _digit_ids(tokenizer: Tokenizer) -> list[int]:
     ids = [_encoded(tokenizer, str(digit)) for digit in range(10)]
     if any(len(tokens) != 1 for tokens in ids) or len({tokens[0] for tokens in ids}) < 10:
         raise ValueError(f"tokenizer: expected one token for each digit, got {ids}; use a tokenizer that has them")
     return [tokens[0] for tokens in ids]
 
 
-def _encoded(tokenizer: hf.Tokenizer, text: str) -> list[int]:
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _text(tokenizer: hf.Tokenizer, tokens: list[int]) -> str:
+def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:
     return cast(str, tokenizer.decode(tokens))
 
 

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.methods import Method
-from fb_core import hf
 from fb_core.counts import check_count
 from fb_core.decoding import Generation, Usage
+from fb_core.hf.generation import Cache, with_cache
+from fb_core.hf.models import CausalLM, Tokenizer, max_positions
 from fb_core.llm import LLM, Ids, LocalLLM, check_finite, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 
@@ -85,15 +86,15 @@ def at_least(least: float) -> Accept:
 class _Reader:
     """A model with the keys and values of a text whose end may be taken back."""
 
-    def __init__(self, model: hf.CausalLM, vocabulary: int) -> None:
-        self.model, self.vocabulary, self.cache, self.held = model, vocabulary, hf.Cache(), 0
+    def __init__(self, model: CausalLM, vocabulary: int) -> None:
+        self.model, self.vocabulary, self.cache, self.held = model, vocabulary, Cache(), 0
 
     def logits(self, tokens: Sequence[int], last: int = 1) -> Tensor:
         """float32 [last, V] after each of the last tokens; those before them must be the ones read so far, if any."""
         kept = min(self.held, len(tokens) - last)
         self.cache.crop(kept)
         ids = torch.tensor([tokens[kept:]], device=self.model.device)
-        output = self.model(input_ids=ids, use_cache=True, **hf.with_cache(self.model, self.cache))
+        output = self.model(input_ids=ids, use_cache=True, **with_cache(self.model, self.cache))
         self.held = len(tokens)
         logits = output.logits[0, -last:, : self.vocabulary].float()
         check_finite(logits.amax(-1))
@@ -102,14 +103,14 @@ class _Reader:
 
 @torch.no_grad()
 def speculative(
-    slm: hf.CausalLM,
-    llm: LLM | hf.CausalLM,
+    slm: CausalLM,
+    llm: LLM | CausalLM,
     prompts: Sequence[Ids],
     max_new_tokens: int = 4096,
     *,
     accept: Accept = exact,
     draft: int = DRAFT,
-    tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None = None,
+    tokenizer: Tokenizer | tuple[Tokenizer, Tokenizer] | None = None,
 ) -> list[SpeculativeGeneration]:
     """Decode prompts one after another.
 
@@ -136,7 +137,7 @@ def speculative(
         raise ValueError(f"llm: expected a model in this process, got {type(large).__name__}; load it here")
     check_count("draft", draft, 1, "5 is the default")
     check_max_new_tokens(max_new_tokens)
-    positions = min(hf.max_positions(model) or math.inf for model in (slm, large.model))
+    positions = min(max_positions(model) or math.inf for model in (slm, large.model))
     generations = []
     for ids in checked_prompts("prompts", prompts, slm, room=1):
         text, start = ids.tolist(), len(ids)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.methods import Method
-from fb_core import hf
 from fb_core.decoding import CollaborativeDecoder, Generation, Usage
 from fb_core.engine.loop import has_native
+from fb_core.hf.generation import Stop
+from fb_core.hf.models import CausalLM, max_positions
 from fb_core.llm import LLM, LocalLLM
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
@@ -31,8 +32,8 @@ class TakeoverGeneration(Generation):
 
 
 def takeover(
-    slm: hf.CausalLM,
-    llm: LLM | hf.CausalLM,
+    slm: CausalLM,
+    llm: LLM | CausalLM,
     policy: RequestPolicy,
     prompts: Sequence[Tensor | Sequence[int]],
     max_new_tokens: int = 4096,
@@ -60,13 +61,13 @@ def takeover(
 
 
 def taking_over(
-    slm: hf.CausalLM, llm: LLM | hf.CausalLM, policy: RequestPolicy, **options: Any
+    slm: CausalLM, llm: LLM | CausalLM, policy: RequestPolicy, **options: Any
 ) -> Callable[[Sequence[Tensor | Sequence[int]], int], list[TakeoverGeneration]]:
     """`takeover` of prompts and a maximum of new tokens; with `max_length` both models decode in the fast loop."""
     decoder = CollaborativeDecoder(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
     pair, large = decoder.pair, decoder.pair.large()
     model = large.model if isinstance(large, LocalLLM) else None
-    positions = None if model is None else hf.max_positions(model)
+    positions = None if model is None else max_positions(model)
     ending = None
     if decoder.loop is not None and model is not None and has_native("llm", model):
         ending = alone(model, **{name: value for name, value in options.items() if name != "tokenizer"})
@@ -75,7 +76,7 @@ def taking_over(
         if ending is None:
             return large.complete_many(states, longest)
         slots = options["max_length"]  # a late state has fewer tokens left than `longest`
-        stop = hf.Stop(ending.pair.ends, longest, slots if positions is None else min(slots, positions))
+        stop = Stop(ending.pair.ends, longest, slots if positions is None else min(slots, positions))
         return [done.token_ids for done in ending.decode(states, stop)]
 
     def generate(prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int) -> list[TakeoverGeneration]:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.r2r.network import R2RRouter, features_of
-from fb_core import hf
 from fb_core.counts import check_count
 from fb_core.decoding import Generation
 from fb_core.events import LARGE, Event
+from fb_core.hf.generation import Step, Stop, lockstep
+from fb_core.hf.models import CausalLM, Tokenizer, fingerprint, max_positions
 from fb_core.llm import LLM, Ids, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, gate
@@ -24,8 +25,8 @@ Mode = Literal["token", "events", "entropy"]
 
 
 def r2r(
-    slm: hf.CausalLM,
-    llm: LLM | hf.CausalLM,
+    slm: CausalLM,
+    llm: LLM | CausalLM,
     router: R2RRouter | None,
     prompts: Sequence[Ids],
     max_new_tokens: int = 4096,
@@ -34,7 +35,7 @@ def r2r(
     mode: Mode = "token",
     policy: RequestPolicy | None = None,
     max_events: int | None = None,
-    tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None = None,
+    tokenizer: Tokenizer | tuple[Tokenizer, Tokenizer] | None = None,
     batch_tokens: int = 65536,
 ) -> list[Generation]:
     """Decode many prompts greedily, routed tokens by the LLM and all others by the SLM.
@@ -83,7 +84,7 @@ def r2r(
     most = math.inf if max_events is None else max_events
     seen: list[Tensor] = []  # the hidden states [B, D] of the step
 
-    def choose(step: hf.Step) -> list[int]:
+    def choose(step: Step) -> list[int]:
         logits, hidden = step.logits[:, : pair.vocabulary], seen.pop()
         seen.clear()
         entropy, indices = gate(asks, step, logits, most)
@@ -104,10 +105,10 @@ def r2r(
                 tokens[index] = event.token
         return tokens
 
-    stop = hf.Stop(pair.ends, max_new_tokens, hf.max_positions(slm))
+    stop = Stop(pair.ends, max_new_tokens, max_positions(slm))
     head = slm.get_output_embeddings()
     with head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][:, -1])):
-        rows = hf.lockstep(slm, checked, stop, choose, batch_tokens)
+        rows = lockstep(slm, checked, stop, choose, batch_tokens)
     generations = []
     for row in rows:
         new = torch.tensor(row.new, device=slm.device)
@@ -128,7 +129,7 @@ class Switch(RequestPolicy):
         return entropy >= self.threshold
 
 
-def _check_router(router: R2RRouter | None, mode: Mode, slm: hf.CausalLM) -> None:
+def _check_router(router: R2RRouter | None, mode: Mode, slm: CausalLM) -> None:
     if mode == "entropy":
         if router is not None:
             raise ValueError("router: expected None in mode 'entropy', got a router; drop it or use another mode")
@@ -142,7 +143,7 @@ def _check_router(router: R2RRouter | None, mode: Mode, slm: hf.CausalLM) -> Non
             f"router: expected it on the SLM's device {slm.device}, got {router.projection.weight.device}; move it "
             f"with .to('{slm.device}')"
         )
-    if router.base != hf.fingerprint(slm):
+    if router.base != fingerprint(slm):
         raise ValueError(
             f"router: expected one made for this SLM, got one for other weights than this {type(slm).__name__}'s; "
             "train one on its features"

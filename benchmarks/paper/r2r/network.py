@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from fb_core import hf
+from fb_core.hf import models
+from fb_core.hf.generation import MAX_ROWS, batches, check_decodable
+from fb_core.hf.models import CausalLM, fingerprint, lm_head
+from fb_core.hf.tokens import token_ids
 from fb_core.llm import Ids, checked_prompts
 
 WEIGHTS, DESCRIPTION, FORMAT = "router.safetensors", "router.json", 2
@@ -50,7 +53,7 @@ class R2RRouter(nn.Module):
 
     def __init__(
         self,
-        slm: hf.CausalLM,
+        slm: CausalLM,
         *,
         logits_size: int = 100,
         width: int = 1024,
@@ -59,17 +62,17 @@ class R2RRouter(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        hf.check_decodable("slm", slm)
+        check_decodable("slm", slm)
         sizes = {"logits_size": logits_size, "width": width, "blocks": blocks}
         for name, size in sizes.items():
             if not isinstance(size, Integral) or not 1 <= size <= LARGEST[name]:
                 raise ValueError(f"{name}: expected 1 to {LARGEST[name]}, got {size}; leave it out for the default")
         if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout: expected 0 or more and below 1, got {dropout}; the published value is 0.1")
-        self.logits_size = min(logits_size, hf.vocabulary(slm))
+        self.logits_size = min(logits_size, models.vocabulary(slm))
         self.settings = {**sizes, "logits_size": self.logits_size, "dropout": dropout}
-        self.base = hf.fingerprint(slm)
-        hidden, embedding = hf.lm_head(slm).weight.shape[1], slm.get_input_embeddings().weight.shape[1]
+        self.base = fingerprint(slm)
+        hidden, embedding = lm_head(slm).weight.shape[1], slm.get_input_embeddings().weight.shape[1]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.logits_projection = nn.Linear(self.logits_size, hidden)
@@ -112,7 +115,7 @@ class R2RRouter(nn.Module):
         os.replace(about, folder / DESCRIPTION)
 
     @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike[str], slm: hf.CausalLM) -> R2RRouter:
+    def from_pretrained(cls, directory: str | os.PathLike[str], slm: CausalLM) -> R2RRouter:
         """Load what `save_pretrained` wrote, in eval mode on the device of the SLM that it was trained with.
 
         Raises:
@@ -158,7 +161,7 @@ class R2RRouter(nn.Module):
 
 @torch.no_grad()
 def router_features(
-    slm: hf.CausalLM,
+    slm: CausalLM,
     trajectories: Sequence[tuple[Ids, Ids]],
     *,
     logits_size: int = 100,
@@ -182,25 +185,25 @@ def router_features(
         ValueError: no prompt, an id outside the vocabulary, another device or shape, too many tokens for the model, or
             a model in training mode.
     """
-    hf.check_decodable("slm", slm)
+    check_decodable("slm", slm)
     prompts = checked_prompts("prompt", [prompt for prompt, _ in trajectories], slm, room=0)
-    responses = [hf.token_ids("response", response, slm) for _, response in trajectories]
+    responses = [token_ids("response", response, slm) for _, response in trajectories]
     joined = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     checked_prompts("trajectory", joined, slm, room=0)
     features: dict[int, RouterFeatures] = {}
-    for rows in hf.batches([len(ids) for ids in joined], 0, batch_tokens):
+    for rows in batches([len(ids) for ids in joined], 0, batch_tokens):
         ids = pad_sequence([joined[row] for row in rows], batch_first=True)  # causal: padding after a row is not seen
         for row, hidden in zip(rows, slm.base_model(input_ids=ids, use_cache=False).last_hidden_state, strict=True):
             read = hidden[len(prompts[row]) - 1 : len(joined[row]) - 1]
             parts = [
-                features_of(slm, part, hf.logits(slm, part)[:, :vocabulary], logits_size)
-                for part in read.split(hf.MAX_ROWS)
+                features_of(slm, part, models.logits(slm, part)[:, :vocabulary], logits_size)
+                for part in read.split(MAX_ROWS)
             ]
             features[row] = concatenated(parts)
     return [features[row] for row in range(len(joined))]
 
 
-def features_of(slm: hf.CausalLM, hidden: Tensor, logits: Tensor, logits_size: int) -> RouterFeatures:
+def features_of(slm: CausalLM, hidden: Tensor, logits: Tensor, logits_size: int) -> RouterFeatures:
     """What the router sees, from hidden [n, D] after the final norm and logits [n, V]."""
     token = logits.argmax(-1)  # the first of equal ones
     largest = logits.topk(min(logits_size, logits.shape[-1])).values

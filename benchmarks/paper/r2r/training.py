@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.paper.r2r.network import R2RRouter, RouterFeatures, concatenated, router_features
-from fb_core import hf
 from fb_core.counts import check_count
+from fb_core.hf.models import CausalLM, Tokenizer
 from fb_core.llm import LLM, Ids, check_max_new_tokens
 from fb_core.pair import Pair
 from fb_core.verify import Verifier
@@ -26,11 +26,11 @@ class Divergence(NamedTuple):
 
 
 def divergence_labels(
-    slm: hf.CausalLM,
+    slm: CausalLM,
     llm: LLM,
     trajectories: Sequence[tuple[Ids, Ids]],
     golds: Sequence[str],
-    tokenizer: hf.Tokenizer,
+    tokenizer: Tokenizer,
     verifier: Verifier,
     max_new_tokens: int = 4096,
 ) -> list[Divergence]:
