@@ -11,13 +11,12 @@ from rich.segment import Segment, Segments
 
 from fb_core.config import PairSettings
 from fb_core.decoding import Generation, LowLatencyDecoder
+from fb_core.detokenizer import Text
 from fb_core.events import Event
 from fb_core.hf.models import Tokenizer, max_positions
 from fb_core.hf.tokens import chat_ids
 from fb_core.loading import load
-from fb_core.sampling import Sampling
 from fb_core.selectors import LLMPreference
-from fb_core.serve.text import Text
 from fb_core.terminal import IN_TEXT, escaped
 
 EVENT_STYLE = "bold black on bright_yellow"
@@ -62,7 +61,7 @@ class Chat:
         prompt = torch.tensor(self._prompt(messages, console), device=self.decoder.slm.device)
         printer = Printer(self.tokenizer, console)
         try:
-            sampling = Sampling.asked(self.settings)
+            sampling = self.settings.sampling()
             return self.decoder.generate(prompt, self.settings.max_new_tokens, on_token=printer, sampling=sampling)
         finally:
             printer.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
@@ -16,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from fb_core import judges
 from fb_core.atomic import read_file
+from fb_core.sampling import Sampling
 
 
 def _server_url(url: str) -> str:
@@ -135,6 +137,22 @@ class PairSettings(Section):
             return checked(cls, options, "")
         served = {"server": options["server"]} if "server" in options else {}
         return checked(cls, _beside(_read_yaml(file) | served, file.parent) | options, str(file))
+
+    def sampling(self, request: object = None) -> Sampling | None:
+        """What a request asks for, or else these settings; None at temperature 0.
+
+        The request's attributes of the same names count where they are not None; a `top_k` of -1 is 0. A seed that
+        neither names is new.
+        """
+        names = ("temperature", "top_p", "top_k", "seed")
+        asked = [getattr(request, name, None) for name in names]
+        temperature, top_p, top_k, seed = (
+            getattr(self, name) if value is None else value for name, value in zip(names, asked, strict=True)
+        )
+        if not temperature:
+            return None
+        new = random.SystemRandom().getrandbits(62) if seed is None else seed
+        return Sampling(temperature, top_p, max(0, top_k), new)
 
 
 class ServeSettings(PairSettings):

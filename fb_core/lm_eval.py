@@ -30,6 +30,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from fb_core.detokenizer import Text
 from fb_core.engine.engine import Engine, Handle, Token
 from fb_core.hf.checkpoints import load_model
 from fb_core.hf.models import CausalLM
@@ -41,7 +42,6 @@ from fb_core.recipe import Wanted, deployment_of, thinking_of
 from fb_core.sampling import Sampling
 from fb_core.scorer import CompatibilityScorer
 from fb_core.scorer import token_budget as rows_in_memory
-from fb_core.serve.text import Text
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

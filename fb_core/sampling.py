@@ -9,15 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fb_core.counts import LARGEST
-
-if TYPE_CHECKING:
-    from fb_core.config import PairSettings
 
 
 @dataclass(frozen=True)
@@ -57,22 +54,6 @@ class Sampling:
                 "temperature, top_p, top_k: expected above 0, in (0, 1] and 0 or more within 64 bits, got "
                 f"{self.temperature}, {self.top_p}, {self.top_k}; leave sampling out for greedy decoding"
             )
-
-    @classmethod
-    def asked(cls, settings: PairSettings, request: object = None) -> Sampling | None:
-        """What a request asks for, or else the pair's settings; None at temperature 0.
-
-        The request's attributes of the same names count where they are not None; a `top_k` of -1 is 0. A seed that
-        neither names is new.
-        """
-        names = ("temperature", "top_p", "top_k", "seed")
-        own = [getattr(request, name, None) for name in names]
-        temperature, top_p, top_k, seed = (
-            getattr(settings, name) if value is None else value for name, value in zip(names, own, strict=True)
-        )
-        if not temperature:
-            return None
-        return cls(temperature, top_p, max(0, top_k), random.SystemRandom().getrandbits(62) if seed is None else seed)
 
     @classmethod
     def of_transformers(cls, settings: Mapping[str, Any]) -> Sampling:

@@ -1,4 +1,4 @@
-"""Statistics of reported results: intervals over problems and seeds, and how well scores order candidates by outcome.
+"""Statistics of reported results: intervals over problems and seeds.
 
 Outcomes are one finite number a problem, [n], or one a problem and training seed, [n, S], the same problems and seeds
 in the same order. Bootstrap intervals are those of percentiles, and repeat with their seed.
@@ -88,21 +88,6 @@ def paired_lower_bound(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> In
         middle = (low + high) / 2
         low, high = (middle, high) if score(middle) > z else (low, middle)
     return Interval(mean, low, 1.0)
-
-
-def pairwise_agreement(score: ArrayLike, outcome: ArrayLike) -> tuple[float, int]:
-    """How many pairs of one state's candidates the scores [K] order as their outcomes [K] do, and how many there are.
-
-    Only pairs whose outcomes differ are comparable; a tie of their scores counts one half. Sum both numbers over the
-    states and divide once: the denominator of pairwise accuracy is the comparable pairs.
-    """
-    scores, outcomes = np.asarray(score), np.asarray(outcome)  # [K]
-    assert scores.shape == outcomes.shape
-    assert not np.isnan(scores).any()
-    better = outcomes[:, None] > outcomes[None, :]
-    agreeing = np.sum(better & (scores[:, None] > scores[None, :]))
-    tied = np.sum(better & (scores[:, None] == scores[None, :]))
-    return float(agreeing + 0.5 * tied), int(np.sum(better))
 
 
 def outcomes_differ(outcome: ArrayLike) -> bool:

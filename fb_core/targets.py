@@ -1,10 +1,12 @@
-"""From log-probabilities of the shared future to training targets: B_H, group normalisation, soft and hybrid."""
+"""From log-probabilities of the shared future to training targets, and how well scores order a state's candidates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from fb_kernels import compatibility_targets
@@ -69,3 +71,18 @@ def group_targets(
         alpha=alpha,
     )
     return list(score.split(counts)), list(target.split(counts))
+
+
+def pairwise_agreement(score: ArrayLike, outcome: ArrayLike) -> tuple[float, int]:
+    """How many pairs of one state's candidates the scores [K] order as their outcomes [K] do, and how many there are.
+
+    Only pairs whose outcomes differ are comparable; a tie of their scores counts one half. Sum both numbers over the
+    states and divide once: the denominator of pairwise accuracy is the comparable pairs.
+    """
+    scores, outcomes = np.asarray(score), np.asarray(outcome)  # [K]
+    assert scores.shape == outcomes.shape
+    assert not np.isnan(scores).any()
+    better = outcomes[:, None] > outcomes[None, :]
+    agreeing = np.sum(better & (scores[:, None] > scores[None, :]))
+    tied = np.sum(better & (scores[:, None] == scores[None, :]))
+    return float(agreeing + 0.5 * tied), int(np.sum(better))

@@ -21,7 +21,7 @@ from fb_core.hf.models import fingerprint
 from fb_core.hf.packed import Prefix, packs, prefill_packed
 from fb_core.hf.tokens import check_group, check_position, token_ids
 from fb_core.reranker import CandidateRows, TokenReranker
-from fb_core.statistics import pairwise_agreement
+from fb_core.targets import pairwise_agreement
 from fb_kernels import group_cross_entropy
 
 VALIDATED_AT_ONCE = 32  # groups in a forward of `validate`

@@ -31,6 +31,7 @@ from fb_core.stages.records import NATS, Examples, Group, Rollout
 from fb_core.stages.run import Output, Stage, run_stage
 from fb_core.stages.scores import ScoreStage
 from fb_core.statistics import Interval
+from fb_core.targets import pairwise_agreement
 
 Tally = NDArray[np.float64]
 MATCHED = "matched"  # events at which every score is known
@@ -168,7 +169,7 @@ def _agreement(states: Sequence[Judged], name: str) -> dict[str, Any]:
         mixed = statistics.outcomes_differ(outcome)
         local = [intervals.top1_success(state.scores[other][0].numpy(), outcome) for other in ("SLM", "LLM")]
         for score in seeds:
-            agreeing, comparable = statistics.pairwise_agreement(score.numpy(), outcome)
+            agreeing, comparable = pairwise_agreement(score.numpy(), outcome)
             success = intervals.top1_success(score.numpy(), outcome)
             tally += np.array([agreeing, comparable, success, 1, success * mixed, mixed, *local]) / len(seeds)
     won, pairs, hits, count, mixed_hits, mixed_count, slm, llm = np.stack(list(tallies.values())).T

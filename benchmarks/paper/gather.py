@@ -21,7 +21,6 @@ from benchmarks.paper.rollouts import HeldOutRolloutStage, token_kind
 from benchmarks.paper.rows import DEPLOYED, Run, decoded, finished, long_table, results, timed
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import PUBLISHED, TABLES, Plan, Table, plan_of, settings_of_variant
-from fb_core import statistics
 from fb_core.stages.choose import CHOICE, ChoiceStage, RerankerStage, SelectionStage
 from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
 from fb_core.stages.decode import Row
@@ -33,6 +32,7 @@ from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.run import Stage
 from fb_core.stages.scores import FILTERS, ScoreStage
 from fb_core.stages.train import TrainStage
+from fb_core.targets import pairwise_agreement
 
 OFFLINE: tuple[type[Stage], ...] = (
     TrajectoryStage,
@@ -177,7 +177,7 @@ def future_quality(plan: Plan) -> Part:
                 states[quality] += 1
                 for column, horizon in enumerate(horizons):
                     score = matrix[:, :horizon].double().mean(1)
-                    agreeing, comparable = statistics.pairwise_agreement(score.numpy(), rollout.correct.numpy())
+                    agreeing, comparable = pairwise_agreement(score.numpy(), rollout.correct.numpy())
                     won[quality, column] += agreeing
                     pairs[quality, column] += comparable
     shares = np.divide(won, pairs, out=np.full_like(won, np.nan), where=pairs > 0)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fb_core.config import ServeSettings
 from fb_core.decoding import Generation, Usage
+from fb_core.detokenizer import Text
 from fb_core.engine.engine import Engine, Handle, Scores, Token
 from fb_core.engine.step import Ranked
 from fb_core.events import Event
@@ -36,7 +37,6 @@ from fb_core.serve.protocol import (
     prompt_entry,
     score_fields,
 )
-from fb_core.serve.text import Text
 
 BYTES = 16  # of text for a token; a prompt with more for each that there is room for is not tokenized
 LOGPROBS = 1 << 18  # in one reply
@@ -282,7 +282,7 @@ class Service:
             ValueError: a prompt, limit or override that the engine refuses.
             RuntimeError: a closed engine.
         """
-        sampling = Sampling.asked(self.settings, request)
+        sampling = self.settings.sampling(request)
         samples = 1 if sampling is None else request.n
         self._check_size(request)
         reply = Reply(self.turns, len(request.inputs) * samples, samples, request.n // samples)

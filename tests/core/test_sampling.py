@@ -222,10 +222,10 @@ def test_sampling_of_another_type_is_refused():
 
 def test_a_request_counts_before_the_settings():
     settings = PairSettings(slm="a", llm="b", temperature=0.5, top_p=0.9, seed=3)
-    assert Sampling.asked(settings) == Sampling(0.5, 0.9, 0, 3)
+    assert settings.sampling() == Sampling(0.5, 0.9, 0, 3)
     request = CompletionRequest(prompt="x", temperature=1, top_k=-1, seed=5)
-    assert Sampling.asked(settings, request) == Sampling(1.0, 0.9, 0, 5)
-    assert Sampling.asked(settings, CompletionRequest(prompt="x", temperature=0)) is None
-    assert Sampling.asked(PairSettings(slm="a", llm="b")) is None
-    new = [Sampling.asked(PairSettings(slm="a", llm="b", temperature=1)).seed for _ in range(2)]
+    assert settings.sampling(request) == Sampling(1.0, 0.9, 0, 5)
+    assert settings.sampling(CompletionRequest(prompt="x", temperature=0)) is None
+    assert PairSettings(slm="a", llm="b").sampling() is None
+    new = [PairSettings(slm="a", llm="b", temperature=1).sampling().seed for _ in range(2)]
     assert new[0] != new[1]

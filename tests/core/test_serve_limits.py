@@ -15,6 +15,7 @@ from limits import HANG
 from serving import service_of, until
 from test_engine import Slow
 
+from fb_core.detokenizer import Name
 from fb_core.engine.engine import Engine
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
@@ -25,7 +26,6 @@ from fb_core.serve.app import Application, _parts
 from fb_core.serve.protocol import CompletionRequest, Piece, ScoreRequest, Shape, TokenLogprobs
 from fb_core.serve.run import Server as Uvicorn
 from fb_core.serve.run import listen, on_loopback
-from fb_core.serve.text import Name
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fb_core import statistics
-from fb_core.statistics import (
-    Interval,
-    average_interval,
-    outcomes_differ,
-    paired_lower_bound,
-    pairwise_agreement,
-)
+from fb_core.statistics import Interval, average_interval, outcomes_differ, paired_lower_bound
+from fb_core.targets import pairwise_agreement
 
 
 def test_two_problems_resample_to_a_half_most_often() -> None:
