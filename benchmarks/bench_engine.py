@@ -22,7 +22,7 @@ from benchmarks import peers, shapes
 from benchmarks.harness import OURS, Goal, Implementation
 from benchmarks.live_server import Served
 from fb_core import CollaborativeDecoder, FutureBridgeSelector, Generation, LLMPreference, RequestPolicy, ServerLLM
-from fb_core.demo.pairs import load_pair
+from fb_core.apps.demo.pairs import load_pair
 from fb_core.events import Event
 from fb_kernels.timing import Timing
 

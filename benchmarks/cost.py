@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fb_core.config import RolloutSettings
-from fb_core.page import markdown_table
+from fb_core.apps.pipeline.page import markdown_table
+from fb_core.apps.settings.config import RolloutSettings
 
 FLOPS, COPY, MEMORY = 790e12, 3.0e12, 80e9 * 0.9  # H100: dense bf16 FLOP/s, bytes/s, bytes for a server
 MOST = 256  # sequences in a batch

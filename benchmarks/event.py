@@ -30,8 +30,8 @@ def made(run: Path, problem_id: str) -> dict[str, Any]:
     import torch
 
     from fb_core import CollaborativeDecoder, RequestPolicy
-    from fb_core.config import RunSettings
-    from fb_core.stages.models import benchmark_problems, models_of
+    from fb_core.apps.pipeline.models import benchmark_problems, models_of
+    from fb_core.apps.settings.config import RunSettings
     from fb_core.verify import Verifier
 
     settings = RunSettings.model_validate_json((run / "settings.json").read_text())

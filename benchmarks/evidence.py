@@ -31,22 +31,22 @@ from benchmarks import command
 from benchmarks.paper.methods.takeover import takeover
 from benchmarks.paper.nested_runs import work_through
 from benchmarks.theme import Theme, pictured
-from fb_core import statistics
+from fb_core.apps.demo import SETTINGS
+from fb_core.apps.pipeline import statistics
+from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, RerankerStage, ValueStage
+from fb_core.apps.pipeline.collect import PolicyStage, TrajectoryStage
+from fb_core.apps.pipeline.commands import Command, run_command
+from fb_core.apps.pipeline.decode import ASKED, DecodeStage, Row, Trial
+from fb_core.apps.pipeline.models import DEPLOYED, Context, Generate, benchmark_problems, frozen_policy, pool_options
+from fb_core.apps.pipeline.page import markdown_table
+from fb_core.apps.pipeline.run import run_stage
+from fb_core.apps.pipeline.statistics import Interval
+from fb_core.apps.processes import processes
+from fb_core.apps.settings.config import RunSettings, changed
 from fb_core.atomic import write_file
-from fb_core.config import RunSettings, changed
-from fb_core.demo import SETTINGS
 from fb_core.events import Pool
-from fb_core.page import markdown_table
-from fb_core.processes import processes
 from fb_core.recipe import LABELS, RecipeName
 from fb_core.selectors import ScoringSelector, State, ValueSelector
-from fb_core.stages.choose import CertificationStage, ChoiceStage, RerankerStage, ValueStage
-from fb_core.stages.collect import PolicyStage, TrajectoryStage
-from fb_core.stages.commands import Command, run_command
-from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
-from fb_core.stages.models import DEPLOYED, Context, Generate, benchmark_problems, frozen_policy, pool_options
-from fb_core.stages.run import run_stage
-from fb_core.statistics import Interval
 from fb_core.value import ValueHead, fit_value, value_terms
 
 SEEDS = tuple(range(86_011, 86_021))  # of problems, training sets and rerankers; fixed before the run

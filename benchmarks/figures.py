@@ -19,10 +19,10 @@ from benchmarks.paper import orderings, published
 from benchmarks.paper.cells import LEGEND, marked
 from benchmarks.paper.rows import Result, Run, Timed, read_tables
 from benchmarks.summary import against_the_best, cost_table
+from fb_core.apps.demo import SETTINGS
+from fb_core.apps.pipeline.page import markdown_table
+from fb_core.apps.settings.config import RunSettings
 from fb_core.atomic import write_file
-from fb_core.config import RunSettings
-from fb_core.demo import SETTINGS
-from fb_core.page import markdown_table
 
 ROOT = Path(__file__).parent.parent
 TABLES = Path("docs", "experiments", "tables.json")  # as `python -m benchmarks.paper report` writes it

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import roofline, targets
 from benchmarks.harness import OURS, read_results, shown_commit
-from fb_core.page import markdown_table
+from fb_core.apps.pipeline.page import markdown_table
 
 CHECK = "check.txt"  # as `python -m fb_kernels.env --check` printed it
 HEADS = ("op", "size", "kernel", "right", "microseconds", "of the ceiling", "used")

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from benchmarks import command
 from benchmarks.figures import ROOT, replace_block
+from fb_core.apps.pipeline.choose import Tried, decide
+from fb_core.apps.pipeline.page import markdown_table
+from fb_core.apps.settings.config import ChoiceSettings
 from fb_core.atomic import write_file
-from fb_core.config import ChoiceSettings
-from fb_core.page import markdown_table
 from fb_core.recipe import RecipeName
-from fb_core.stages.choose import Tried, decide
 
 DIFFERING, CHANGED = 0.30, 0.20  # shares of the problems
 PROBLEMS = (300, 750, 1500, 3000)

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from benchmarks.roofline import GREY
-from fb_core.config import PairSettings, RunSettings, ServeSettings
-from fb_core.page import markdown_table
+from fb_core.apps.pipeline.page import markdown_table
+from fb_core.apps.settings.config import PairSettings, RunSettings, ServeSettings
 from fb_kernels import BranchLayout, bench, branch_attention, calls
 from fb_kernels._op import Op
 from fb_kernels.calls import Call

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, Sampling
-from fb_core.demo.pairs import DemoPair
+from fb_core.apps.demo.pairs import DemoPair
 
 PAIR, THRESHOLD, NEW, LENGTH = "plans", 1.7, 60, 256  # NEW and LENGTH: maximum tokens of an answer and of a sequence
 MODEL = f"demo:{PAIR}"

@@ -28,8 +28,8 @@ from benchmarks.harness import OURS, Result
 from benchmarks.roofline import COLOURS, GREY, MARKERS, STYLE, save
 from benchmarks.server_process import LENGTH, MODEL, NEW, PAIR, THREADS, THRESHOLD, Server, Truth, alone
 from fb_core import CollaborativeDecoder, Engine, LLMPreference, RequestPolicy
-from fb_core.demo.pairs import DemoPair, load_pair
-from fb_core.page import markdown_table
+from fb_core.apps.demo.pairs import DemoPair, load_pair
+from fb_core.apps.pipeline.page import markdown_table
 from fb_core.pair import Pair
 
 CLIENTS = (1, 4, 16, 64)

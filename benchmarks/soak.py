@@ -30,8 +30,8 @@ import torch
 from benchmarks import harness
 from benchmarks.server_process import MODEL, PAIR, THREADS, Server, Truth, alone
 from fb_core import CompatibilityScorer, Sampling
-from fb_core.demo.pairs import DemoPair, load_pair
-from fb_core.page import markdown_table
+from fb_core.apps.demo.pairs import DemoPair, load_pair
+from fb_core.apps.pipeline.page import markdown_table
 
 RESULTS = harness.ROOT / "benchmarks" / "results" / "soak"
 LIMITS, EVENTS, ANSWERS = (60, 25, 7), (8, 0), 2  # maximum tokens, events and answers

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.harness import OURS
 from benchmarks.roofline import COLOURS, GREY, MARKERS, STYLE, save
-from fb_core.page import markdown_table
+from fb_core.apps.pipeline.page import markdown_table
 
 Result = Mapping[str, Any]
 Sizes = tuple[int, int, int]  # G, P, R

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from benchmarks import harness
 from fb_core import BranchGroup
-from fb_core.config import RunSettings
+from fb_core.apps.pipeline.collect import TrajectoryStage
+from fb_core.apps.pipeline.commands import COMMANDS, run_command, stages_of
+from fb_core.apps.pipeline.records import Examples
+from fb_core.apps.settings.config import RunSettings
 from fb_core.hf.models import CausalLM
-from fb_core.stages.collect import TrajectoryStage
-from fb_core.stages.commands import COMMANDS, run_command, stages_of
-from fb_core.stages.records import Examples
 
 RESULTS = Path(__file__).parent / "results" / "stages"
 GROUPS = 100  # scored one candidate at a time

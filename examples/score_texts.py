@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fb_core import CompatibilityScorer, shared_prefix_logprobs_many
-from fb_core.demo.pairs import load_pair
+from fb_core.apps.demo.pairs import load_pair
 
 BETA = 0.1
 Pair = tuple[str, str, str]  # prompt, chosen, rejected

@@ -14,7 +14,7 @@ def main() -> None:
     except ImportError as problem:
         print(problem, file=sys.stderr)
         raise SystemExit(2) from None
-    from fb_core.cli import main as command_line
+    from fb_core.apps.cli.main import main as command_line
 
     command_line()
 

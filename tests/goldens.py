@@ -22,7 +22,7 @@ import yaml
 from runs import SMALL
 
 from fb_core import CollaborativeDecoder, LLMPreference, LowLatencyDecoder, RandomChoice, RequestPolicy
-from fb_core.demo.pairs import load_pair
+from fb_core.apps.demo.pairs import load_pair
 from fb_core.verify import Verifier
 
 SECTIONS = ("models", "problems", "collect", "futures", "score", "rollouts", "train", "evaluate", "verify")

@@ -19,15 +19,17 @@ import yaml
 from limits import HANG
 from warm import futurebridge
 
-from fb_core.cli import _folder
-from fb_core.config import SHIPPED, PairSettings, RunSettings, ServeSettings, as_yaml, settings_of
+from fb_core.apps.cli.main import _folder
+from fb_core.apps.settings.config import SHIPPED, PairSettings, RunSettings, ServeSettings, as_yaml, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, "-c", "from fb_core.cli import main; main()", *arguments], capture_output=True, text=True
+        [sys.executable, "-c", "from fb_core.apps.cli.main import main; main()", *arguments],
+        capture_output=True,
+        text=True,
     )
 
 
@@ -76,7 +78,7 @@ def test_errors_are_one_message_and_no_traceback(arguments, words):
 def test_ctrl_c_says_that_the_same_command_goes_on(tmp_path):
     code = (
         "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may ignore it\n"
-        "from fb_core.cli import main\nmain()"
+        "from fb_core.apps.cli.main import main\nmain()"
     )
     command = [sys.executable, "-c", code, "collect", "--config", "tiny", "--run-dir", str(tmp_path / "run")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -132,7 +134,7 @@ def test_a_wrong_name_is_answered_before_torch_is_imported(tmp_path, command):
         "chat": ["--slm", "a"],
     }.get(command, ["--config", "nope"])
     code = (
-        "import sys\nfrom fb_core.cli import main\n"
+        "import sys\nfrom fb_core.apps.cli.main import main\n"
         "try:\n    main()\nfinally:\n    print(sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code, command, *arguments], capture_output=True, text=True)
@@ -149,14 +151,15 @@ def test_the_version_is_that_of_the_package():
 
 def test_shells_can_complete():
     assert "--install-completion" in run("--help").stdout
-    code = "import sys; sys.argv[0] = 'futurebridge'; from fb_core.cli import main; main()"
+    code = "import sys; sys.argv[0] = 'futurebridge'; from fb_core.apps.cli.main import main; main()"
     asked = {"_FUTUREBRIDGE_COMPLETE": "complete_bash", "COMP_WORDS": "futurebridge ev", "COMP_CWORD": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | asked)
     assert done.stdout.split() == ["evaluate"]
 
 
 def test_the_help_of_config_names_all_that_is_shipped():
-    shipped = {path.name.removesuffix(".yaml") for path in (ROOT / "fb_core" / "configs").iterdir()}
+    configs = ROOT / "fb_core" / "apps" / "settings" / "configs"
+    shipped = {path.name.removesuffix(".yaml") for path in configs.iterdir()}
     assert len(shipped) > 4
     assert set(SHIPPED) == shipped
     assert all(RunSettings.load(name) for name in shipped)
@@ -569,7 +572,7 @@ def test_damaged_settings_of_a_run_are_one_sentence(tmp_path, text):
 
 
 def test_generate_takes_a_pair_of_the_demo():
-    from fb_core.demo.worlds import WORLDS
+    from fb_core.apps.demo.worlds import WORLDS
 
     prompt = WORLDS["plans"].problems(1, 0, "test")[0].prompt
     room = ["--max-length", "96", "--max-new-tokens", "45"]

@@ -22,8 +22,8 @@ import fb_core
 import fb_kernels
 from benchmarks import figures, reference
 from docs import signatures
-from fb_core.cli import app
-from fb_core.config import PairSettings, RunSettings
+from fb_core.apps.cli.main import app
+from fb_core.apps.settings.config import PairSettings, RunSettings
 from fb_kernels import backend, bench, calls, cpu
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,14 +116,14 @@ def test_the_settings_of_a_page_are_known(page: str, tmp_path: Path) -> None:
 def test_what_ray_serve_gets_is_known() -> None:
     pytest.importorskip("fastapi")
     schema = pytest.importorskip("ray.serve.schema")
-    from fb_core.serve.replicas import ReplicaSettings
+    from fb_core.apps.serve.replicas import ReplicaSettings
 
     (file,) = (block for block in blocks("serving.md", "yaml") if RAY_SERVE in block)
     (application,) = schema.ServeDeploySchema.model_validate(yaml.safe_load(file)).applications
     (command,) = re.findall(r"^serve run fb_core\.serve\.replicas:app (.+)$", PAGES["serving.md"], re.MULTILINE)
     assert ReplicaSettings.model_validate(application.args).replicas == 16
     assert ReplicaSettings.model_validate(dict(word.split("=", 1) for word in shlex.split(command))).replicas == 8
-    assert application.import_path == "fb_core.serve.replicas:app"
+    assert application.import_path == "fb_core.apps.serve.replicas:app"
 
 
 @pytest.mark.parametrize("file", LARGE_MODEL, ids=lambda file: file.stem)

@@ -24,9 +24,9 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.paper.settings import PaperSettings
-from fb_core.config import RunSettings
-from fb_core.stages.commands import run_command
-from fb_core.stages.files import Artefact
+from fb_core.apps.pipeline.commands import run_command
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.settings.config import RunSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

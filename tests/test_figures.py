@@ -13,7 +13,7 @@ import pytest
 from benchmarks import cost, event, figures, gpu_status, roofline, summary, targets
 from benchmarks.evidence import Cells
 from benchmarks.paper.rows import Result, Run
-from fb_core.statistics import Interval
+from fb_core.apps.pipeline.statistics import Interval
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU = figures.GPUS[0]

@@ -63,19 +63,16 @@ def import_faults(tree: ast.AST, path: str) -> Iterator[str]:
             yield f"imports {shown}: kernels live in an op's triton.py"
         if root == "peft" and not path.startswith("fb_core/hf/"):
             yield f"imports {shown}: peft is met in fb_core/hf"
-        if root == "transformers" and not path.startswith(("fb_core/hf/", "fb_core/demo/")):
+        if root == "transformers" and not path.startswith(("fb_core/hf/", "fb_core/apps/demo/")):
             yield f"imports {shown}: transformers is met in fb_core/hf"
         if package == "fb_core" and root == "fb_kernels":
             private_module = bool(rest) and (rest[0] not in PUBLIC_MODULES or len(rest) > 1)
             private_name = not rest and name is not None and name not in {*fb_kernels.__all__, *PUBLIC_MODULES}
             if private_module or private_name:
                 yield f"imports {shown}: only fb_kernels' public names are for others"
-        if (
-            package == "fb_core"
-            and path not in ("fb_core/cli.py", "fb_core/__main__.py")
-            and (module == "fb_core.cli" or shown == "cli from fb_core")
-        ):
-            yield f"imports {shown}: the command line is built on top"
+        app = f"{module}.{name}".startswith("fb_core.apps.")
+        if app and package == "fb_core" and not path.startswith(("fb_core/apps/", "fb_core/__main__.py")):
+            yield f"imports {shown}: the layer runs without any program"
 
 
 def call_faults(tree: ast.AST) -> Iterator[str]:
@@ -184,10 +181,10 @@ def test_sources_keep_the_rules(path: Path) -> None:
         ("fb_core/a.py", "from torch.ops import fb"),
         ("fb_core/a.py", "import importlib\nimportlib.import_module('peft')"),
         ("fb_core/a.py", "import peft.tuners"),
-        ("fb_core/demo/a.py", "from peft import LoraConfig"),
+        ("fb_core/apps/demo/a.py", "from peft import LoraConfig"),
         ("fb_core/a.py", "from transformers import AutoModel"),
-        ("fb_core/a.py", "from . import cli"),
-        ("fb_core/stages/a.py", "from ..cli import main"),
+        ("fb_core/a.py", "from .apps import cli"),
+        ("fb_core/hf/a.py", "from fb_core.apps.settings.config import PairSettings"),
         ("fb_core/a.py", "from tests import conftest"),
         ("fb_core/a.py", "import pickle"),
         ("fb_core/a.py", "x = torch.load('a.pt')"),
@@ -212,8 +209,8 @@ def test_a_broken_rule_is_seen(path: str, source: str) -> None:
             "import fb_kernels\nfrom fb_kernels import linear_logprob\nfrom fb_kernels.testing import poison_",
         ),
         ("fb_core/hf/adapters.py", "import peft, transformers"),
-        ("fb_core/demo/a.py", "from transformers import AutoModel"),
-        ("fb_core/cli.py", "from fb_core import scorer"),
+        ("fb_core/apps/demo/a.py", "from transformers import AutoModel"),
+        ("fb_core/apps/cli/main.py", "from fb_core import scorer"),
         ("fb_core/a.py", "model.eval()\nf(trust_remote_code=config.trust)\nurl = 'http://host/data/x'"),
         ("fb_kernels/a/naive.py", "import torch\nfrom fb_kernels.swiglu.naive import swiglu"),
         ("fb_kernels/swiglu/calls.py", "from fb_kernels.swiglu import naive"),

@@ -16,7 +16,7 @@ import typer
 import yaml
 
 import fb_kernels
-from fb_core.cli import app
+from fb_core.apps.cli.main import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISH = ROOT / "publish"

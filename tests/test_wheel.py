@@ -64,9 +64,9 @@ def test_wheel_from_a_foreign_directory(installed, tmp_path):
         installed,
         "from importlib import resources as r; "
         "print([(r.files(p) / 'py.typed').is_file() for p in ('fb_core', 'fb_kernels')], "
-        "(r.files('fb_core.demo') / 'weights' / 'plans-slm' / 'model.safetensors').is_file(), "
-        "(r.files('fb_core') / 'configs' / 'tiny.yaml').is_file(), "
-        "(r.files('fb_core') / 'templates' / 'page.html').is_file())",
+        "(r.files('fb_core.apps.demo') / 'weights' / 'plans-slm' / 'model.safetensors').is_file(), "
+        "(r.files('fb_core.apps.settings') / 'configs' / 'tiny.yaml').is_file(), "
+        "(r.files('fb_core.apps.pipeline') / 'templates' / 'page.html').is_file())",
         tmp_path,
     )
     assert typed.stdout.split("\n")[0] == "[True, True] True True True", typed.stderr

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from limits import HANG
 
-IMPORTED = ["warm", "fb_core.cli", "fb_core.chat", "fb_core.demo.pairs", "benchmarks.paper.run"]
+IMPORTED = ["warm", "fb_core.apps.cli.main", "fb_core.apps.cli.chat", "fb_core.apps.demo.pairs", "benchmarks.paper.run"]
 IMPORTED += ["transformers.models.qwen3.modeling_qwen3", "peft.utils.transformers_weight_conversion"]
 IMPORTED += ["pandas", "pyarrow.pandas_compat"]  # which pyarrow imports where pandas is installed
 

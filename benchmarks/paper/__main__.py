@@ -17,7 +17,7 @@ from benchmarks.paper.rollouts import HeldOutRolloutStage
 from benchmarks.paper.run import COSTS, run_tables
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import TABLES
-from fb_core.stages.run import run_stage
+from fb_core.apps.pipeline.run import run_stage
 from fb_core.terminal import escaped
 
 app = typer.Typer(

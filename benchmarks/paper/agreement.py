@@ -18,19 +18,19 @@ from benchmarks.paper import intervals
 from benchmarks.paper.cells import Columns, number, percent, table
 from benchmarks.paper.rollouts import HeldOutRolloutStage, token_kind
 from benchmarks.paper.rows import finished
-from fb_core import statistics
-from fb_core.config import RunSettings
+from fb_core.apps.pipeline import statistics
+from fb_core.apps.pipeline.choose import RerankerStage, reranked
+from fb_core.apps.pipeline.collect import StateStage, TrajectoryStage
+from fb_core.apps.pipeline.files import Artefact, table_bytes
+from fb_core.apps.pipeline.models import chosen_reranker, models_of
+from fb_core.apps.pipeline.page import markdown_table
+from fb_core.apps.pipeline.records import NATS, Examples, Group, Rollout
+from fb_core.apps.pipeline.run import Output, Stage, run_stage
+from fb_core.apps.pipeline.scores import ScoreStage
+from fb_core.apps.pipeline.statistics import Interval
+from fb_core.apps.settings.config import RunSettings
 from fb_core.events import LARGE, SLM
-from fb_core.page import markdown_table
 from fb_core.reranker import TokenReranker
-from fb_core.stages.choose import RerankerStage, reranked
-from fb_core.stages.collect import StateStage, TrajectoryStage
-from fb_core.stages.files import Artefact, table_bytes
-from fb_core.stages.models import chosen_reranker, models_of
-from fb_core.stages.records import NATS, Examples, Group, Rollout
-from fb_core.stages.run import Output, Stage, run_stage
-from fb_core.stages.scores import ScoreStage
-from fb_core.statistics import Interval
 from fb_core.targets import pairwise_agreement
 
 Tally = NDArray[np.float64]

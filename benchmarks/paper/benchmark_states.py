@@ -10,13 +10,13 @@ from typing import Any
 from benchmarks.paper.agreement import AgreementStage, agreement_table
 from benchmarks.paper.rollouts import HeldOutRolloutStage
 from benchmarks.paper.settings import PaperSettings
-from fb_core.stages.choose import ChoiceStage, RerankerStage
-from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
-from fb_core.stages.commands import Command, stages_of
-from fb_core.stages.files import Artefact
-from fb_core.stages.models import POLICY, RERANKER, benchmark_problems, file_stem, frozen_policy
-from fb_core.stages.problems import Problem, drawn
-from fb_core.stages.run import Output, Stage, run_stage
+from fb_core.apps.pipeline.choose import ChoiceStage, RerankerStage
+from fb_core.apps.pipeline.collect import PolicyStage, StateStage, TrajectoryStage
+from fb_core.apps.pipeline.commands import Command, stages_of
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.models import POLICY, RERANKER, benchmark_problems, file_stem, frozen_policy
+from fb_core.apps.pipeline.problems import Problem, drawn
+from fb_core.apps.pipeline.run import Output, Stage, run_stage
 
 BEFORE: tuple[Command, ...] = ("collect", "futures", "score")  # whose stages come before the rollouts
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.paper.page import Text
 from benchmarks.paper.rows import Result, Run
-from fb_core.page import Table
-from fb_core.statistics import Interval
+from fb_core.apps.pipeline.page import Table
+from fb_core.apps.pipeline.statistics import Interval
 
 BELOW_GREEDY, BELOW_DIRECT = "▼", "▽"
 LEGEND = f"{BELOW_GREEDY} significantly below greedy, {BELOW_DIRECT} significantly below the direct LLM score."

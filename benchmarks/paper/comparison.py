@@ -13,12 +13,11 @@ from torch import Tensor
 from benchmarks.paper.methods import generator, method, seed_of
 from benchmarks.paper.r2r.stages import RouterStage
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
-from fb_core.hf.checkpoints import checkpoint_hash
-from fb_core.stages.choose import RerankerStage
-from fb_core.stages.collect import PolicyStage
-from fb_core.stages.decode import ASKED, Decoded, DecodeStage, Loop, Trial
-from fb_core.stages.files import Artefact
-from fb_core.stages.models import (
+from fb_core.apps.pipeline.choose import RerankerStage
+from fb_core.apps.pipeline.collect import PolicyStage
+from fb_core.apps.pipeline.decode import ASKED, Decoded, DecodeStage, Loop, Trial
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.models import (
     DEPLOYED,
     DEPLOYED_STAGE,
     Generate,
@@ -26,8 +25,9 @@ from fb_core.stages.models import (
     file_stem,
     problems_hash,
 )
-from fb_core.stages.problems import Problem, drawn
-from fb_core.stages.run import Stage
+from fb_core.apps.pipeline.problems import Problem, drawn
+from fb_core.apps.pipeline.run import Stage
+from fb_core.hf.checkpoints import checkpoint_hash
 
 METHODS = ("compare.methods", "compare.votes", "compare.delimiter", "compare.judge", "compare.recall", "train.seeds")
 AT_ONCE = 256  # problems per shard

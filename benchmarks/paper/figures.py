@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from benchmarks.paper.rows import BY_METHOD, DEPLOYED, Result, Run, Timed, in_order
 from benchmarks.paper.tables import PUBLISHED
 from benchmarks.theme import Theme, pictured
-from fb_core.config import AVERAGE
-from fb_core.stages.models import LABELS
-from fb_core.statistics import Interval
+from fb_core.apps.pipeline.models import LABELS
+from fb_core.apps.pipeline.statistics import Interval
+from fb_core.apps.settings.config import AVERAGE
 from fb_core.terminal import escaped
 
 WIDTH = 8.4  # inches, the width of the text on a desktop page

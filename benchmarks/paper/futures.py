@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.settings import PaperSettings
+from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStage, judged
+from fb_core.apps.pipeline.files import Artefact, table_bytes
+from fb_core.apps.pipeline.futures import FutureStage, usable, verified
+from fb_core.apps.pipeline.models import verifier_of
+from fb_core.apps.pipeline.records import IDS, Examples, Future, State, example_files
+from fb_core.apps.pipeline.run import Output, Stage
+from fb_core.apps.pipeline.scores import ScoreStage, in_parts
 from fb_core.hf.models import Tokenizer
 from fb_core.llm import LocalLLM
 from fb_core.sampling import seeded
-from fb_core.stages.collect import OverStates, StateStage, TrajectoryStage, judged
-from fb_core.stages.files import Artefact, table_bytes
-from fb_core.stages.futures import FutureStage, usable, verified
-from fb_core.stages.models import verifier_of
-from fb_core.stages.records import IDS, Examples, Future, State, example_files
-from fb_core.stages.run import Output, Stage
-from fb_core.stages.scores import ScoreStage, in_parts
 from fb_core.verify import Verifier
 
 SAMPLED, UNVERIFIED, INCORRECT = "sampled", "unverified", "incorrect"  # columns: first right sample, first, first wrong

@@ -21,17 +21,17 @@ from benchmarks.paper.rollouts import HeldOutRolloutStage, token_kind
 from benchmarks.paper.rows import DEPLOYED, Run, decoded, finished, long_table, results, timed
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import PUBLISHED, TABLES, Plan, Table, plan_of, settings_of_variant
-from fb_core.stages.choose import CHOICE, ChoiceStage, RerankerStage, SelectionStage
-from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
-from fb_core.stages.decode import Row
-from fb_core.stages.files import Artefact
-from fb_core.stages.futures import FutureStage
-from fb_core.stages.models import frozen_policy, models_of
-from fb_core.stages.records import Examples
-from fb_core.stages.rollouts import RolloutStage
-from fb_core.stages.run import Stage
-from fb_core.stages.scores import FILTERS, ScoreStage
-from fb_core.stages.train import TrainStage
+from fb_core.apps.pipeline.choose import CHOICE, ChoiceStage, RerankerStage, SelectionStage
+from fb_core.apps.pipeline.collect import PolicyStage, StateStage, TrajectoryStage
+from fb_core.apps.pipeline.decode import Row
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.futures import FutureStage
+from fb_core.apps.pipeline.models import frozen_policy, models_of
+from fb_core.apps.pipeline.records import Examples
+from fb_core.apps.pipeline.rollouts import RolloutStage
+from fb_core.apps.pipeline.run import Stage
+from fb_core.apps.pipeline.scores import FILTERS, ScoreStage
+from fb_core.apps.pipeline.train import TrainStage
 from fb_core.targets import pairwise_agreement
 
 OFFLINE: tuple[type[Stage], ...] = (

@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fb_core.statistics import Draw, Interval, Vector, averages, bootstrap, by_problem, columns
+from fb_core.apps.pipeline.statistics import Draw, Interval, Vector, averages, bootstrap, by_problem, columns
 
 
 def above_line_interval(

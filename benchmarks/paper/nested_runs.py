@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from fb_core.config import RunSettings
-from fb_core.stages.files import Artefact
-from fb_core.stages.run import Stage, run_stage
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.run import Stage, run_stage
+from fb_core.apps.settings.config import RunSettings
 
 FOLDER = "variants"  # inside a run's
 

@@ -11,8 +11,8 @@ from benchmarks.paper.page import Block, Paragraph, Span, Text
 from benchmarks.paper.published import averages
 from benchmarks.paper.rows import Result, Run
 from benchmarks.paper.tables import PUBLISHED
-from fb_core.page import Table
-from fb_core.statistics import Interval
+from fb_core.apps.pipeline.page import Table
+from fb_core.apps.pipeline.statistics import Interval
 
 VERDICTS: dict[str, Literal["good", "bad", "faint"]] = {
     "reversed": "bad",

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Literal
 
 from benchmarks.theme import Picture
-from fb_core.page import Table, page
+from fb_core.apps.pipeline.page import Table, page
 
 
 @dataclass(frozen=True)

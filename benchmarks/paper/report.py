@@ -34,10 +34,10 @@ from benchmarks.paper.rows import DEPLOYED, Result, Run, in_order, rows_bytes, t
 from benchmarks.paper.tables import PUBLISHED, TABLES
 from benchmarks.paper.tables import Table as Experiment
 from benchmarks.theme import Picture
+from fb_core.apps.pipeline.page import Table
+from fb_core.apps.pipeline.statistics import Interval
+from fb_core.apps.settings.config import AVERAGE
 from fb_core.atomic import write_file
-from fb_core.config import AVERAGE
-from fb_core.page import Table
-from fb_core.statistics import Interval
 
 FIGURES = "figures"  # folder beside report.html
 FOREST = (

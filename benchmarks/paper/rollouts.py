@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.paper.settings import PaperSettings
-from fb_core.stages.rollouts import RolloutStage
+from fb_core.apps.pipeline.rollouts import RolloutStage
 
 
 class HeldOutRolloutStage(RolloutStage):

@@ -18,13 +18,13 @@ from benchmarks.paper.comparison import CompareStage, DeploymentStage
 from benchmarks.paper.methods import label_of
 from benchmarks.paper.published import Published
 from benchmarks.paper.tables import PROBLEM, PUBLISHED, TABLES, Plan, Table, Variant, settings_of_variant
-from fb_core import statistics
-from fb_core.config import AVERAGE
-from fb_core.stages.collect import PolicyStage
-from fb_core.stages.decode import Row
-from fb_core.stages.files import Artefact, table_bytes
-from fb_core.stages.models import frozen_policy
-from fb_core.statistics import Interval
+from fb_core.apps.pipeline import statistics
+from fb_core.apps.pipeline.collect import PolicyStage
+from fb_core.apps.pipeline.decode import Row
+from fb_core.apps.pipeline.files import Artefact, table_bytes
+from fb_core.apps.pipeline.models import frozen_policy
+from fb_core.apps.pipeline.statistics import Interval
+from fb_core.apps.settings.config import AVERAGE
 
 DEPLOYED = "deployed"  # key of the recipe that the run chose
 FIRST = ("greedy", "majority", "random", "slm-preference", "s2t", "direct", "one-token-takeover")

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.paper.settings import PaperSettings
-from fb_core.stages.records import Group
-from fb_core.stages.train import TrainStage
+from fb_core.apps.pipeline.records import Group
+from fb_core.apps.pipeline.train import TrainStage
 from fb_core.training import Sweep
 
 MARGIN, KL_WEIGHT = 1.0, 0.1

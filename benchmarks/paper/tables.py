@@ -10,8 +10,8 @@ from typing import Any, Literal
 from benchmarks.paper.methods import label_of
 from benchmarks.paper.nested_runs import FOLDER
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
-from fb_core.config import Changes, changed
-from fb_core.stages.files import Artefact
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.settings.config import Changes, changed
 
 PUBLISHED = "published"  # key of the published recipe with the run's own reranker
 PROBLEM = "problem.json"  # why a variant could not be made, in its folder

@@ -18,7 +18,7 @@ def server() -> Any:
 
 @pytest.fixture(scope="session")
 def pair() -> Any:
-    from fb_core.demo.pairs import load_pair
+    from fb_core.apps.demo.pairs import load_pair
 
     return load_pair("plans")
 

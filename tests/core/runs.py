@@ -14,7 +14,7 @@ from typing import Any
 from limits import HANG
 from warm import context
 
-from fb_core.config import RunSettings
+from fb_core.apps.settings.config import RunSettings
 
 SMALL = {
     "models": {"slm": "demo:plans", "llm": "demo:plans"},
@@ -56,7 +56,7 @@ def work(command: str, values: str, run: str, dies: int | None, seed: int, start
     """One command in this process, which dies inside its write number `dies`."""
     import torch
 
-    from fb_core.stages.commands import run_command
+    from fb_core.apps.pipeline.commands import run_command
 
     torch.set_num_threads(1)
     if dies is not None:

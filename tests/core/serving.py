@@ -15,9 +15,9 @@ from typing import Any
 import openai
 from limits import HANG
 
-from fb_core.config import ServeSettings
+from fb_core.apps.serve.service import Service
+from fb_core.apps.settings.config import ServeSettings
 from fb_core.engine.engine import Engine
-from fb_core.serve.service import Service
 
 MODEL, THRESHOLD = "demo:plans", 0.6
 

@@ -13,7 +13,7 @@ from numpy.random import default_rng
 from benchmarks import adverse
 from benchmarks.adverse import FORGETFUL, WORLDS, WRONG
 from benchmarks.evidence import TAKEOVER, Cells
-from fb_core.demo.worlds import World
+from fb_core.apps.demo.worlds import World
 
 N = 100
 STEP = re.compile(r"[a-z]+ (\d)\*(\d)\+(\d)=(\d\d),(\d)\*(\d)\+(\d)=(\d\d)>(\d\d)\. ")

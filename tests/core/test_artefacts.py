@@ -22,9 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import tiny
 
-from fb_core.atomic import write_file
-from fb_core.hf.checkpoints import load_model
-from fb_core.stages.files import (
+from fb_core.apps.pipeline.files import (
     FORMAT,
     Artefact,
     json_bytes,
@@ -32,6 +30,8 @@ from fb_core.stages.files import (
     table_bytes,
     tensor_bytes,
 )
+from fb_core.atomic import write_file
+from fb_core.hf.checkpoints import load_model
 
 IDENTITY = {"settings": {"quantile": 0.99, "max_states": 8}, "models": {"tokenizer": "abc"}, "inputs": {}}
 
@@ -323,7 +323,7 @@ def test_an_unfinished_stage_is_not_finished(tmp_path):
 def test_two_processes_do_not_work_on_one_folder(tmp_path):
     artefact, _ = filled(tmp_path)
     code = (
-        "import sys, pathlib\nfrom fb_core.stages.files import Artefact\n"
+        "import sys, pathlib\nfrom fb_core.apps.pipeline.files import Artefact\n"
         "with Artefact(pathlib.Path(sys.argv[1]), 'states').locked():\n    pass\n"
     )
     with artefact.locked():

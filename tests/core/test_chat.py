@@ -22,12 +22,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from warm import futurebridge
 
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy
-from fb_core.chat import EVENT_STYLE, HELP, Chat, Printer, read_prompt
-from fb_core.config import PairSettings, ServeSettings
+from fb_core.apps.cli.chat import EVENT_STYLE, HELP, Chat, Printer, read_prompt
+from fb_core.apps.serve.protocol import ChatRequest
+from fb_core.apps.serve.run import load_server
+from fb_core.apps.settings.config import PairSettings, ServeSettings
 from fb_core.events import Event
 from fb_core.recipe import Deployed
-from fb_core.serve.protocol import ChatRequest
-from fb_core.serve.run import load_server
 from fb_core.terminal import escaped
 
 TEMPLATE = (

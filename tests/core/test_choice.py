@@ -14,27 +14,21 @@ from runs import contents, finish, receipts, settings, start
 from typer.testing import CliRunner
 
 from benchmarks import power
-from fb_core import (
-    CollaborativeDecoder,
-    FutureBridgeSelector,
-    LLMPreference,
-    TokenReranker,
-    deployment_of,
-    statistics,
-)
-from fb_core.cli import app
-from fb_core.config import PairSettings, RunSettings
-from fb_core.demo.pairs import load_pair
+from fb_core import CollaborativeDecoder, FutureBridgeSelector, LLMPreference, TokenReranker, deployment_of
+from fb_core.apps.cli.main import app
+from fb_core.apps.demo.pairs import load_pair
+from fb_core.apps.pipeline import statistics
+from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, Tried, ValueStage, decide, reranked
+from fb_core.apps.pipeline.commands import run_command
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.models import LABELS, Context, frozen_policy, splits_of
+from fb_core.apps.pipeline.records import Examples
+from fb_core.apps.settings.config import PairSettings, RunSettings
+from fb_core.apps.settings.loading import load
 from fb_core.hub import deployed_files
-from fb_core.loading import load
 from fb_core.recipe import Deployed, RecipeName
 from fb_core.reranker import DESCRIPTION
 from fb_core.selectors import ValueSelector
-from fb_core.stages.choose import CertificationStage, ChoiceStage, Tried, ValueStage, decide, reranked
-from fb_core.stages.commands import run_command
-from fb_core.stages.files import Artefact
-from fb_core.stages.models import LABELS, Context, frozen_policy, splits_of
-from fb_core.stages.records import Examples
 from fb_core.value import fit_value, value_terms
 
 LABELLED = ("greedy", "direct", "published", "value")
@@ -98,7 +92,7 @@ def test_what_too_few_problems_cannot_show_is_said_once_before_the_run(problems,
         run_command("train", chosen, tmp_path)
     run_command("collect", chosen, tmp_path, dry_run=True, show=lambda text: None)
     assert caplog.text == ""
-    monkeypatch.setattr("fb_core.stages.commands.run_stage", lambda stage, engine: stage.folder.finished())
+    monkeypatch.setattr("fb_core.apps.pipeline.commands.run_stage", lambda stage, engine: stage.folder.finished())
     with pytest.raises(ValueError, match="expected finished"):
         run_command("collect", chosen, tmp_path)
     assert ("no recipe can pass its test" in caplog.text) == (lead is None)

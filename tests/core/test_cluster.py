@@ -18,8 +18,8 @@ from limits import HANG
 from runs import SMALL, contents, settings
 from warm import launched, start_futurebridge
 
-from fb_core.stages.collect import TrajectoryStage
-from fb_core.stages.run import Output, run_stage
+from fb_core.apps.pipeline.collect import TrajectoryStage
+from fb_core.apps.pipeline.run import Output, run_stage
 
 HERE = Path(__file__).parent
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -28,9 +28,9 @@ ON_RAY = """
 import pathlib, sys
 import ray
 import test_cluster
-from fb_core.config import RunSettings
-from fb_core.stages.commands import run_command
-from fb_core.stages.run import run_stage
+from fb_core.apps.settings.config import RunSettings
+from fb_core.apps.pipeline.commands import run_command
+from fb_core.apps.pipeline.run import run_stage
 
 ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 settings, folder = RunSettings.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2])

@@ -16,7 +16,7 @@ from fb_core import (
     ServerLLM,
     TokenReranker,
 )
-from fb_core.config import PairSettings
+from fb_core.apps.settings.config import PairSettings
 from fb_core.counts import check_count
 from fb_core.hf.checkpoints import load_model
 from fb_core.pair import Pair

@@ -14,13 +14,15 @@ from limits import HANG
 from runs import children_of, ended, receipts, settings
 from warm import context
 
-from fb_core import CollaborativeDecoder, FutureBridgeSelector, RandomChoice, RequestPolicy, TokenReranker, statistics
-from fb_core.config import RunSettings
-from fb_core.demo import SETTINGS, pairs, run
-from fb_core.demo.run import demo_settings, run_demo
-from fb_core.stages.evaluate import PAGE
-from fb_core.stages.files import Artefact
-from fb_core.stages.models import LABELS
+from fb_core import CollaborativeDecoder, FutureBridgeSelector, RandomChoice, RequestPolicy, TokenReranker
+from fb_core.apps.cli import demo as run
+from fb_core.apps.cli.demo import demo_settings, run_demo
+from fb_core.apps.demo import SETTINGS, pairs
+from fb_core.apps.pipeline import statistics
+from fb_core.apps.pipeline.evaluate import PAGE
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.models import LABELS
+from fb_core.apps.settings.config import RunSettings
 from fb_core.verify import Verifier
 
 METHODS = [label for name, label in LABELS.items() if name != "deployed"]  # the small runs choose no recipe
@@ -183,7 +185,7 @@ def test_a_folder_of_other_settings_is_named(tmp_path):
 
 
 def test_only_base_weights_ship():
-    with resources.as_file(resources.files("fb_core.demo") / "weights") as folder:
+    with resources.as_file(resources.files("fb_core.apps.demo") / "weights") as folder:
         files = [path for path in Path(folder).rglob("*") if path.is_file()]
     assert files
     assert {path.name for path in files} == {

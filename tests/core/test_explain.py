@@ -17,10 +17,10 @@ from dialects import byte_tokenizer
 from rich.console import Console
 from runs import settings
 
-from fb_core.explain import LEGEND, explain, find_rows, print_rows, token_text
-from fb_core.stages.decode import Row
-from fb_core.stages.files import SEAL, sealed_bytes
-from fb_core.stages.models import models_of
+from fb_core.apps.cli.explain import LEGEND, explain, find_rows, print_rows, token_text
+from fb_core.apps.pipeline.decode import Row
+from fb_core.apps.pipeline.files import SEAL, sealed_bytes
+from fb_core.apps.pipeline.models import models_of
 
 HOSTILE = [
     "<script>alert(1)</script>",

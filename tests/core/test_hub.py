@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from warm import futurebridge
 
 from fb_core import TokenReranker
-from fb_core.demo.pairs import load_pair
+from fb_core.apps.demo.pairs import load_pair
+from fb_core.apps.pipeline.choose import RerankerStage
+from fb_core.apps.pipeline.files import Artefact
 from fb_core.hf.checkpoints import is_hub_id
 from fb_core.hub import deployed_files, push_to_hub
-from fb_core.stages.choose import RerankerStage
-from fb_core.stages.files import Artefact
 
 FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "futurebridge.json"]
 

@@ -8,9 +8,9 @@ from decimal import Decimal
 
 import pytest
 
-from fb_core.config import RunSettings, VerifierSettings, identity_of
+from fb_core.apps.pipeline.collect import TrajectoryStage
+from fb_core.apps.settings.config import RunSettings, VerifierSettings, identity_of
 from fb_core.judges import NAMED, judge_of, number
-from fb_core.stages.collect import TrajectoryStage
 from fb_core.verify import Verifier
 
 OWN = """

@@ -8,9 +8,9 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from worked import worked_words
 
-from fb_core.demo import pairs
-from fb_core.demo.pairs import load_pair, retrain
-from fb_core.demo.worlds import WORLDS
+from fb_core.apps.demo import pairs
+from fb_core.apps.demo.pairs import load_pair, retrain
+from fb_core.apps.demo.worlds import WORLDS
 from fb_core.hf.checkpoints import load_model, tokenizer_hash
 
 

@@ -9,14 +9,14 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy
+from fb_core.apps.pipeline.collect import admitted, collect, log_states
+from fb_core.apps.pipeline.futures import usable, verified
+from fb_core.apps.pipeline.problems import Problem
+from fb_core.apps.pipeline.records import Future, State, Trajectory
+from fb_core.apps.pipeline.scores import score_states
 from fb_core.events import Pool
 from fb_core.hf.models import logits as hf_logits
 from fb_core.hf.packed import packs
-from fb_core.stages.collect import admitted, collect, log_states
-from fb_core.stages.futures import usable, verified
-from fb_core.stages.problems import Problem
-from fb_core.stages.records import Future, State, Trajectory
-from fb_core.stages.scores import score_states
 from fb_core.verify import Verifier
 
 LENGTH = 12

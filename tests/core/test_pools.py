@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fb_core.apps.pipeline.scores import part_of
 from fb_core.llm import LLM, Candidates
 from fb_core.pool import candidate_pool
-from fb_core.stages.scores import part_of
 
 KINDS = ("joint", "slm", "llm", "slm-wide")
 

@@ -20,9 +20,8 @@ from limits import HANG
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from fb_core.config import ProblemSettings
-from fb_core.stages import problems
-from fb_core.stages.problems import (
+from fb_core.apps.pipeline import problems
+from fb_core.apps.pipeline.problems import (
     BENCHMARKS,
     LONGEST_ROW,
     Problem,
@@ -31,6 +30,7 @@ from fb_core.stages.problems import (
     split,
     without_overlap,
 )
+from fb_core.apps.settings.config import ProblemSettings
 
 Row = dict[str, Any]
 ROWS: dict[str, list[Row]] = {

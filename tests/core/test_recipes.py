@@ -10,15 +10,15 @@ import torch
 from runs import linked, settings
 
 from fb_core import CollaborativeDecoder, FutureBridgeSelector, TokenReranker, deployment_of
-from fb_core.demo.pairs import load_pair
-from fb_core.stages.commands import run_command
-from fb_core.stages.decode import read_rows
-from fb_core.stages.files import Artefact
-from fb_core.stages.models import chosen_reranker, frozen_policy, splits_of
-from fb_core.stages.problems import prompt_ids
-from fb_core.stages.records import Examples
-from fb_core.stages.scores import part_of
-from fb_core.stages.train import TrainStage
+from fb_core.apps.demo.pairs import load_pair
+from fb_core.apps.pipeline.commands import run_command
+from fb_core.apps.pipeline.decode import read_rows
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.models import chosen_reranker, frozen_policy, splits_of
+from fb_core.apps.pipeline.problems import prompt_ids
+from fb_core.apps.pipeline.records import Examples
+from fb_core.apps.pipeline.scores import part_of
+from fb_core.apps.pipeline.train import TrainStage
 
 LOGGED = ("trajectories", "policy", "states", "futures", "scores")
 SHORT = {"seeds": [0], "epochs": 1}

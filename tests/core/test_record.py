@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fb_core.events import Pool
-from fb_core.stages.files import Artefact
-from fb_core.stages.problems import Problem
-from fb_core.stages.records import (
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.problems import Problem
+from fb_core.apps.pipeline.records import (
     Examples,
     Future,
     Group,
@@ -21,6 +20,7 @@ from fb_core.stages.records import (
     example_files,
     group_files,
 )
+from fb_core.events import Pool
 
 SHARD = "train-00000"
 

@@ -20,8 +20,8 @@ import pytest
 from limits import HANG
 from starlette.testclient import TestClient
 
-from fb_core.config import ServeSettings
-from fb_core.serve.run import load_server
+from fb_core.apps.serve.run import load_server
+from fb_core.apps.settings.config import ServeSettings
 
 pytest.importorskip("ray")
 pytest.importorskip("fastapi")
@@ -47,7 +47,7 @@ def process(tmp_path_factory) -> Iterator[SimpleNamespace]:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     arguments = [f"{name}={value}" for name, value in (PAIR | {"replicas": 2}).items()]
-    command = [sys.executable, "-c", COMMAND, str(port), "fb_core.serve.replicas:app", *arguments]
+    command = [sys.executable, "-c", COMMAND, str(port), "fb_core.apps.serve.replicas:app", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     log = tmp_path_factory.mktemp("replicas") / "log"
     with log.open("w") as written:
@@ -142,7 +142,7 @@ def test_two_processes_share_the_requests(process, replicas, single):
 
 
 def test_a_replica_whose_engine_is_closed_is_not_healthy():
-    from fb_core.serve.replicas import Replica
+    from fb_core.apps.serve.replicas import Replica
 
     replica = SimpleNamespace(server=load_server(ServeSettings(**PAIR, kv_memory=1 << 24), loopback=False))
     Replica.check_health(replica)

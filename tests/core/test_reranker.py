@@ -16,13 +16,13 @@ from tiny import FAMILIES, V, tiny
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Gemma3Config
 
 from fb_core import TokenReranker
+from fb_core.apps.pipeline.files import _read_sealed
+from fb_core.apps.settings.config import settings_of
 from fb_core.atomic import read_file
-from fb_core.config import settings_of
 from fb_core.hf.generation import Cache
 from fb_core.hf.models import text_config
 from fb_core.hf.packed import Prefix, PrefixKV
 from fb_core.reranker import _read_json
-from fb_core.stages.files import _read_sealed
 
 
 def randomise(reranker, seed=0):

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from fb_core import CompatibilityScorer
-from fb_core.demo.pairs import load_pair
+from fb_core.apps.demo.pairs import load_pair
 from fb_core.hf.models import known_ids
 from fb_core.hf.tokens import chat_ids, text_group, text_ids
 

@@ -22,7 +22,10 @@ from serving import MODEL, THRESHOLD, Server, service_of
 from starlette.testclient import TestClient
 from tiny import tiny
 
-from fb_core.config import ServeSettings
+from fb_core.apps.serve.app import Application
+from fb_core.apps.serve.protocol import OFF, ChatRequest, CompletionRequest, Piece
+from fb_core.apps.serve.run import listen, load_server
+from fb_core.apps.settings.config import ServeSettings
 from fb_core.decoding import LowLatencyDecoder
 from fb_core.engine.engine import Engine
 from fb_core.pair import Pair
@@ -30,9 +33,6 @@ from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.sampling import Sampling
 from fb_core.selectors import FutureBridgeSelector, LLMPreference
-from fb_core.serve.app import Application
-from fb_core.serve.protocol import OFF, ChatRequest, CompletionRequest, Piece
-from fb_core.serve.run import listen, load_server
 
 
 def test_completions_are_the_decoders(server, problems, expected):

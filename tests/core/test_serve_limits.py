@@ -15,17 +15,17 @@ from limits import HANG
 from serving import service_of, until
 from test_engine import Slow
 
+from fb_core.apps.serve import connection, run
+from fb_core.apps.serve import service as serving
+from fb_core.apps.serve.app import Application, _parts
+from fb_core.apps.serve.protocol import CompletionRequest, Piece, ScoreRequest, Shape, TokenLogprobs
+from fb_core.apps.serve.run import Server as Uvicorn
+from fb_core.apps.serve.run import listen, on_loopback
 from fb_core.detokenizer import Name
 from fb_core.engine.engine import Engine
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
-from fb_core.serve import connection, run
-from fb_core.serve import service as serving
-from fb_core.serve.app import Application, _parts
-from fb_core.serve.protocol import CompletionRequest, Piece, ScoreRequest, Shape, TokenLogprobs
-from fb_core.serve.run import Server as Uvicorn
-from fb_core.serve.run import listen, on_loopback
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ from test_serve_limits import counted, here, raw
 from tiny import tiny
 
 from fb_core import CompatibilityScorer
+from fb_core.apps.serve.protocol import ScoreRequest
+from fb_core.apps.serve.service import Busy
 from fb_core.engine.engine import Engine
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
-from fb_core.serve.protocol import ScoreRequest
-from fb_core.serve.service import Busy
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ from tiny import tiny
 
 from benchmarks.live_server import CONTEXT, LlamaCpp, write_gguf
 from fb_core import ServerError, server
-from fb_core.config import RunSettings
-from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage
-from fb_core.stages.files import Artefact
-from fb_core.stages.futures import FutureStage
-from fb_core.stages.run import run_stage
-from fb_core.stages.scores import ScoreStage
+from fb_core.apps.pipeline.collect import PolicyStage, StateStage, TrajectoryStage
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.futures import FutureStage
+from fb_core.apps.pipeline.run import run_stage
+from fb_core.apps.pipeline.scores import ScoreStage
+from fb_core.apps.settings.config import RunSettings
 
 MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he")]
 
@@ -106,7 +106,7 @@ def test_a_server_that_went_away_is_gone_on_with(pair, tmp_path, monkeypatch):
             servers["llm"].kill()
         return work(shard)
 
-    monkeypatch.setattr("fb_core.stages.run.SERVED_AT_ONCE", 1)
+    monkeypatch.setattr("fb_core.apps.pipeline.run.SERVED_AT_ONCE", 1)
     stage.work = work_until_the_server_is_gone
     with pytest.raises(ServerError, match=servers["llm"].url):
         run_stage(stage)

@@ -22,8 +22,9 @@ from limits import HANG
 from test_llm import BAD_CALLS, lists
 from tiny import EOS, V, prompts, tiny
 
-from fb_core import ServerError, ServerLLM, cli, dialects, server
-from fb_core.config import PairSettings, RunSettings, ServerSettings
+from fb_core import ServerError, ServerLLM, dialects, server
+from fb_core.apps.cli import main as cli
+from fb_core.apps.settings.config import PairSettings, RunSettings, ServerSettings
 from fb_core.decoding import CollaborativeDecoder
 from fb_core.engine.engine import Engine
 from fb_core.llm import LocalLLM

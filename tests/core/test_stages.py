@@ -25,25 +25,26 @@ from runs import SMALL, contents, settings
 from tiny import tiny
 from warm import futurebridge
 
-from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker, statistics
-from fb_core.config import RunSettings, TrainSettings, settings_of
-from fb_core.demo.pairs import load_pair
+from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker
+from fb_core.apps.demo.pairs import load_pair
+from fb_core.apps.pipeline import statistics
+from fb_core.apps.pipeline.choose import SelectionStage
+from fb_core.apps.pipeline.collect import PolicyStage, StateStage, TrajectoryStage, log_states
+from fb_core.apps.pipeline.commands import COMMANDS, run_command, stages_of
+from fb_core.apps.pipeline.decode import Row, read_rows
+from fb_core.apps.pipeline.evaluate import EvaluateStage
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.futures import FutureStage
+from fb_core.apps.pipeline.models import frozen_policy, models_of, splits_of
+from fb_core.apps.pipeline.problems import Problem, prompt_ids
+from fb_core.apps.pipeline.records import Examples
+from fb_core.apps.pipeline.rollouts import RolloutStage
+from fb_core.apps.pipeline.run import plan, run_stage
+from fb_core.apps.pipeline.scores import ScoreStage, part_of
+from fb_core.apps.pipeline.train import TrainStage
+from fb_core.apps.settings.config import RunSettings, TrainSettings, settings_of
 from fb_core.hf import models
 from fb_core.scorer import token_budget
-from fb_core.stages.choose import SelectionStage
-from fb_core.stages.collect import PolicyStage, StateStage, TrajectoryStage, log_states
-from fb_core.stages.commands import COMMANDS, run_command, stages_of
-from fb_core.stages.decode import Row, read_rows
-from fb_core.stages.evaluate import EvaluateStage
-from fb_core.stages.files import Artefact
-from fb_core.stages.futures import FutureStage
-from fb_core.stages.models import frozen_policy, models_of, splits_of
-from fb_core.stages.problems import Problem, prompt_ids
-from fb_core.stages.records import Examples
-from fb_core.stages.rollouts import RolloutStage
-from fb_core.stages.run import plan, run_stage
-from fb_core.stages.scores import ScoreStage, part_of
-from fb_core.stages.train import TrainStage
 from fb_core.training import Run, Sweep
 from fb_core.verify import Verdict, tally_words
 
@@ -504,7 +505,7 @@ def test_verdicts_are_told_while_futures_and_trajectories_are_made(tmp_path, cap
 
 
 def test_a_pair_that_never_boxes_shows_at_once(tmp_path, capsys, monkeypatch, caplog):
-    monkeypatch.setattr("fb_core.stages.collect.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
+    monkeypatch.setattr("fb_core.apps.pipeline.collect.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
     small = {"limit": 12, "validation": 6}
     refused = {
         "boxed": r"expected answers with a closed \\boxed\{...\}, got none of 6 .*, the first ends in '34'; ask for it",
@@ -719,7 +720,7 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
         for method in (("greedy", "s2t", "direct") if seed is None else ("published",))
         for problem, verdict in enumerate(verdicts)
     ]
-    monkeypatch.setattr("fb_core.stages.evaluate.benchmark_problems", lambda _: {"a": [], "b": []})
+    monkeypatch.setattr("fb_core.apps.pipeline.evaluate.benchmark_problems", lambda _: {"a": [], "b": []})
     monkeypatch.setattr(stage, "rows", lambda: rows)
     summary = stage.summary()
     once = ("Greedy", "S2T", "Direct LLM score")
@@ -741,7 +742,7 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
 def test_a_set_that_is_repeated_has_as_many_runs_of_greedy_decoding(monkeypatch, tmp_path, caplog):
     chosen = settings(evaluate={"benchmarks": ["aime-2024=a.jsonl", "gsm8k"]}, train={"seeds": [4, 5, 6]})
     problems = {"aime-2024=a.jsonl": [Problem("1", "1+1", "2")], "gsm8k": [Problem("2", "2+2", "4")]}
-    monkeypatch.setattr("fb_core.stages.evaluate.benchmark_problems", lambda _: problems)
+    monkeypatch.setattr("fb_core.apps.pipeline.evaluate.benchmark_problems", lambda _: problems)
     runs: dict[tuple[str, str], list[int | None]] = {}
     for trial in EvaluateStage(chosen, tmp_path).trials.values():
         runs.setdefault((trial.benchmark, trial.method), []).append(trial.seed)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fb_core import statistics
-from fb_core.statistics import Interval, average_interval, outcomes_differ, paired_lower_bound
+from fb_core.apps.pipeline import statistics
+from fb_core.apps.pipeline.statistics import Interval, average_interval, outcomes_differ, paired_lower_bound
 from fb_core.targets import pairwise_agreement
 
 

@@ -6,7 +6,7 @@ from math_verify import parse, verify
 from worked import worked_family, worked_words
 
 from benchmarks.paper.rollouts import token_kind
-from fb_core.demo.worlds import WORLDS, World
+from fb_core.apps.demo.worlds import WORLDS, World
 
 STEP = re.compile(r"(?P<word>[a-z]+) (?P<body>[^ ]+)\. ")
 

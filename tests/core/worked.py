@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fb_core.demo.worlds import HOUSE_PLAN, WORLDS, World
+from fb_core.apps.demo.worlds import HOUSE_PLAN, WORLDS, World
 
 
 def worked_family(world: World, multiplier: int) -> int:

@@ -13,10 +13,10 @@ from gpu_checks import DEVICE
 from benchmarks.paper.gather import gather
 from benchmarks.paper.run import run_tables
 from benchmarks.paper.settings import PaperSettings
-from fb_core.config import changed
-from fb_core.demo.pairs import load_pair
-from fb_core.stages.commands import COMMANDS, run_command
-from fb_core.stages.files import Artefact
+from fb_core.apps.demo.pairs import load_pair
+from fb_core.apps.pipeline.commands import COMMANDS, run_command
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.settings.config import changed
 
 pytestmark = pytest.mark.gpu
 AGAIN = {  # a shard of each stage whose bytes depend on its inputs alone

@@ -9,7 +9,7 @@ from paper_runs import TRAINED, settings
 from runs import linked
 
 from benchmarks.paper.rollouts import HeldOutRolloutStage
-from fb_core.stages.run import run_stage
+from fb_core.apps.pipeline.run import run_stage
 
 
 @pytest.fixture(scope="session")

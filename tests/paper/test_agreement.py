@@ -27,10 +27,10 @@ from benchmarks.paper.agreement import (
 )
 from benchmarks.paper.rollouts import token_kind
 from fb_core import TokenReranker
-from fb_core.demo.pairs import load_pair
+from fb_core.apps.demo.pairs import load_pair
+from fb_core.apps.pipeline.problems import Problem
+from fb_core.apps.pipeline.records import Examples, Rollout, State, Trajectory
 from fb_core.events import Pool
-from fb_core.stages.problems import Problem
-from fb_core.stages.records import Examples, Rollout, State, Trajectory
 
 
 @pytest.fixture(scope="module")

@@ -21,14 +21,14 @@ from benchmarks.paper.methods.spans import ending_ids, spans
 from benchmarks.paper.methods.takeover import takeover
 from benchmarks.paper.s2t_local import SelectionSweep, selection_target
 from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory
+from fb_core.apps.demo.pairs import load_pair
+from fb_core.apps.pipeline import models
 from fb_core.decoding import CollaborativeDecoder, Usage
-from fb_core.demo.pairs import load_pair
 from fb_core.events import LARGE, SLM
 from fb_core.hf.checkpoints import checkpoint_ends, load_model, load_tokenizer
 from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import FutureBridgeSelector, LLMPreference, SLMPreference
-from fb_core.stages import models
 from fb_core.targets import group_targets
 from fb_core.training import Run, Sweep
 

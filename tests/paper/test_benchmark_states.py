@@ -19,11 +19,11 @@ from benchmarks.paper.benchmark_states import benchmark_runs, judge_benchmarks
 from benchmarks.paper.gather import gather
 from benchmarks.paper.report import render
 from fb_core import RequestPolicy
-from fb_core.stages import models
-from fb_core.stages.commands import run_command
-from fb_core.stages.models import chosen_reranker, frozen_policy, models_of, read_problems
-from fb_core.stages.problems import drawn
-from fb_core.stages.records import Examples
+from fb_core.apps.pipeline import models
+from fb_core.apps.pipeline.commands import run_command
+from fb_core.apps.pipeline.models import chosen_reranker, frozen_policy, models_of, read_problems
+from fb_core.apps.pipeline.problems import drawn
+from fb_core.apps.pipeline.records import Examples
 
 CHOSEN = settings(experiment={"benchmark_problems": 5})
 FOLDER = "benchmark-demo-plans"
@@ -116,7 +116,7 @@ def test_they_stand_beside_the_validation_problems(run, tmp_path):
 
 def test_a_benchmark_without_an_admitted_state_has_no_rows(trained, tmp_path, monkeypatch):
     place = linked(trained, tmp_path / "run", *TRAINED)
-    monkeypatch.setattr("fb_core.stages.collect.frozen_policy", lambda run: RequestPolicy(99.0))
+    monkeypatch.setattr("fb_core.apps.pipeline.collect.frozen_policy", lambda run: RequestPolicy(99.0))
     judge_benchmarks(CHOSEN, place, show=quiet)
     ((chosen, folder),) = benchmark_runs(CHOSEN, place).values()
     assert judged_states(chosen, folder) == []

@@ -28,15 +28,15 @@ from benchmarks.paper.rows import timed as timed_rows
 from benchmarks.paper.settings import EXTERNAL, names
 from benchmarks.paper.tables import Plan
 from fb_core import CollaborativeDecoder, FutureBridgeSelector, TokenReranker, Verifier
+from fb_core.apps.demo.pairs import load_pair
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.models import Context, Models, benchmark_problems, frozen_policy, models_of
+from fb_core.apps.pipeline.problems import prompt_ids
+from fb_core.apps.pipeline.run import run_stage
 from fb_core.decoding import Generation, Usage
-from fb_core.demo.pairs import load_pair
 from fb_core.events import Event
 from fb_core.llm import LocalLLM
 from fb_core.selectors import LLMPreference, RandomChoice, SLMPreference
-from fb_core.stages.files import Artefact
-from fb_core.stages.models import Context, Models, benchmark_problems, frozen_policy, models_of
-from fb_core.stages.problems import prompt_ids
-from fb_core.stages.run import run_stage
 
 METHODS = [name for name in names() if name != "deployed"]  # of which there is no choice here
 SEEDED = [name for name in METHODS if methods.method(name).seeded]

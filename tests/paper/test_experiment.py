@@ -28,12 +28,12 @@ from benchmarks.paper.rows import UNSEEN, tables_bytes
 from benchmarks.paper.run import make, run_tables
 from benchmarks.paper.settings import PaperSettings, names
 from benchmarks.paper.tables import PROBLEM, TABLES, Plan, Table, Variant, settings_of_variant
-from fb_core import statistics
-from fb_core.config import AVERAGE, ModelSettings, changed
+from fb_core.apps.pipeline import statistics
+from fb_core.apps.pipeline.decode import Row
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.models import frozen_policy, models_of
+from fb_core.apps.settings.config import AVERAGE, ModelSettings, changed
 from fb_core.events import Event
-from fb_core.stages.decode import Row
-from fb_core.stages.files import Artefact
-from fb_core.stages.models import frozen_policy, models_of
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = ["greedy", "majority", "one-token-takeover", "direct", "spans", "published"]
@@ -650,7 +650,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
 
 @pytest.fixture
 def pair_checkpoint(tmp_path):
-    from fb_core.demo.pairs import load_pair
+    from fb_core.apps.demo.pairs import load_pair
 
     pair = load_pair("plans")
     pair.slm.save_pretrained(tmp_path / "tuned")

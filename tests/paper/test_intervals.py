@@ -17,7 +17,7 @@ from benchmarks.paper.intervals import (
     share_interval,
     top1_success,
 )
-from fb_core.statistics import Interval, average_interval
+from fb_core.apps.pipeline.statistics import Interval, average_interval
 
 
 def test_two_problems_give_three_ratios() -> None:

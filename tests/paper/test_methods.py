@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.paper import methods, settings
 from benchmarks.paper.settings import CompareSettings, names
+from fb_core.apps.demo.pairs import load_pair
 from fb_core.decoding import CollaborativeDecoder
-from fb_core.demo.pairs import load_pair
 from fb_core.policy import RequestPolicy
 
 FILE = '''

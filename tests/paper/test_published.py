@@ -11,8 +11,8 @@ from benchmarks.paper.published import figures as all_figures
 from benchmarks.paper.report import render
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import TABLES, Plan
-from fb_core.config import AVERAGE, ModelSettings, changed
-from fb_core.stages.scores import FILTERS
+from fb_core.apps.pipeline.scores import FILTERS
+from fb_core.apps.settings.config import AVERAGE, ModelSettings, changed
 
 LARGER, SMALLER = SLMS
 UNSEEN = ("TaH", "TSD-KD", "Multiplex Thinking")

@@ -15,16 +15,16 @@ from benchmarks.paper.futures import OwnFutureStage, SampleStage, futures_of_qua
 from benchmarks.paper.nested_runs import work_through
 from benchmarks.paper.run import instead, with_futures
 from fb_core import CompatibilityScorer, Verifier
-from fb_core.demo.pairs import load_pair
+from fb_core.apps.demo.pairs import load_pair
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.futures import usable
+from fb_core.apps.pipeline.problems import Problem
+from fb_core.apps.pipeline.records import Examples, Future, State, Trajectory
+from fb_core.apps.pipeline.run import run_stage
+from fb_core.apps.pipeline.scores import ScoreStage, in_parts
+from fb_core.apps.pipeline.train import TrainStage
 from fb_core.events import Pool
 from fb_core.llm import LocalLLM
-from fb_core.stages.files import Artefact
-from fb_core.stages.futures import usable
-from fb_core.stages.problems import Problem
-from fb_core.stages.records import Examples, Future, State, Trajectory
-from fb_core.stages.run import run_stage
-from fb_core.stages.scores import ScoreStage, in_parts
-from fb_core.stages.train import TrainStage
 
 QUALITIES = ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled")
 LOGGED = ("trajectories", "policy", "states", "futures")

@@ -29,7 +29,7 @@ from benchmarks.paper.page import Document, Figure, Paragraph, Table
 from benchmarks.paper.report import PARTS
 from benchmarks.paper.tables import TABLES
 from benchmarks.paper.tables import Table as Experiment
-from fb_core.config import AVERAGE
+from fb_core.apps.settings.config import AVERAGE
 
 
 @pytest.fixture(scope="module")

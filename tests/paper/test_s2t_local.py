@@ -14,9 +14,9 @@ from tiny import tiny
 from benchmarks.paper.run import instead
 from benchmarks.paper.s2t_local import KL_WEIGHT, SelectionSweep, SelectionTrainStage, hinge, selection_target
 from fb_core import Recipe, TokenReranker, TrainingGroup
-from fb_core.stages.files import Artefact
-from fb_core.stages.records import Examples
-from fb_core.stages.train import TrainStage
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.records import Examples
+from fb_core.apps.pipeline.train import TrainStage
 from fb_core.training import Run
 from fb_kernels import group_cross_entropy
 

@@ -16,11 +16,11 @@ from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage
 from benchmarks.paper.rollouts import HeldOutRolloutStage
 from benchmarks.paper.s2t_local import SelectionTrainStage
 from benchmarks.paper.settings import PaperSettings
-from fb_core.config import NOT_IN_IDENTITY, Slice, identity_of
-from fb_core.stages.choose import CHOICE
-from fb_core.stages.commands import COMMANDS, stages_of
-from fb_core.stages.rollouts import RolloutStage
-from fb_core.stages.run import Stage
+from fb_core.apps.pipeline.choose import CHOICE
+from fb_core.apps.pipeline.commands import COMMANDS, stages_of
+from fb_core.apps.pipeline.rollouts import RolloutStage
+from fb_core.apps.pipeline.run import Stage
+from fb_core.apps.settings.config import NOT_IN_IDENTITY, Slice, identity_of
 
 KINDS = list(
     dict.fromkeys(

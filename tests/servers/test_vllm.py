@@ -31,8 +31,8 @@ from fb_core import (
     dialects,
     server,
 )
-from fb_core.config import RunSettings
-from fb_core.stages.commands import run_command
+from fb_core.apps.pipeline.commands import run_command
+from fb_core.apps.settings.config import RunSettings
 from tests.real.test_smollm2 import QUESTIONS, TEXTS, prompt
 
 KEY = "sk-0123456789"

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from benchmarks.paper.settings import PaperSettings
-from fb_core.stages import models
-from fb_core.stages.models import Generate
+from fb_core.apps.pipeline import models
+from fb_core.apps.pipeline.models import Generate
 
 
 class Context(models.Context):
-    """What a run offers a method: as `fb_core.stages.models.Context`, with the settings of the comparison.
+    """What a run offers a method: as `fb_core.apps.pipeline.models.Context`, with the settings of the comparison.
 
     Args:
         method: the method's name, as in the settings.

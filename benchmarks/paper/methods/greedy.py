@@ -8,7 +8,7 @@ count.
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.stages.models import LABELS
+from fb_core.apps.pipeline.models import LABELS
 
 METHOD = Method(
     name="greedy",

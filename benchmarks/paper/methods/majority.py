@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.methods import Context, Method
+from fb_core.apps.pipeline.models import Generate, verifier_of
 from fb_core.decoding import Generation
 from fb_core.hf.models import Tokenizer
 from fb_core.judges import boxed
 from fb_core.llm import Ids, LocalLLM
-from fb_core.stages.models import Generate, verifier_of
 from fb_core.verify import Verifier
 
 

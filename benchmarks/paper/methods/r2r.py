@@ -24,7 +24,7 @@ from functools import partial
 from benchmarks.paper.methods import Context, Method
 from benchmarks.paper.r2r.decoding import r2r
 from benchmarks.paper.r2r.stages import read_router
-from fb_core.stages.models import Generate
+from fb_core.apps.pipeline.models import Generate
 
 SOURCE = (
     'Fu et al., "R2R: Efficiently Navigating Divergent Reasoning Paths with Small-Large Model Token Routing", '

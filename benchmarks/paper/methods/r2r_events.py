@@ -8,7 +8,7 @@ from benchmarks.paper.methods import Context, Method
 from benchmarks.paper.methods.r2r import SOURCE
 from benchmarks.paper.r2r.decoding import r2r
 from benchmarks.paper.r2r.stages import read_router
-from fb_core.stages.models import Generate
+from fb_core.apps.pipeline.models import Generate
 
 
 def decode(run: Context, seed: int) -> Generate:

@@ -14,7 +14,7 @@ target and loss: `benchmarks.paper.s2t_local`.
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.stages.models import LABELS
+from fb_core.apps.pipeline.models import LABELS
 
 METHOD = Method(
     name="s2t",

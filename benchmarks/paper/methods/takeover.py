@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.methods import Method
+from fb_core.apps.pipeline.models import alone
 from fb_core.decoding import CollaborativeDecoder, Generation, Usage
 from fb_core.engine.loop import has_native
 from fb_core.hf.generation import Stop
@@ -17,7 +18,6 @@ from fb_core.hf.models import CausalLM, max_positions
 from fb_core.llm import LLM, LocalLLM
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
-from fb_core.stages.models import alone
 
 
 @dataclass

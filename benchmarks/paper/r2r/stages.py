@@ -13,11 +13,11 @@ from torch import Tensor
 from benchmarks.paper.r2r.network import R2RRouter, router_features
 from benchmarks.paper.r2r.training import divergence_labels, recall_threshold, train_router
 from benchmarks.paper.settings import PaperSettings
-from fb_core.stages.files import Artefact, table_bytes, tensor_bytes
-from fb_core.stages.models import Models, problems_hash, splits_of, verifier_of
-from fb_core.stages.problems import Problem
-from fb_core.stages.records import IDS
-from fb_core.stages.run import Output, Stage
+from fb_core.apps.pipeline.files import Artefact, table_bytes, tensor_bytes
+from fb_core.apps.pipeline.models import Models, problems_hash, splits_of, verifier_of
+from fb_core.apps.pipeline.problems import Problem
+from fb_core.apps.pipeline.records import IDS
+from fb_core.apps.pipeline.run import Output, Stage
 
 LABELS = {"prompt": IDS, "solution": IDS, "differs": pa.list_(pa.bool_()), "divergent": pa.list_(pa.bool_())}
 HELD_OUT = 5  # every fifth solution is held out to set the threshold

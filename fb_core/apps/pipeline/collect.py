@@ -1,0 +1,289 @@
+"""Stage 1: SLM trajectories with their entropies, the request policy, and the states where the LLM is asked."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fb_core.apps.pipeline.models import frozen_policy, problems_hash, splits_of, verifier_of
+from fb_core.apps.pipeline.problems import Problem
+from fb_core.apps.pipeline.records import Examples, State, Trajectory, example_files
+from fb_core.apps.pipeline.run import Output, Stage
+from fb_core.hf import models
+from fb_core.hf.models import Tokenizer
+from fb_core.hf.packed import hidden_states
+from fb_core.judges import Judge
+from fb_core.llm import LLM, LocalLLM
+from fb_core.policy import RequestPolicy
+from fb_core.pool import candidate_pool
+from fb_core.verify import Verdict, Verifier
+
+LOGIT_ROWS = 1024  # of logits [rows, V] held at once
+
+log = logging.getLogger(__name__)
+
+
+def collect(
+    slm: LocalLLM,
+    problems: Sequence[Problem],
+    prompts: Sequence[Tensor],
+    max_new_tokens: int,
+    top_k: int = 64,
+    on_done: Callable[[int], None] | None = None,
+    write: Callable[[Sequence[Tensor], int], list[Tensor]] | None = None,
+) -> list[Trajectory]:
+    """Greedy SLM outputs, and the entropy at every step from one teacher-forced pass.
+
+    Args:
+        slm: the small model.
+        problems: what is asked.
+        prompts: one [P] of ids per problem.
+        max_new_tokens: longest output.
+        top_k: size of the softmax that the entropy is taken over.
+        on_done: called with the number of finished problems.
+        write: writes the outputs from prompts and max_new_tokens; the SLM in this process if None.
+    """
+    policy = RequestPolicy(float("inf"), top_k)
+    outputs = (write or slm.complete_many)(prompts, max_new_tokens)
+    whole = [torch.cat([prompt, output.to(prompt)]) for prompt, output in zip(prompts, outputs, strict=True)]
+    before = [range(len(prompt) - 1, len(tokens) - 1) for prompt, tokens in zip(prompts, whole, strict=True)]
+    entropies: list[Tensor] = []
+    for rows in hidden_states(slm.model, whole, before):
+        blocks = torch.cat(rows).split(LOGIT_ROWS)
+        entropy = torch.cat([policy.entropy(logits_of(slm, block)) for block in blocks])
+        entropies += entropy.split([len(hidden) for hidden in rows])
+        if on_done is not None:
+            on_done(len(entropies))
+    return [
+        Trajectory(problem, tokens, len(prompt), entropy)
+        for problem, tokens, prompt, entropy in zip(problems, whole, prompts, entropies, strict=True)
+    ]
+
+
+def logits_of(slm: LocalLLM, hidden: Tensor) -> Tensor:
+    """Logits [n, V] from hidden states [n, D], without padding ids."""
+    return models.logits(slm.model, hidden)[:, : slm.vocabulary]
+
+
+def texts_of(outputs: Sequence[Tensor], tokenizer: Tokenizer) -> list[str]:
+    """The texts of token ids, as the verifier judges them."""
+    return [tokenizer.decode(output.tolist(), skip_special_tokens=True) for output in outputs]
+
+
+def judged(
+    states: Sequence[State], written: Sequence[Tensor], tokenizer: Tokenizer, verifier: Verifier
+) -> tuple[list[str], list[Verdict]]:
+    """(texts, verdicts) of the whole solutions: the output up to each state, then what was written from there."""
+    outputs = [torch.cat([state.output, new.to(state.output)]) for state, new in zip(states, written, strict=True)]
+    texts = texts_of(outputs, tokenizer)
+    golds = [state.trajectory.problem.answer for state in states]
+    return texts, verifier.verify_many(texts, golds, bad_golds="unparsable")
+
+
+class TrajectoryStage(Stage):
+    """Greedy outputs of the SLM with entropies."""
+
+    name = "trajectories"
+    command = "futurebridge collect"
+    slice: ClassVar[Sequence[str]] = (
+        "problems",
+        "collect.max_new_tokens",
+        "collect.top_k",
+        "collect.unread",
+        "verify",
+    )
+
+    def data(self) -> dict[str, Any]:
+        return {split: problems_hash(problems) for split, problems in self.splits.items()}
+
+    @property
+    def splits(self) -> dict[str, list[Problem]]:
+        """The problems as "train" and "validation"."""
+        return {
+            name: problems for name, problems in splits_of(self.settings.problems).items() if name != "certification"
+        }
+
+    def shards(self) -> dict[str, int]:
+        return {name: len(problems) for name, problems in self._problems.items()}
+
+    @cached_property
+    def _problems(self) -> dict[str, list[Problem]]:
+        """The problems of every shard; all stages up to the scores have these shards."""
+        size = self.settings.problems.per_shard
+        return {
+            f"{split}-{start // size:05d}": problems[start : start + size]
+            for split, problems in self.splits.items()
+            for start in range(0, len(problems), size)
+        }
+
+    @cached_property
+    def longest(self) -> int:
+        """The most tokens of a trajectory, without its prompt if the tokenizer is not on this machine."""
+        problems = [problem for members in self.splits.values() for problem in members]
+        asked = self.settings.problems
+        prompt = self.models.longest_prompt(problems, asked.prompt, asked.thinking)
+        return prompt + self.settings.collect.max_new_tokens
+
+    def work(self, shard: str) -> Output:
+        problems, slm, settings = self._problems[shard], self.models.local_slm, self.settings.collect
+        tokenizer, asked = self.models.tokenizer, self.settings.problems
+        prompts = self.models.prompts(problems, asked.prompt, asked.thinking)
+        write = self.models.slm_writer.complete_many
+        trajectories = collect(slm, problems, prompts, settings.max_new_tokens, settings.top_k, self.on_progress, write)
+        outputs = [trajectory.output for trajectory in trajectories]
+        texts = texts_of(outputs, tokenizer)
+        golds = [problem.answer for problem in problems]
+        verifier = verifier_of(self.settings.verify)
+        verdicts = verifier.verify_many(texts, golds, bad_golds="unparsable")
+        if shard == next(iter(self._problems)) and set(verdicts) == {"unparsable"}:
+            self._unread(texts, golds, verifier.judge)
+        counts = {"trajectories": len(outputs), "tokens": sum(map(len, outputs))}
+        return Output(example_files(shard, Trajectory, trajectories), counts | verifier.tally(texts, verdicts))
+
+    def _unread(self, texts: Sequence[str], golds: Sequence[str], judge: Judge) -> None:
+        """Say that the judge could read no answer of the first shard, as a warning or a ValueError."""
+        got, remedy = f"the first ends in {texts[0][-80:]!r}", "ask for it in problems.prompt, or set verify.judge"
+        if all(judge.gold(gold) is None for gold in golds):
+            got = f"and no gold answer can be read, such as {golds[0][:80]!r}"
+            remedy = "correct the data, or set verify.judge"
+        words = f"{self.name}: expected answers with {judge.form}, got none of {len(texts)} that can be judged, {got}"
+        if self.settings.collect.unread == "stop":
+            raise ValueError(f"{words}; {remedy}")
+        log.warning("%s; %s (collect.unread: stop would stop here)", words, remedy)
+
+    def most_tokens(self) -> int:
+        return 2 * self.longest  # generated, then teacher-forced
+
+
+def admitted(trajectory: Trajectory, policy: RequestPolicy, max_states: int = 8) -> list[int]:
+    """Positions of the first `max_states` output tokens before which the policy asks the LLM."""
+    asked = policy.asks(trajectory.entropy).nonzero()[:max_states, 0]
+    return [trajectory.prompt_length + int(step) for step in asked]
+
+
+def log_states(
+    slm: LocalLLM,
+    llm: LLM,
+    trajectories: Sequence[Trajectory],
+    policy: RequestPolicy,
+    *,
+    slm_k: int = 8,
+    llm_k: int = 8,
+    max_states: int = 8,
+) -> list[State]:
+    """The admitted states of all trajectories, with the pools that a decoder would form there."""
+    states: list[State] = []
+    for positions, logits in _admitted_logits(slm, trajectories, policy, max_states):
+        prefixes = [trajectory.tokens[:position] for trajectory, position in positions]
+        pools = candidate_pool(logits, llm, prefixes, "joint", slm_k, llm_k)
+        for (trajectory, position), candidates in zip(positions, pools, strict=True):
+            entropy = float(trajectory.entropy[position - trajectory.prompt_length])
+            states.append(State(trajectory, position, entropy, candidates))
+    return states
+
+
+def _admitted_logits(
+    slm: LocalLLM, trajectories: Sequence[Trajectory], policy: RequestPolicy, max_states: int
+) -> Iterator[tuple[list[tuple[Trajectory, int]], Tensor]]:
+    """([(trajectory, position)], the SLM's logits [n, V] there) of all admitted states, one pack at a time."""
+    wanted = [(trajectory, admitted(trajectory, policy, max_states)) for trajectory in trajectories]
+    wanted = [(trajectory, positions) for trajectory, positions in wanted if positions]
+    prefixes = [trajectory.tokens[: positions[-1]] for trajectory, positions in wanted]
+    before, left = [[position - 1 for position in positions] for _, positions in wanted], iter(wanted)
+    for rows in hidden_states(slm.model, prefixes, before):
+        packed = islice(left, len(rows))
+        yield (
+            [(trajectory, position) for trajectory, positions in packed for position in positions],
+            logits_of(slm, torch.cat(rows)),
+        )
+
+
+class PolicyStage(Stage):
+    """The request policy, calibrated on the validation problems."""
+
+    name = "policy"
+    command = "futurebridge collect"
+    slice = ("collect.top_k", "collect.quantile")
+    reads = (TrajectoryStage,)
+    unit = "policies"
+    parallel = False
+
+    def shards(self) -> dict[str, int]:
+        return {"policy": 1}
+
+    def work(self, shard: str) -> Output:
+        settings = self.settings.collect
+        entropies = torch.cat(
+            [
+                trajectory.entropy
+                for name in self.input(TrajectoryStage).folder.shards("validation")
+                for trajectory in Examples(self.run, name).trajectories.values()
+            ]
+        )
+        policy = RequestPolicy.calibrate(entropies, settings.quantile, settings.top_k)
+        line = json.dumps({"threshold": policy.threshold, "top_k": policy.top_k}) + "\n"
+        return Output({f"{shard}.jsonl": line.encode()}, {"validation tokens": len(entropies)})
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        asked, settings = f"the LLM is asked above {frozen_policy(self.run).threshold:.4f} nats", self.settings.collect
+        source = f"quantile {settings.quantile:g} of {manifest['counts']['validation tokens']:,} validation tokens"
+        return f"**{self.name}**: {asked}, {source}"
+
+
+class StateStage(Stage):
+    """The admitted states with both models' candidates; `slm_k + llm_k` of the SLM's and `llm_k` of the LLM's."""
+
+    name = "states"
+    command = "futurebridge collect"
+    slice = ("collect.max_states", "collect.slm_k", "futures.llm_k")
+    reads = (TrajectoryStage, PolicyStage)
+    uses = ("slm", "llm", "tokenizer")
+
+    def shards(self) -> dict[str, int]:
+        return self.input(TrajectoryStage).shards()
+
+    def work(self, shard: str) -> Output:
+        slm, llm_k, settings = self.models.local_slm, self.settings.futures.llm_k, self.settings.collect
+        trajectories = list(Examples(self.run, shard, slm.device).trajectories.values())
+        states = log_states(
+            slm,
+            self.models.llm,
+            trajectories,
+            frozen_policy(self.run),
+            slm_k=settings.slm_k + llm_k,  # as many as "slm-wide" needs
+            llm_k=llm_k,
+            max_states=settings.max_states,
+        )
+        counts = {"states": len(states), f"{shard.partition('-')[0]} states": len(states)}
+        return Output(example_files(shard, State, states), counts)
+
+    def most_tokens(self) -> int:
+        return self.input(TrajectoryStage).longest
+
+
+class OverStates(Stage):
+    """A stage whose shards are those of the states and whose units are the states in them."""
+
+    unit = "states"
+    split: ClassVar[str] = ""  # "train" or "validation" for the shards of one of them; empty for both
+
+    def shards(self) -> dict[str, int]:
+        folder, counts = self.input(StateStage).folder, {}
+        for shard in folder.shards(self.split):
+            receipt = folder.receipt(shard)
+            if receipt is None:
+                raise ValueError(f"{folder.path}: expected shard {shard}, got none; run `futurebridge collect`")
+            counts[shard] = receipt.counts["states"]
+        return counts
+
+    def most(self) -> int:
+        states = self.input(StateStage)
+        trajectories = sum(count for shard, count in states.shards().items() if shard.startswith(self.split))
+        return trajectories * states.settings.collect.max_states

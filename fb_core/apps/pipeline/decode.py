@@ -1,0 +1,216 @@
+"""Decoding problems with methods: rows, and the stage under selection, choice, evaluation, comparison and costs."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+
+from fb_core.apps.pipeline.files import Artefact
+from fb_core.apps.pipeline.models import Context, Generate, together_of, verifier_of
+from fb_core.apps.pipeline.problems import Problem
+from fb_core.apps.pipeline.run import Output, Stage
+from fb_core.apps.settings.config import ProblemSettings, words_of
+from fb_core.decoding import Generation
+from fb_core.events import Event
+from fb_core.terminal import escaped
+
+ASKED = (
+    "evaluate.benchmarks",
+    "evaluate.limit",
+    "evaluate.max_new_tokens",
+    "problems.prompt",
+    "problems.thinking",
+    "problems.seed",
+    "verify",
+)  # settings that decide what a benchmark asks
+LARGEST = 1 << 31
+
+Loop = Literal["fast", "plain", "batch"]  # "fast" and "plain": one prompt at a time; "batch": many in the fast loop
+Decoded = tuple[Generation, float | None, int | None]  # with seconds and peak bytes of device memory, if measured
+Id = Annotated[int, Field(ge=0, lt=LARGEST)]
+
+
+class Row(BaseModel):
+    """A method's result on one problem."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+    benchmark: str
+    method: str
+    seed: int | None  # None for a method that runs once
+    loop: Loop
+    problem: str  # its id
+    prompt_sha256: str  # of the prompt's ids
+    question: str = ""  # empty in rows of earlier versions
+    tokens: list[Id]  # new ones, end-of-sequence included; empty for a method that keeps only a text
+    events: list[Event]
+    text: str  # the answer
+    gold: str
+    verdict: str
+    calls: int  # of the LLM; the next three are those of `fb_core.decoding.Usage`
+    pool: float | None
+    appended: int
+    suffix: int
+    read: int  # positions that the LLM computes if it keeps its cache, the prompt's included; 0 if not asked
+    seconds: float | None  # wall time; None in a batch, where a problem has no time of its own
+    peak_bytes: int | None  # of device memory; None in a batch and on a CPU
+
+    @property
+    def correct(self) -> bool:
+        """Whether the verdict is "correct"."""
+        return self.verdict == "correct"
+
+    @property
+    def llm_tokens(self) -> int:
+        """The number of the answer's tokens that the LLM wrote or that were chosen at events where it was asked."""
+        return min(self.calls, self.appended) + self.suffix
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Row:
+        for number, event in enumerate(self.events, 1):
+            columns: list[Sequence[float]] = [event.sources, event.slm_logprob, event.llm_logprob]
+            columns += [] if event.scores is None else [event.scores]
+            if any(len(column) != len(event.pool) for column in columns):
+                raise ValueError(f"event {number} with columns of several lengths")
+            if not all(0 <= token < LARGEST for token in event.pool) or not set(event.sources) <= {1, 2, 3}:
+                raise ValueError(f"event {number} with an id or a source that there is not")
+            chosen = event.pool[event.choice : event.choice + 1] if event.choice >= 0 <= event.step else []
+            if not chosen or chosen != self.tokens[event.step : event.step + 1]:
+                raise ValueError(f"event {number} whose choice is not the token of its step")
+        if any(later.step <= event.step for event, later in pairwise(self.events)):
+            raise ValueError("events out of order")
+        return self
+
+
+class Trial(NamedTuple):
+    """A method on some problems of a set."""
+
+    benchmark: str
+    method: str
+    seed: int | None
+    loop: Loop
+    problems: Sequence[Problem]
+
+
+class DecodeStage(Stage):
+    """Decodes trials: one JSONL file per trial, one `Row` per problem."""
+
+    uses = ("slm", "llm", "tokenizer")
+
+    @cached_property
+    @abstractmethod
+    def trials(self) -> dict[str, Trial]:
+        """The trials by shard."""
+
+    def shards(self) -> dict[str, int]:
+        return {shard: len(trial.problems) for shard, trial in self.trials.items()}
+
+    @property
+    def asked(self) -> ProblemSettings:
+        """The settings with the prompt."""
+        return self.settings.problems
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The longest answer, in tokens."""
+        return self.settings.evaluate.max_new_tokens
+
+    def _longest_prompt(self, problems: Sequence[Problem]) -> int:
+        return self.models.longest_prompt(problems, self.asked.prompt, self.asked.thinking)
+
+    def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
+        """The function that decodes a trial's prompts."""
+        return Context(self.settings, self.run, max_length, max_batch).named(trial.method, trial.seed).generate_many
+
+    def most_tokens(self) -> int:
+        return max(self._longest.values(), default=0)
+
+    @cached_property
+    def _longest(self) -> dict[str, int]:
+        """Most tokens of a prompt with its answer, by set; the size of the buffers that all trials of a set share."""
+        sets: dict[str, dict[str, Problem]] = {}
+        for trial in self.trials.values():
+            sets.setdefault(trial.benchmark, {}).update({problem.id: problem for problem in trial.problems})
+        return {
+            name: self._longest_prompt(list(problems.values())) + self.max_new_tokens for name, problems in sets.items()
+        }
+
+    def work(self, shard: str) -> Output:
+        trial, tokenizer = self.trials[shard], self.models.tokenizer
+        prompts = self.models.prompts(trial.problems, self.asked.prompt, self.asked.thinking)
+        decoded = self.decoded(trial, prompts)
+        texts = [
+            tokenizer.decode(each.token_ids.tolist(), skip_special_tokens=True) if each.text is None else each.text
+            for each, _, _ in decoded
+        ]
+        golds = [problem.answer for problem in trial.problems]
+        verifier = verifier_of(self.settings.verify)
+        verdicts = verifier.verify_many(texts, golds, bad_golds="unparsable")
+        rows = [
+            Row(
+                **{name: getattr(trial, name) for name in ("benchmark", "method", "seed", "loop")},
+                problem=problem.id,
+                prompt_sha256=hashlib.sha256(str(prompt.tolist()).encode()).hexdigest(),
+                question=problem.text,
+                tokens=generation.token_ids.tolist(),
+                events=generation.events,
+                text=text,
+                gold=problem.answer,
+                verdict=verdict,
+                **usage_of(generation, len(prompt)),
+                seconds=seconds,
+                peak_bytes=peak,
+            )
+            for problem, prompt, (generation, seconds, peak), text, verdict in zip(
+                trial.problems, prompts, decoded, texts, verdicts, strict=True
+            )
+        ]
+        counts = {
+            "decoded": len(rows),
+            "tokens": sum(len(row.tokens) for row in rows),
+            **verifier.tally(texts, verdicts),
+        }
+        return Output({f"{shard}.jsonl": "".join(row.model_dump_json() + "\n" for row in rows).encode()}, counts)
+
+    def decoded(self, trial: Trial, prompts: Sequence[Tensor]) -> list[Decoded]:
+        """A trial's prompts decoded in batches, without times of their own."""
+        return [(generation, None, None) for generation in self.generator(trial)(prompts, self.max_new_tokens)]
+
+    def generator(self, trial: Trial) -> Generate:
+        """The function that decodes a trial, kept until another one is asked for."""
+        key = trial._replace(problems=())
+        if self._kept is None or self._kept[0] != key:
+            self._kept = None  # frees its memory before the next one is made
+            longest = self._longest[trial.benchmark]
+            self._kept = key, self.generate(trial, longest, together_of(self.settings, longest))
+        return self._kept[1]
+
+    _kept: tuple[Trial, Generate] | None = None
+
+    def rows(self) -> Iterator[Row]:
+        """The rows of all shards, in order; raises as `read_rows`."""
+        for shard in self.trials:
+            yield from read_rows(self.folder, shard)
+
+
+def usage_of(generation: Generation, prompt: int) -> dict[str, Any]:
+    """What a generation asked of the LLM, as a row has it, after a prompt of so many tokens."""
+    usage = generation.usage
+    return usage._replace(read=prompt + usage.read if usage.calls else 0)._asdict()
+
+
+def read_rows(folder: Artefact, shard: str) -> Iterator[Row]:
+    """The rows of a finished shard; ValueError for a damaged file, or with the line and what is wrong with it."""
+    for number, line in enumerate(folder.read(shard, "jsonl").splitlines(), 1):
+        try:
+            yield Row.model_validate_json(line, strict=True)
+        except ValidationError as problem:
+            where, got = f"{folder.path / shard}.jsonl, line {number}", escaped(words_of(problem.errors()[0]))
+            raise ValueError(f"{where}: expected a row of decoded problems, got {got}; make the shard anew") from None

@@ -1,0 +1,231 @@
+"""The records of a run (Problem -> Trajectory -> State -> Future, Group and Rollout), their reader and their writer.
+
+A state's id names its problem and position; all other stages refer to states by that id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from fb_core.apps.pipeline.files import Artefact, table_bytes, tensor_bytes
+from fb_core.apps.pipeline.problems import Problem
+from fb_core.events import Pool
+from fb_core.verify import Verdict
+
+IDS, NATS, BITS = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.list_(pa.int8())
+POOL = pa.struct({"ids": IDS, "sources": BITS, "slm_logprob": NATS, "llm_logprob": NATS})
+PART = pa.struct({"id": pa.string(), "candidates": IDS, "sources": BITS})  # of a state, whose record has the log-probs
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """What the SLM wrote for one problem."""
+
+    problem: Problem
+    tokens: Tensor  # [T] prompt and output
+    prompt_length: int
+    entropy: Tensor  # float32 [T - prompt_length], nats, of the SLM's distribution before each output token
+
+    @property
+    def output(self) -> Tensor:
+        """The tokens after the prompt."""
+        return self.tokens[self.prompt_length :]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """One admitted state of a trajectory, with its candidates."""
+
+    trajectory: Trajectory  # the state is its prefix tokens[:position]
+    position: int  # of the token that is chosen here
+    entropy: float  # nats
+    pool: Pool  # the candidates; in a group or rollout only those that were scored or rolled out
+
+    @property
+    def id(self) -> str:
+        """The problem's id and the position, joined by "@"."""
+        return f"{self.trajectory.problem.id}@{self.position}"
+
+    @property
+    def prefix(self) -> Tensor:
+        """[position] prompt and output so far."""
+        return self.trajectory.tokens[: self.position]
+
+    @property
+    def output(self) -> Tensor:
+        """The output so far."""
+        return self.trajectory.tokens[self.trajectory.prompt_length : self.position]
+
+
+@dataclass(frozen=True, eq=False)
+class Future:
+    """What a model writes from a state."""
+
+    state: State
+    first: int  # the id of the token at the state itself; it is a candidate of the pool
+    tokens: Tensor  # [n] the tokens after it, including end-of-sequence: the future that all candidates share
+    verdict: Verdict  # on the whole solution against the gold answer
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The K candidates of a state with the log-probs of the future after each."""
+
+    state: State  # with the candidates that were scored
+    logprob: Tensor  # float32 [K, H], nats
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """The SLM's rollouts after the K candidates of a state."""
+
+    state: State  # with the candidates that were rolled out
+    correct: Tensor  # bool [K], whether each candidate leads to the gold answer
+    texts: list[str]  # the K solutions
+
+
+COLUMNS: dict[type, dict[str, pa.DataType]] = {  # of each record's shards, by attribute
+    Trajectory: {
+        "problem": pa.struct({"id": pa.string(), "text": pa.string(), "answer": pa.string()}),
+        "tokens": IDS,
+        "prompt_length": pa.int32(),
+        "entropy": NATS,
+    },
+    State: {"trajectory": pa.string(), "position": pa.int32(), "entropy": pa.float32(), "pool": POOL},
+    Future: {"state": pa.string(), "first": pa.int32(), "tokens": IDS, "verdict": pa.string()},
+    Group: {"state": PART},
+    Rollout: {"state": PART, "correct": pa.list_(pa.bool_()), "texts": pa.list_(pa.string())},
+}
+
+
+def example_files(shard: str, kind: type, records: Sequence[Any]) -> dict[str, bytes]:
+    """The file of a shard of trajectories, states, futures, groups (without matrices) or rollouts, for `Examples`."""
+    columns = COLUMNS[kind]
+    rows = [{name: _plain(getattr(each, name), column) for name, column in columns.items()} for each in records]
+    return {f"{shard}.parquet": table_bytes(rows, columns)}
+
+
+def group_files(shard: str, groups: Sequence[Group], horizon: int) -> dict[str, bytes]:
+    """The files of a shard of groups; their matrices are concatenated along K."""
+    tensors = {"logprob": torch.cat([torch.zeros(0, horizon), *(group.logprob.cpu() for group in groups)])}
+    return example_files(shard, Group, groups) | {f"{shard}.safetensors": tensor_bytes(tensors)}
+
+
+def _plain(value: Any, column: pa.DataType) -> Any:
+    """A value as its column stores it; trajectories and states as their ids."""
+    match value:
+        case Tensor():
+            return value.tolist()
+        case Trajectory():
+            return value.problem.id
+        case State():
+            part = {"id": value.id, "candidates": value.pool.ids.tolist(), "sources": value.pool.sources.tolist()}
+            return part if column == PART else value.id
+        case Problem() | Pool():
+            return {field.name: _plain(getattr(value, field.name), field.type) for field in column}
+    return value
+
+
+class Examples:
+    """The records of one shard from a run's finished stages; each kind is read when first used.
+
+    Args:
+        run: folder of the run.
+        shard: its name.
+        device: of the trajectories' tokens and entropies; all else is on the CPU.
+
+    Raises:
+        ValueError: on reading: a file is missing, damaged, of another format, or of another run's states.
+    """
+
+    def __init__(self, run: Path, shard: str, device: torch.device | str = "cpu") -> None:
+        self.run, self.shard, self.device = run, shard, device
+
+    @cached_property
+    def trajectories(self) -> dict[str, Trajectory]:
+        """Trajectories by the problem's id."""
+        trajectories = (
+            Trajectory(
+                Problem(**row["problem"]),
+                torch.tensor(row["tokens"], device=self.device),
+                row["prompt_length"],
+                torch.tensor(row["entropy"], dtype=torch.float32, device=self.device),
+            )
+            for row in self._rows("trajectories")
+        )
+        return {each.problem.id: each for each in trajectories}
+
+    @cached_property
+    def states(self) -> dict[str, State]:
+        """States by id, like all records below."""
+        states = (
+            State(
+                self._lookup("states", self.trajectories, row["trajectory"]),
+                row["position"],
+                row["entropy"],
+                Pool(
+                    torch.tensor(row["pool"]["ids"], dtype=torch.int64),
+                    torch.tensor(row["pool"]["sources"], dtype=torch.int32),
+                    torch.tensor(row["pool"]["slm_logprob"], dtype=torch.float32),
+                    torch.tensor(row["pool"]["llm_logprob"], dtype=torch.float32),
+                ),
+            )
+            for row in self._rows("states")
+        )
+        return {each.id: each for each in states}
+
+    def futures(self, stage: str = "futures") -> dict[str, Future]:
+        """The LLM's futures, or those of another stage."""
+        return {
+            row["state"]: Future(
+                self._lookup(stage, self.states, row["state"]),
+                row["first"],
+                torch.tensor(row["tokens"], dtype=torch.int64),
+                row["verdict"],
+            )
+            for row in self._rows(stage)
+        }
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        """The groups of the states with a usable future."""
+        states = [self._part("scores", row["state"]) for row in self._rows("scores")]
+        sizes = [len(state.pool) for state in states]
+        matrices = Artefact(self.run, "scores").tensors(self.shard)["logprob"].split(sizes)
+        return {state.id: Group(state, matrix) for state, matrix in zip(states, matrices, strict=True)}
+
+    def rollouts(self, stage: str = "rollouts") -> dict[str, Rollout]:
+        """Rollouts of the states that were drawn for them, or those of another stage."""
+        rollouts = (
+            Rollout(self._part(stage, row["state"]), torch.tensor(row["correct"], dtype=torch.bool), row["texts"])
+            for row in self._rows(stage)
+        )
+        return {each.state.id: each for each in rollouts}
+
+    def _rows(self, stage: str) -> list[dict[str, Any]]:
+        return Artefact(self.run, stage).table(self.shard)
+
+    def _part(self, stage: str, part: Mapping[str, Any]) -> State:
+        """A state with only the candidates in `part`."""
+        state = self._lookup(stage, self.states, part["id"])
+        index_of = {token: index for index, token in enumerate(state.pool.ids.tolist())}
+        at = torch.tensor([self._lookup(stage, index_of, token) for token in part["candidates"]], dtype=torch.int64)
+        sources = torch.tensor(part["sources"], dtype=torch.int32)
+        pool = Pool(state.pool.ids[at], sources, state.pool.slm_logprob[at], state.pool.llm_logprob[at])
+        return replace(state, pool=pool)
+
+    def _lookup(self, stage: str, by_id: Mapping[Any, Any], name: Any) -> Any:
+        if name not in by_id:
+            raise ValueError(
+                f"{self.run / stage / self.shard}.parquet: expected rows of the states in {self.run}, got {name!r}; "
+                "run the stage again into a new run folder"
+            )
+        return by_id[name]

@@ -1,0 +1,81 @@
+"""Rollouts: the SLM's own greedy continuation after every candidate, without later interventions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStage, judged
+from fb_core.apps.pipeline.models import verifier_of
+from fb_core.apps.pipeline.records import Examples, Rollout, State, example_files
+from fb_core.apps.pipeline.run import Output
+from fb_core.apps.pipeline.scores import part_of
+from fb_core.hf.models import Tokenizer
+from fb_core.llm import LocalLLM
+from fb_core.sampling import seeded
+from fb_core.verify import Verifier
+
+
+def roll_out(
+    slm: LocalLLM, states: Sequence[State], tokenizer: Tokenizer, verifier: Verifier, max_new_tokens: int
+) -> list[Rollout]:
+    """Roll out every candidate of every state's pool with the SLM, and judge the solutions."""
+    prefixes, firsts = [state.prefix.to(slm.device) for state in states], [state.pool.ids.tolist() for state in states]
+    written = slm.complete_branches(prefixes, firsts, max_new_tokens)
+    branches = [
+        torch.cat([rest.new_tensor([first]), rest])
+        for own, rests in zip(firsts, written, strict=True)
+        for first, rest in zip(own, rests, strict=True)
+    ]
+    owners = [state for state in states for _ in range(len(state.pool))]
+    texts, verdicts = judged(owners, branches, tokenizer, verifier)
+    rollouts, start = [], 0
+    for state in states:
+        mine = slice(start, start := start + len(state.pool))
+        correct = torch.tensor([verdict == "correct" for verdict in verdicts[mine]], dtype=torch.bool)
+        rollouts.append(Rollout(state, correct, texts[mine]))
+    return rollouts
+
+
+class RolloutStage(OverStates):
+    """Rollouts of all candidates of a share of the training states, to which the value head is fitted."""
+
+    name = "rollouts"
+    command = "futurebridge train"
+    slice: ClassVar[Sequence[str]] = ("rollouts", "collect.slm_k", "collect.max_new_tokens", "verify")
+    reads = (TrajectoryStage, StateStage)
+    uses = ("slm", "tokenizer", "valid_vocab")
+    split = "train"
+
+    @property
+    def share(self) -> float:
+        """The share of the states that is rolled out."""
+        return self.settings.rollouts.train
+
+    def work(self, shard: str) -> Output:
+        seed, collect = self.settings.rollouts.seed, self.settings.collect
+        logged = Examples(self.run, shard).states.values()
+        states = [replace(state, pool=part_of(state.pool, collect.slm_k)) for state in logged]
+        drawn = [
+            state
+            for state in states
+            if len(state.pool) >= 2 and seeded(seed, state.prefix.tolist()).random() < self.share
+        ]
+        rollouts = roll_out(
+            self.models.local_slm,
+            drawn,
+            self.models.tokenizer,
+            verifier_of(self.settings.verify),
+            collect.max_new_tokens,
+        )
+        mixed = sum(bool(rollout.correct.any() and not rollout.correct.all()) for rollout in rollouts)
+        counts = {"states": len(rollouts), "mixed": mixed, "rollouts": sum(len(each.texts) for each in rollouts)}
+        return Output(example_files(shard, Rollout, rollouts), counts)
+
+    def most_tokens(self) -> int:
+        candidates = self.settings.collect.slm_k + self.input(StateStage).settings.futures.llm_k
+        tokens = self.input(TrajectoryStage).longest + self.settings.collect.max_new_tokens + 1
+        return tokens * candidates

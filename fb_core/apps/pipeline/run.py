@@ -1,0 +1,313 @@
+"""A stage of a run: the same work on every shard, here, in threads or on Ray; it can be killed and resumed."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_args
+
+from rich.progress import ProgressColumn, Task, TimeRemainingColumn
+from rich.text import Text
+
+from fb_core.apps.pipeline.cluster import dismiss, work_on_ray
+from fb_core.apps.pipeline.files import Artefact, Receipt
+from fb_core.apps.pipeline.models import Models, models_of
+from fb_core.apps.progress import Board
+from fb_core.apps.settings.config import RunSettings, Slice, identity_of
+from fb_core.judges import FAULTS, Verdict, judge_of
+from fb_core.verify import tally_words
+
+Engine = Literal["local", "ray"]
+Input = TypeVar("Input", bound="Stage")
+
+
+class Output(NamedTuple):
+    """The result of the work on one shard."""
+
+    files: Mapping[str, bytes]  # by path inside the stage's folder; all begin with the shard's name
+    counts: Mapping[str, int]
+    seconds: float = 0.0  # work of earlier or other processes, added to this one's
+
+
+class Stage(ABC):
+    """One stage over one run's folder.
+
+    A stage can read only its slice of the settings, and that slice is part of the identity of its files.
+
+    Args:
+        settings: of the whole run.
+        run: its folder.
+        instead: stages that take the place of others under their names, as a variant's own scores.
+
+    Attributes:
+        name: of the stage and its folder.
+        command: the command that runs it.
+        slice: the settings that it reads, by section or key; all stages also read those of the models, but identify
+            the models by hashes.
+        reads: the stages whose files it reads; may depend on the settings.
+        uses: roles whose identity its files depend on, among "slm", "llm", "tokenizer" and "valid_vocab".
+        unit: what its shards count.
+        parallel: whether shards can be worked on in any order and on any worker.
+        writer: the role of the model that does the work; "llm" may be on a server.
+        settings: its slice.
+        is_main: False in a process that only helps another one and writes nothing.
+        on_progress: called with the number of finished units of the current shard.
+    """
+
+    name: ClassVar[str]
+    command: ClassVar[str]
+    slice: ClassVar[Sequence[str]] = ()
+    reads: Sequence[type[Stage]] = ()
+    uses: ClassVar[Sequence[str]] = ("slm", "tokenizer")
+    unit: ClassVar[str] = "problems"
+    parallel: ClassVar[bool] = True
+    writer: ClassVar[Literal["slm", "llm"]] = "slm"
+
+    def __init__(
+        self, settings: RunSettings, run: Path, instead: Mapping[type[Stage], type[Stage]] = MappingProxyType({})
+    ) -> None:
+        self.__whole = settings  # only to make its inputs, and itself in other processes
+        self._instead = instead
+        self.settings = cast(RunSettings, Slice(settings, (*self.slice, "models")))
+        self.run = run
+        self.folder = Artefact(run, self.name)
+        self.on_progress: Callable[[int], None] = lambda done: None
+        self.is_main = True
+
+    @property
+    def served(self) -> bool:
+        """Whether a server does the work."""
+        return self.writer == "llm" and self.settings.models.llm_server is not None
+
+    @property
+    def models(self) -> Models:
+        """The run's models, each loaded when first used."""
+        return models_of(self.settings.models)
+
+    @property
+    def device(self) -> str:
+        """The hardware that does the work, by name."""
+        return "server" if self.served else self.models.device
+
+    def input(self, kind: type[Input]) -> Input:
+        """One of the stages whose files it reads, made with that stage's own slice of the settings."""
+        assert kind in self.reads, f"{self.name} does not read {kind.name}"
+        return cast(Input, self._instead.get(kind, kind)(self.__whole, self.run, self._instead))
+
+    def worker(self) -> Callable[[], Callable[[str], Mapping[str, int]]]:
+        """What makes, in another process, the function that computes and writes a shard of the same stage."""
+        return partial(_worker, partial(type(self), self.__whole, self.run.resolve(), self._instead))
+
+    def data(self) -> dict[str, Any]:
+        """Hashes of everything else that its files depend on, besides settings, inputs and models."""
+        return {}
+
+    @abstractmethod
+    def shards(self) -> dict[str, int]:
+        """The number of units of every shard, by name."""
+
+    @abstractmethod
+    def work(self, shard: str) -> Output:
+        """Compute a shard without writing it."""
+
+    def most_tokens(self) -> int:
+        """The largest possible number of tokens of a unit, prompts and prefixes included; 0 where none are counted."""
+        return 0
+
+    def most(self) -> int:
+        """The largest possible number of units, from the settings alone."""
+        return sum(self.shards().values())
+
+    def choose(self) -> dict[str, Any]:
+        """Decisions for this machine, made when the stage begins and then kept."""
+        return {}
+
+    def summary(self) -> dict[str, Any]:
+        """What the manifest holds about the finished shards besides their counts."""
+        return {}
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        """A report on the finished stage in Markdown."""
+        all_counts, told = manifest["counts"], {*get_args(Verdict), *FAULTS}
+        counts = [f"{count:,} {name}" for name, count in all_counts.items() if name not in told]
+        counts += filter(None, [tally_words(all_counts)])
+        return f"**{self.name}**: {', '.join(counts)}; {clock(manifest['cost']['seconds'])} of work"
+
+    def identity(self, models: bool = True) -> dict[str, Any]:
+        """Everything that its files depend on.
+
+        Args:
+            models: whether to include the models' hashes, for which they may have to be downloaded.
+
+        Raises:
+            ValueError: a stage that it reads is not finished, or was made with other settings or models.
+        """
+        inputs = {}
+        for kind in self.reads:
+            read = self.input(kind)
+            manifest = read.folder.finished(f"run `{kind.command}` first")
+            read.folder.check(manifest, read.identity(models))
+            inputs[kind.name] = manifest["digest"]
+        hashes: dict[str, Any] = {"models": self.models.hashes(*self.uses)} if models else {}
+        if verify := getattr(self.settings, "verify", None):
+            hashes |= judge_of(verify.judge, pattern=verify.pattern).source()
+        return {"settings": identity_of(self.settings), "data": self.data(), "inputs": inputs, **hashes}
+
+
+def _worker(make: Callable[[], Stage]) -> Callable[[str], Mapping[str, int]]:
+    return partial(work_and_put, make())
+
+
+def work_and_put(stage: Stage, shard: str) -> Mapping[str, int]:
+    """Compute one shard and write it; returns its counts."""
+    began = time.perf_counter()
+    output = stage.work(shard)
+    seconds = time.perf_counter() - began + output.seconds
+    stage.folder.put(shard, output.files, output.counts, seconds, stage.device)
+    return output.counts
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+SERVED_AT_ONCE = 4  # shards at once, so that a server stays busy while one shard's last continuations are written
+
+
+def run_stage(stage: Stage, engine: Engine = "local", *, is_main: bool = True) -> dict[str, Any]:
+    """Do what is left of a stage and write its final manifest.
+
+    Args:
+        stage: to run.
+        engine: "local" for this process, "ray" for workers of a Ray cluster.
+        is_main: False in a process that only helps another one and writes nothing.
+
+    Returns:
+        the manifest; empty if not `is_main`.
+
+    Raises:
+        ValueError: the stage was begun with other settings, models or inputs, or an input is missing or damaged.
+        OSError: no disk space or no server; finished work is kept.
+    """
+    identity = stage.identity()
+    shards = stage.shards()
+    stage.is_main = is_main
+    if not is_main:
+        done = stage.folder.receipts(shards)
+        for shard in shards:
+            if shard not in done:
+                stage.work(shard)
+        return {}
+    with stage.folder.locked():
+        begun = stage.folder.manifest()
+        stage.folder.begin(identity, stage.choose() if begun is None or stage.folder.empty() else begun["chosen"])
+        done = stage.folder.receipts(shards)
+        pending = [shard for shard in shards if shard not in done]
+        with Board(_Rate(stage.unit), TimeRemainingColumn()) as board:
+            display = _Display(board, stage, shards, done)
+            if engine == "ray" and not stage.parallel:
+                dismiss()  # frees the GPU for this process
+            if engine == "ray" and stage.parallel:
+                work_on_ray(stage.worker(), pending, not stage.served, display.shard_done)
+            elif stage.served:
+                _work_in_threads(stage, pending, display.shard_done)
+            else:
+                stage.on_progress = display.within
+                for shard in pending:
+                    display.shard_done(shard, work_and_put(stage, shard))
+        return stage.folder.complete(list(shards), stage.summary())
+
+
+def _work_in_threads(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Mapping[str, int]], None]) -> None:
+    """Work on several shards at once in threads of this process, which wait for a server."""
+    for shard in shards[:1]:  # alone, so that shared models are loaded once
+        on_done(shard, work_and_put(stage, shard))
+    threads = ThreadPoolExecutor(SERVED_AT_ONCE)
+    try:
+        under_way = {threads.submit(work_and_put, stage, shard): shard for shard in shards[1:]}
+        for done in as_completed(under_way):
+            on_done(under_way[done], done.result())
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def plan(stage: Stage) -> str:
+    """What `run_stage` would do, in a line: shards and units left, their most tokens and time at the rate so far."""
+    try:
+        identity, manifest = stage.identity(models=False), stage.folder.manifest()
+        if manifest is not None:
+            stage.folder.check(manifest, identity)
+        shards = stage.shards()
+    except (OSError, ValueError, ImportError) as problem:
+        text = f"{stage.name}: cannot run yet: {str(problem).removeprefix(f'{stage.name}: ').rstrip('.')}"
+        with suppress(OSError, ValueError, ImportError):  # the settings alone may not tell
+            most = stage.most()
+            text += f"; according to the settings, at most {most:,} {stage.unit}{_bound(stage, most)}"
+        return text
+    done = stage.folder.receipts(shards)
+    units, finished = sum(shards.values()), sum(shards[shard] for shard in done)
+    left = units - finished
+    text = f"{stage.name}: {len(shards) - len(done)} of {len(shards)} shards, {left} of {units} {stage.unit} to do"
+    text += _bound(stage, left)
+    if finished:
+        seconds = sum(receipt.seconds for receipt in done.values())
+        text += f", {clock(seconds / finished * left)} on one device at the rate so far"
+    return text
+
+
+def _bound(stage: Stage, units: int) -> str:
+    """The most tokens of `units` units, in words; empty if there are none."""
+    if not (tokens := stage.most_tokens() * units):
+        return ""
+    prompts = "" if stage.models.tokenizer_here else " without the prompts, since the tokenizer is not on this machine"
+    return f", at most {tokens:,} tokens{prompts}"
+
+
+class _Display:
+    """Shows the progress of one stage with rate and remaining time, and the verdicts so far if answers are judged."""
+
+    def __init__(self, board: Board, stage: Stage, shards: Mapping[str, int], done: Mapping[str, Receipt]) -> None:
+        self._board, self._stage, self._shards = board, stage, shards
+        self._before = self._done = sum(shards[shard] for shard in done)
+        self._of = sum(shards.values())
+        self._counts: Counter[str] = Counter()
+        for receipt in done.values():
+            self._counts.update(receipt.counts)
+        self._began = time.perf_counter()
+        board.show(stage.name, self._done, self._of)
+        if self._done:
+            board.say(stage.name, f"{self._done} of {self._of} {stage.unit} were already done")
+
+    def within(self, done: int) -> None:
+        """`done` units of the current shard are finished."""
+        self._board.show(self._stage.name, self._done + done, self._of)
+
+    def shard_done(self, shard: str, counts: Mapping[str, int]) -> None:
+        """A shard is written; `counts` says what it holds."""
+        self._done += self._shards[shard]
+        self._counts.update(counts)
+        verdicts = tally_words(self._counts)
+        self._board.show(self._stage.name, self._done, self._of, verdicts)
+        rate = (self._done - self._before) / max(time.perf_counter() - self._began, 1e-9)
+        left = clock((self._of - self._done) / rate) if rate else "?"
+        text = f"{shard} done, {self._done}/{self._of} {self._stage.unit}, {rate:.3g}/s, {left} left"
+        self._board.say(self._stage.name, text + (f"; {verdicts}" if verdicts else ""))
+
+
+class _Rate(ProgressColumn):
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        """Units per second; empty until known."""
+        return Text(f"{task.speed:.3g} {self.unit}/s" if task.speed else "", style="progress.data.speed")

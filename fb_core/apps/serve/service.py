@@ -1,0 +1,446 @@
+"""What a server does with a request: its prompts go to the engine, and the engine's tokens become text."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+
+from fb_core.apps.serve.metrics import Metrics
+from fb_core.apps.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Finish,
+    Piece,
+    ScoreRequest,
+    TokenLogprobs,
+    event_fields,
+    prompt_entry,
+    score_fields,
+)
+from fb_core.apps.settings.config import ServeSettings
+from fb_core.decoding import Generation, Usage
+from fb_core.detokenizer import Text
+from fb_core.engine.engine import Engine, Handle, Scores, Token
+from fb_core.engine.step import Ranked
+from fb_core.events import Event
+from fb_core.hf.models import Tokenizer, max_positions
+from fb_core.hf.tokens import TextGroup, chat_ids, many_token_ids, text_group_in_steps, text_ids
+from fb_core.sampling import Sampling, occurrences
+from fb_core.selectors import LLMPreference
+
+BYTES = 16  # of text for a token; a prompt with more for each that there is room for is not tokenized
+LOGPROBS = 1 << 18  # in one reply
+CONTINUATIONS, TEXT = 1 << 12, 1 << 22  # in one request; characters that are tokenized for it
+PIECE = 64  # tokens
+TURN = 0.01  # seconds
+DIRECT = LLMPreference()  # one object for all requests, so that their events are served together
+Result = TypeVar("Result")
+Work = Generator[None, None, Result]  # it gives way to other requests at each yield
+
+
+class Busy(Exception):
+    """The queue is full."""
+
+
+class Turns:
+    """A thread in which requests take turns with what would hold up the event loop."""
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, "fb-requests")
+
+    async def run(self, work: Work[Result]) -> Result:
+        """The result of some work, after as many turns as it takes; it goes no further once the caller is cancelled."""
+        loop = asyncio.get_running_loop()
+        while not (came := await loop.run_in_executor(self.thread, self._turn, work)):
+            pass
+        return came[0]
+
+    @staticmethod
+    def _turn(work: Work[Result]) -> tuple[Result] | None:
+        """One turn; the result, if it has come."""
+        end = time.perf_counter() + TURN
+        try:
+            while time.perf_counter() < end:
+                next(work)
+        except StopIteration as stop:
+            return (stop.value,)
+        return None
+
+
+@dataclass(eq=False)
+class Answer:
+    """What a prompt becomes; `finish` is known at its end."""
+
+    handle: Handle[Generation]
+    request: CompletionRequest | ChatRequest
+    text: Text
+    before: Text  # of the prompt
+    prompt: list[int]
+    ends: frozenset[int]
+    begun: bool = False  # whether what is returned of the prompt has been
+    completion: int = 0
+    events: list[Event] = field(default_factory=list)
+    finish: Finish = "length"
+    ended: bool = False
+
+    def beginning(self) -> Work[Piece]:
+        """What is returned of the prompt, once its log-probs are known, if they are needed."""
+        self.begun = True
+        echo, ranking, count = self.request.echo, self.request.ranking, self.request.prompt_ranking
+        text, logprobs, entries = "", list[TokenLogprobs](), list[dict[str, Any] | None]()
+        for token, ranked in zip_longest(self.prompt, [None, *self.handle.prompt_ranks]):
+            if echo and ranking is not None:
+                logprobs.append(_named(self.before, token, ranked, ranking, self.before.decoded))
+            if ranked is None:
+                entries.append(None)
+            elif count is not None:
+                places = {ranked.ids[n]: (ranked.logprobs[n], n + 1) for n in range(min(count, len(ranked.ids)))}
+                places = {token: places.get(token, (ranked.taken, ranked.place))} | places
+                entries.append(prompt_entry([(each, self.before.name(each), *at) for each, at in places.items()]))
+            text += self.before.add(token)
+            yield
+        text += self.before.end()
+        return Piece(text if echo else "", (), logprobs, prompt=None if count is None else entries)
+
+    def pieces(self, tokens: Sequence[Token | None]) -> Iterator[Piece]:
+        """What the next tokens add, as far as it is certain; with None, which is their end, also what is left.
+
+        The last piece is empty and says why the answer has ended.
+        """
+        text, events, logprobs, ids = "", list[dict[str, Any]](), list[TokenLogprobs](), list[int]()
+        for token in filter(None, tokens):
+            self.completion += 1
+            if self.request.return_token_ids:
+                ids.append(token.id)
+            offset = self.text.decoded + (self.before.decoded if self.request.echo else 0)
+            if token.event is not None:
+                self.events.append(token.event)
+                texts = [self.text.name(each).text for each in token.event.pool]
+                events.append(event_fields(token.event, texts, offset))
+            if self.request.ranking is not None and token.ranked is not None:
+                logprobs.append(_named(self.text, token.id, token.ranked, self.request.ranking, offset))
+            if token.id not in self.ends:  # the token that ends an answer is no part of its text
+                text += self.text.add(token.id)
+            if self.text.stopped or token.id in self.ends:
+                self.finish = "stop"
+            if self.text.stopped:
+                self.handle.cancel()
+                break
+        self.ended = self.text.stopped or None in tokens
+        if text or events or logprobs or ids:
+            yield Piece(text, events, logprobs, tokens=ids)
+        if self.ended and not self.text.stopped:
+            self.handle.result()  # raises what ended the sequence, if it was an error
+            text = self.text.end()
+            if self.text.stopped:
+                self.finish = "stop"
+            if text:
+                yield Piece(text)
+        if self.ended:
+            yield Piece(finish=self.finish)
+
+
+def _named(text: Text, token: int, ranked: Ranked | None, count: int, offset: int) -> TokenLogprobs:
+    """A token with its log-prob and likeliest alternatives; without them where nothing is before it."""
+    own = text.name(token)
+    if ranked is None:
+        return TokenLogprobs(own, None, [], offset)
+    ids, logprobs = ranked.ids[:count], ranked.logprobs[:count]
+    logprob = dict(zip(ids, logprobs, strict=True)).get(token, ranked.taken)
+    return TokenLogprobs(own, logprob, list(zip(map(text.name, ids), logprobs, strict=True)), offset)
+
+
+class Reply:
+    """The answers to a request, `samples` for each prompt and `copies` of each, as they come."""
+
+    def __init__(self, turns: Turns, places: int = 1, samples: int = 1, copies: int = 1) -> None:
+        self.turns, self.places, self.samples, self.copies = turns, places, samples, copies
+        self.answers: list[Answer] = []  # in the order of the prompts
+        self._handles: list[Handle[Any]] = []
+        self._over = False
+        self.tokens = asyncio.Queue[tuple[int, Token | None]]()  # with their answers' indices; None ends an answer
+        self.first: float | None = None  # when the first piece came, by `time.perf_counter`
+        self.cut = False  # whether the end of the server cuts the answers off
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """The parts of the answers, each with its answer's index.
+
+        Raises:
+            ValueError: NaN logits, or a selector's error.
+            OSError: the large model did not answer.
+            concurrent.futures.CancelledError: the server or its engine ends.
+        """
+        while not all(answer.ended for answer in self.answers):
+            came: dict[int, list[Token | None]] = {}
+            for count in range(PIECE):  # what has come is one piece, but not all that a slow reader left lying
+                if count and self.tokens.empty():
+                    break
+                index, token = await self.tokens.get()
+                came.setdefault(index, []).append(token)
+            if self.cut:
+                raise CancelledError
+            for index, tokens in came.items():
+                answer = self.answers[index]
+                if not answer.begun and (answer.request.echo or answer.request.prompt_ranking is not None):
+                    self.first = self.first or time.perf_counter()
+                    yield index, await self.turns.run(answer.beginning())
+                if not answer.ended:
+                    for piece in answer.pieces(tokens):
+                        if piece.finish is None:
+                            self.first = self.first or time.perf_counter()
+                        yield index, piece
+            await asyncio.sleep(0)  # what has come already holds up no other request
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(answer.prompt) for answer in self.answers) // self.samples
+
+    def usage(self) -> dict[str, Any]:
+        """The request's tokens, and what it asked of the large model; completion tokens count once for each copy."""
+        prompt, completion = self.prompt, self.copies * sum(answer.completion for answer in self.answers)
+        large = Usage.of([event for answer in self.answers for event in answer.events])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "large_model": {"calls": large.calls, "tokens": large.appended},
+        }
+
+    def submitted(self, handle: Handle[Any]) -> None:
+        """Take what was submitted to the engine, from any thread."""
+        self._handles.append(handle)
+        if self._over:
+            handle.cancel()
+
+    def cancel(self) -> None:
+        """Cancel what has not ended, and what is still submitted."""
+        self._over = True
+        for handle in list(self._handles):
+            handle.cancel()
+
+
+class Scoring(Reply):
+    """Scores of continuations, as they come; of candidates with one future, its tokens alone count."""
+
+    handle: Handle[Scores]
+    group: TextGroup
+
+    async def fields(self, model: str) -> dict[str, Any]:
+        """The response; raises as `pieces`."""
+        await self.tokens.get()
+        if self.cut:
+            raise CancelledError
+        self.first = time.perf_counter()
+        return await self.turns.run(score_fields(model, self.group, self.handle.result()))
+
+
+class Service:
+    """An engine and its tokenizer; with `thinking`, a chat's answer begins with it."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, settings: ServeSettings, *, thinking: bool = False
+    ) -> None:
+        self.engine, self.tokenizer, self.settings, self.thinking = engine, tokenizer, settings, thinking
+        self.length = min(settings.max_length, max_positions(engine.decoder.slm) or settings.max_length)
+        self.metrics = Metrics(engine)
+        self.requests = 0  # sequences whose request is not answered
+        self.turns = Turns()
+        self._open: set[Reply] = set()
+        text_ids(tokenizer, "")  # a fast tokenizer's first call may change it: make that before any thread does
+
+    def prompts(self, request: CompletionRequest | ChatRequest) -> Iterator[list[int]]:
+        """Token ids of each of a request's prompts; ValueError for a text that the tokenizer refuses."""
+        if isinstance(request, ChatRequest):
+            messages = [message.model_dump(exclude_none=True) for message in request.messages]
+            fits = partial(self._check_texts, "messages")
+            try:
+                yield chat_ids(self.tokenizer, messages, self.thinking, lambda text: fits([text]))
+            except TemplateError as problem:
+                raise ValueError(f"messages: expected what the model's chat template takes, got {problem}") from None
+        else:
+            for each in request.prompt:
+                yield text_ids(self.tokenizer, each) if isinstance(each, str) else each
+
+    async def begin(self, request: CompletionRequest | ChatRequest) -> Reply:
+        """Submit a request to the engine: one sequence per prompt, or `n` if their tokens are drawn.
+
+        Its places in the queue are kept until `end_of` it.
+
+        Raises:
+            Busy: the queue is full.
+            ValueError: a prompt, limit or override that the engine refuses.
+            RuntimeError: a closed engine.
+        """
+        sampling = self.settings.sampling(request)
+        samples = 1 if sampling is None else request.n
+        self._check_size(request)
+        reply = Reply(self.turns, len(request.inputs) * samples, samples, request.n // samples)
+        await self._begun(reply, self._submitted(reply, request, sampling, asyncio.get_running_loop()))
+        self.metrics.prompt_tokens.inc(reply.prompt)
+        return reply
+
+    async def _begun(self, reply: Reply, work: Work[None]) -> None:
+        """Do the work that begins a reply; Busy if there are no places for it."""
+        if self.requests + reply.places > self.settings.queue:
+            raise Busy(f"queue: expected at most {self.settings.queue} sequences under way; try again")
+        self.requests += reply.places
+        self._open.add(reply)
+        try:
+            await self.turns.run(work)
+        except BaseException:
+            self.end_of(reply)
+            raise
+
+    def end_of(self, reply: Reply) -> None:
+        """Give back a reply's places: its answer is sent, or nobody waits for it."""
+        if reply in self._open:
+            self._open.remove(reply)
+            self.requests -= reply.places
+            reply.cancel()
+
+    def _check_size(self, request: CompletionRequest | ChatRequest) -> None:
+        """ValueError for more answers than the queue, and texts too long to tokenize."""
+        count, queue = len(request.inputs), self.settings.queue
+        if count * request.n > queue:
+            name, got = "prompt" if count > queue else "n", count * request.n
+            raise ValueError(f"{name}: expected at most the queue's {queue} answers, got {got}; ask for fewer")
+        self._check_texts("prompt", request.inputs)
+
+    def _check_logprobs(self, request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]]) -> None:
+        """ValueError for too many log-probs."""
+        tokens = self.settings.max_new_tokens if request.max_tokens is None else request.max_tokens
+        each, own = (0 if ranks is None else 1 + ranks for ranks in (request.ranking, request.prompt_ranking))
+        places = sum(map(len, prompts)) * (own + each * request.echo)
+        logprobs = request.n * (len(prompts) * min(tokens, self.length) * each + places)
+        if logprobs > LOGPROBS:
+            raise ValueError(
+                f"ranking: expected at most {LOGPROBS} log-probs in an answer, its prompts times n times tokens times "
+                f"1 + the ranks, got {logprobs}; ask for less"
+            )
+
+    def _check_texts(self, name: str, inputs: Sequence[str | list[int]]) -> None:
+        """ValueError for a text with more bytes than a sequence can have."""
+        most, longest = BYTES * self.length, max(len(each.encode()) if isinstance(each, str) else 0 for each in inputs)
+        if longest > most:
+            raise ValueError(
+                f"{name}: expected at most {most} bytes of text for the {self.length} tokens of a sequence, got "
+                f"{longest}; shorten it"
+            )
+
+    async def score(self, request: ScoreRequest) -> Scoring:
+        """Submit continuations to the engine; raises as `begin`."""
+        reply = Scoring(self.turns)
+        await self._begun(reply, self._scored(reply, request, asyncio.get_running_loop()))
+        self.metrics.prompt_tokens.inc(len(reply.group.prefix))
+        self.metrics.scored.inc(sum(len(ids) + len(reply.group.future) for ids in reply.group.candidates))
+        return reply
+
+    def _scored(self, reply: Scoring, request: ScoreRequest, loop: asyncio.AbstractEventLoop) -> Work[None]:
+        """Submit what is to be scored; ValueError for what is refused, and for too much."""
+        many, future = request.many, request.future
+        kind = "continuations" if future is None else "candidates"
+        if len(many) > CONTINUATIONS:
+            raise ValueError(f"{kind}: expected at most {CONTINUATIONS}, got {len(many)}; ask more than once")
+        self._check_texts("prefix", request.inputs)
+        if isinstance(request.prefix, str):
+            around = len(request.prefix) + len(future or "")
+            if (size := sum(around + len(text) for text in many)) > TEXT:
+                raise ValueError(
+                    f"{kind}: expected at most {TEXT} characters, each with the prefix, got {size}; send token ids"
+                )
+            group = yield from text_group_in_steps(self.tokenizer, request.prefix, many, future)  # type: ignore[arg-type]
+        else:
+            group = TextGroup(request.prefix, many, future or [])  # type: ignore[arg-type]
+        if (tokens := sum(len(ids) + len(group.future) for ids in group.candidates)) > LOGPROBS:
+            raise ValueError(f"{kind}: expected at most {LOGPROBS} tokens together, got {tokens}; ask more than once")
+        decoder, rows = self.engine.decoder, list[Tensor]()
+        for start in range(0, len(group.candidates), PIECE):
+            some = [[*ids, *group.future] for ids in group.candidates[start : start + PIECE]]
+            rows += many_token_ids(kind, some, decoder.slm, decoder.vocabulary)
+            yield
+
+        told = partial(loop.call_soon_threadsafe, reply.tokens.put_nowait, (0, None))
+        reply.group, reply.handle = group, self.engine.score(group.prefix, rows, listener=lambda _: told())
+        reply.submitted(reply.handle)
+
+    def end(self) -> None:
+        """End all answers now, even if the engine is waiting for the large model."""
+        for reply in self._open:
+            reply.cut = True
+            reply.tokens.put_nowait((0, None))
+
+    def close(self) -> None:
+        """Accept no more requests."""
+        self.turns.thread.shutdown(wait=False, cancel_futures=True)
+
+    def _submitted(
+        self,
+        reply: Reply,
+        request: CompletionRequest | ChatRequest,
+        sampling: Sampling | None,
+        loop: asyncio.AbstractEventLoop,
+    ) -> Work[None]:
+        """Tokenize and submit each prompt; its tokens go to the reply."""
+        own, decoder = request.futurebridge, self.engine.decoder
+        if own.recipe in ("direct", "futurebridge") and not decoder.max_events:
+            raise ValueError(f'recipe: expected "greedy", got "{own.recipe}"; this server asks no large model')
+        if own.recipe == "futurebridge" and isinstance(decoder.selector, LLMPreference):
+            raise ValueError(
+                'recipe: expected "greedy" or "direct", got "futurebridge"; this server decodes with "direct"'
+            )
+        prompts = list[list[int]]()
+        for ids in self.prompts(request):
+            prompts.append(ids)
+            yield
+        self._check_logprobs(request, prompts)
+
+        def on_token(index: int, token: Token | None) -> None:
+            reply.tokens.put_nowait((index, token))
+            if token is not None:
+                self.metrics.count(token)
+
+        ranks_prompt = request.prompt_ranking is not None or (request.echo and request.ranking is not None)
+        for ids, earlier in zip(prompts, occurrences(prompts), strict=True):
+            row, tokens = torch.tensor(ids, dtype=torch.int64, device=decoder.slm.device), request.max_tokens
+            if tokens is None:
+                tokens = min(self.settings.max_new_tokens, max(1, self.length - len(ids)))
+            after_text = isinstance(request, CompletionRequest) and bool(
+                self.tokenizer.decode(ids[-8:], skip_special_tokens=True)
+            )
+            for sample in range(earlier * reply.samples, (earlier + 1) * reply.samples):
+                index = len(reply.answers)
+                handle = self.engine.submit(
+                    row,
+                    tokens,
+                    threshold=own.threshold,
+                    max_events=0 if own.recipe == "greedy" else own.max_events,
+                    selector=DIRECT if own.recipe == "direct" else None,
+                    ranking=request.ranking is not None,
+                    listener=partial(loop.call_soon_threadsafe, on_token, index),  # type: ignore[arg-type]
+                    sampling=sampling,
+                    sample=sample,
+                    prompt_ranking=ranks_prompt or not tokens,
+                )
+                reply.submitted(handle)
+                self.metrics.scored.inc((len(ids) - 1) * ranks_prompt)
+                text = Text(
+                    self.tokenizer,
+                    request.stop,
+                    request.stop_token_ids,
+                    skip_special=request.skip_special_tokens,
+                    after_text=after_text,
+                )
+                before = Text(self.tokenizer, (), skip_special=request.skip_special_tokens)
+                reply.answers.append(Answer(handle, request, text, before, ids, decoder.pair.ends))
+                yield

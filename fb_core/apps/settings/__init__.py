@@ -1,0 +1,1 @@
+"""Settings of commands, and what is loaded by them."""

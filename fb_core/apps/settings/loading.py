@@ -1,0 +1,73 @@
+"""A pair, its selector and its policy from the settings of a command."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+from fb_core.apps.demo import checkpoint
+from fb_core.apps.settings.config import PairSettings
+from fb_core.hf.checkpoints import load_model
+from fb_core.hf.models import CausalLM, Tokenizer, known_ids
+from fb_core.llm import LLM
+from fb_core.pair import Pair
+from fb_core.policy import RequestPolicy
+from fb_core.recipe import deployment_of, thinking_of
+from fb_core.selectors import Selector
+from fb_core.server import ServerLLM, key_in
+
+log = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple):
+    """All that a decoder or an engine is made from."""
+
+    pair: Pair
+    tokenizer: Tokenizer
+    selector: Selector | None
+    policy: RequestPolicy
+    options: dict[str, Any]  # of a decoder or an engine
+    thinking: bool  # of a chat's answers
+
+
+def load(settings: PairSettings) -> Loaded:
+    """Read models, tokenizers and adapter.
+
+    Raises:
+        ValueError: models that do not belong together, or settings that do not fit them.
+        OSError: a model, adapter or server that is not there.
+    """
+    slm, tokenizer = load_model(checkpoint(settings.slm, "slm"), settings.device, settings.dtype)
+    deployment = deployment_of(
+        settings.adapter,
+        slm,
+        recipe=settings.recipe,
+        threshold=settings.threshold,
+        max_events=settings.max_events,
+    )
+    thinking = thinking_of(settings.adapter) if settings.thinking is None else settings.thinking
+    if deployment.selector is None:
+        log.warning(
+            "%s: training chose greedy decoding, so the small model answers alone: %s is neither loaded nor asked; "
+            "set recipe to published to decode with the reranker",
+            settings.adapter,
+            settings.llm or settings.server,
+        )
+        return Loaded(Pair(slm, None, tokenizer), tokenizer, *deployment, thinking)
+    llm, other = _llm(settings, tokenizer)
+    return Loaded(Pair(slm, llm, (tokenizer, other)), tokenizer, *deployment, thinking)
+
+
+def _llm(settings: PairSettings, tokenizer: Tokenizer) -> tuple[LLM | CausalLM, Tokenizer]:
+    if settings.server is None:
+        assert settings.llm is not None
+        return load_model(checkpoint(settings.llm, "llm"), settings.device, settings.dtype)
+    server = ServerLLM(
+        settings.server,
+        settings.flavour,
+        model=settings.llm,
+        vocabulary=known_ids(tokenizer),
+        api_key=key_in(settings.api_key_variable),
+    )
+    server.check_tokenizer(tokenizer)
+    return server, tokenizer
