@@ -20,12 +20,12 @@ from benchmarks.harness import OURS, Goal, Implementation
 from benchmarks.live_server import LlamaCpp, write_gguf
 from benchmarks.shapes import CANDIDATES
 from fb_core import FutureBridgeSelector, LocalLLM, RequestPolicy, Selector, SLMPreference, TokenReranker
-from fb_core.decoding import LowLatencyDecoder
-from fb_core.engine.loop import Loop
-from fb_core.engine.model import Part
-from fb_core.engine.pages import pages_of
-from fb_core.hf.generation import with_cache
-from fb_core.hf.packed import Prefix
+from fb_core.decode.decoder import LowLatencyDecoder
+from fb_core.decode.loop import Loop
+from fb_core.models.packed import Prefix
+from fb_core.runtime.kv_pages import pages_of
+from fb_core.runtime.paged_model import Part
+from fb_core.runtime.plain import with_cache
 from fb_kernels.timing import Timing
 
 NEVER = RequestPolicy(math.inf)

@@ -25,9 +25,9 @@ from fb_core import (
     SLMPreference,
     TokenReranker,
 )
-from fb_core.decoding import LowLatencyDecoder
+from fb_core.decode.decoder import LowLatencyDecoder
+from fb_core.decode.selectors import ScoringSelector, State
 from fb_core.events import Pool, PoolKind
-from fb_core.selectors import ScoringSelector, State
 from fb_kernels.timing import Timing
 
 CHECKED = 64 if shapes.ON_GPU else 1200  # maximum tokens of a problem that are compared

@@ -28,7 +28,7 @@ from benchmarks.harness import OURS, Cost, Goal, Implementation
 from benchmarks.live_server import LiveServer, Served
 from benchmarks.shapes import CANDIDATES, ON_GPU
 from fb_core import BranchGroup, CompatibilityScorer
-from fb_core.hf.packed import Layout, forward_through_modules, packed_forward
+from fb_core.models.packed import Layout, forward_through_modules, packed_forward
 from fb_kernels import backend
 from fb_kernels.testing import count_launches
 

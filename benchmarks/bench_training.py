@@ -12,7 +12,7 @@ from benchmarks import peers, shapes
 from benchmarks.harness import OURS, Implementation
 from benchmarks.shapes import CANDIDATES
 from fb_core import TokenReranker
-from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory
+from fb_core.rerank.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory
 
 EPOCHS = 1000  # more steps than are timed
 FROZEN = Recipe(learning_rate=0.0, groups_per_step=1 << 20, epochs=EPOCHS)  # every step does the same

@@ -32,7 +32,7 @@ def made(run: Path, problem_id: str) -> dict[str, Any]:
     from fb_core import CollaborativeDecoder, RequestPolicy
     from fb_core.apps.pipeline.models import benchmark_problems, models_of
     from fb_core.apps.settings.config import RunSettings
-    from fb_core.verify import Verifier
+    from fb_core.verify.verifier import Verifier
 
     settings = RunSettings.model_validate_json((run / "settings.json").read_text())
     models = models_of(settings.models)

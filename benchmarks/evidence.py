@@ -44,10 +44,10 @@ from fb_core.apps.pipeline.statistics import Interval
 from fb_core.apps.processes import processes
 from fb_core.apps.settings.config import RunSettings, changed
 from fb_core.atomic import write_file
+from fb_core.decode.deployment import LABELS, RecipeName
+from fb_core.decode.selectors import ScoringSelector, State, ValueSelector
 from fb_core.events import Pool
-from fb_core.recipe import LABELS, RecipeName
-from fb_core.selectors import ScoringSelector, State, ValueSelector
-from fb_core.value import ValueHead, fit_value, value_terms
+from fb_core.rerank.value_head import ValueHead, fit_value, value_terms
 
 SEEDS = tuple(range(86_011, 86_021))  # of problems, training sets and rerankers; fixed before the run
 QUANTILES = (0.90, 0.92, 0.94, 0.96)

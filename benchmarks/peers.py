@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.shapes import Branches
 from fb_core import TokenReranker
-from fb_core.hf.generation import with_cache
+from fb_core.runtime.plain import with_cache
 from fb_kernels import merge_attention_states
 
 

@@ -16,7 +16,7 @@ from fb_core.apps.pipeline.choose import Tried, decide
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.settings.config import ChoiceSettings
 from fb_core.atomic import write_file
-from fb_core.recipe import RecipeName
+from fb_core.decode.deployment import RecipeName
 
 DIFFERING, CHANGED = 0.30, 0.20  # shares of the problems
 PROBLEMS = (300, 750, 1500, 3000)

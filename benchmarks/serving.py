@@ -30,7 +30,7 @@ from benchmarks.server_process import LENGTH, MODEL, NEW, PAIR, THREADS, THRESHO
 from fb_core import CollaborativeDecoder, Engine, LLMPreference, RequestPolicy
 from fb_core.apps.demo.pairs import DemoPair, load_pair
 from fb_core.apps.pipeline.page import markdown_table
-from fb_core.pair import Pair
+from fb_core.decode.pair import Pair
 
 CLIENTS = (1, 4, 16, 64)
 PROBLEMS = 64

@@ -18,7 +18,7 @@ from fb_core.apps.pipeline.collect import TrajectoryStage
 from fb_core.apps.pipeline.commands import COMMANDS, run_command, stages_of
 from fb_core.apps.pipeline.records import Examples
 from fb_core.apps.settings.config import RunSettings
-from fb_core.hf.models import CausalLM
+from fb_core.models.facts import CausalLM
 
 RESULTS = Path(__file__).parent / "results" / "stages"
 GROUPS = 100  # scored one candidate at a time

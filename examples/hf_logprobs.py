@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config
 
-from fb_core.hf.models import lm_head
+from fb_core.models.facts import lm_head
 from fb_kernels import linear_logprob
 from fb_kernels.testing import Largest, largest_tensor
 

@@ -12,17 +12,11 @@ from typing import TYPE_CHECKING, Any
 from fb_core.extras import require
 
 if TYPE_CHECKING:
-    from fb_core.decoding import CollaborativeDecoder, Generation, LowLatencyDecoder
-    from fb_core.engine.engine import Engine
-    from fb_core.events import Event, Pool
-    from fb_core.http import ServerError
-    from fb_core.llm import LocalLLM
-    from fb_core.policy import RequestPolicy
-    from fb_core.recipe import Deployment, deployment_of
-    from fb_core.reranker import TokenReranker
-    from fb_core.sampling import Sampling
-    from fb_core.scorer import BranchGroup, CompatibilityScorer
-    from fb_core.selectors import (
+    from fb_core.decode.decoder import CollaborativeDecoder, Generation, LowLatencyDecoder
+    from fb_core.decode.deployment import Deployment, deployment_of
+    from fb_core.decode.engine import Engine
+    from fb_core.decode.policy import RequestPolicy
+    from fb_core.decode.selectors import (
         FutureBridgeSelector,
         LLMPreference,
         RandomChoice,
@@ -30,10 +24,12 @@ if TYPE_CHECKING:
         SLMPreference,
         State,
     )
-    from fb_core.server import ServerLLM
-    from fb_core.shared_prefix import shared_prefix_logprobs, shared_prefix_logprobs_many
-    from fb_core.targets import future_compatibility, group_targets
-    from fb_core.training import (
+    from fb_core.events import Event, Pool
+    from fb_core.llm.http import ServerError
+    from fb_core.llm.local import LocalLLM
+    from fb_core.llm.remote import ServerLLM
+    from fb_core.rerank.reranker import TokenReranker
+    from fb_core.rerank.training import (
         GroupMetrics,
         Recipe,
         Run,
@@ -43,20 +39,24 @@ if TYPE_CHECKING:
         train_reranker,
         validate,
     )
-    from fb_core.verify import Verdict, Verifier
+    from fb_core.runtime.sampling import Sampling
+    from fb_core.score.scorer import BranchGroup, CompatibilityScorer
+    from fb_core.score.shared_prefix import shared_prefix_logprobs, shared_prefix_logprobs_many
+    from fb_core.score.targets import future_compatibility, group_targets
+    from fb_core.verify.verifier import Verdict, Verifier
 
 _HOMES = {
-    "fb_core.decoding": ("CollaborativeDecoder", "Generation", "LowLatencyDecoder"),
-    "fb_core.engine.engine": ("Engine",),
-    "fb_core.http": ("ServerError",),
-    "fb_core.llm": ("LocalLLM",),
-    "fb_core.policy": ("RequestPolicy",),
+    "fb_core.decode.decoder": ("CollaborativeDecoder", "Generation", "LowLatencyDecoder"),
+    "fb_core.decode.engine": ("Engine",),
+    "fb_core.llm.http": ("ServerError",),
+    "fb_core.llm.local": ("LocalLLM",),
+    "fb_core.decode.policy": ("RequestPolicy",),
     "fb_core.events": ("Event", "Pool"),
-    "fb_core.recipe": ("Deployment", "deployment_of"),
-    "fb_core.reranker": ("TokenReranker",),
-    "fb_core.sampling": ("Sampling",),
-    "fb_core.scorer": ("BranchGroup", "CompatibilityScorer"),
-    "fb_core.selectors": (
+    "fb_core.decode.deployment": ("Deployment", "deployment_of"),
+    "fb_core.rerank.reranker": ("TokenReranker",),
+    "fb_core.runtime.sampling": ("Sampling",),
+    "fb_core.score.scorer": ("BranchGroup", "CompatibilityScorer"),
+    "fb_core.decode.selectors": (
         "FutureBridgeSelector",
         "LLMPreference",
         "RandomChoice",
@@ -64,10 +64,10 @@ _HOMES = {
         "Selector",
         "State",
     ),
-    "fb_core.server": ("ServerLLM",),
-    "fb_core.shared_prefix": ("shared_prefix_logprobs", "shared_prefix_logprobs_many"),
-    "fb_core.targets": ("future_compatibility", "group_targets"),
-    "fb_core.training": (
+    "fb_core.llm.remote": ("ServerLLM",),
+    "fb_core.score.shared_prefix": ("shared_prefix_logprobs", "shared_prefix_logprobs_many"),
+    "fb_core.score.targets": ("future_compatibility", "group_targets"),
+    "fb_core.rerank.training": (
         "GroupMetrics",
         "Recipe",
         "Run",
@@ -77,7 +77,7 @@ _HOMES = {
         "train_reranker",
         "validate",
     ),
-    "fb_core.verify": ("Verdict", "Verifier"),
+    "fb_core.verify.verifier": ("Verdict", "Verifier"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -126,7 +126,7 @@ def __getattr__(name: str) -> Any:
         return version("futurebridge")
     if name not in _HOME:
         raise AttributeError(f"module 'fb_core' has no attribute {name!r}")
-    if _HOME[name] == "fb_core.verify":
+    if _HOME[name] == "fb_core.verify.verifier":
         require(name, "math_verify")
     return getattr(import_module(_HOME[name]), name)
 

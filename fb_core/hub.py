@@ -11,8 +11,8 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
-from fb_core.recipe import Deployed
-from fb_core.reranker import DESCRIPTION
+from fb_core.decode.deployment import Deployed
+from fb_core.rerank.reranker import DESCRIPTION
 
 CARD, WEIGHTS = "README.md", "adapter_model.safetensors"
 ADAPTER = ("adapter_config.json", WEIGHTS, DESCRIPTION)

@@ -30,18 +30,18 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from fb_core.detokenizer import Text
-from fb_core.engine.engine import Engine, Handle, Token
-from fb_core.hf.checkpoints import load_model
-from fb_core.hf.models import CausalLM
-from fb_core.hf.packed import packs
-from fb_core.hf.tokens import thinking_switch
-from fb_core.llm import LLM
-from fb_core.pair import Pair
-from fb_core.recipe import Wanted, deployment_of, thinking_of
-from fb_core.sampling import Sampling
-from fb_core.scorer import CompatibilityScorer
-from fb_core.scorer import token_budget as rows_in_memory
+from fb_core.decode.deployment import Wanted, deployment_of, thinking_of
+from fb_core.decode.engine import Engine, Handle, Token
+from fb_core.decode.pair import Pair
+from fb_core.llm.local import LLM
+from fb_core.models.checkpoints import load_model
+from fb_core.models.facts import CausalLM
+from fb_core.models.packed import packs
+from fb_core.models.tokens import thinking_switch
+from fb_core.runtime.detokenizer import Text
+from fb_core.runtime.sampling import Sampling
+from fb_core.score.scorer import CompatibilityScorer
+from fb_core.score.scorer import token_budget as rows_in_memory
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fb_core.extras import require
-from fb_core.shared_prefix import Requests, check_trainable, shared_prefix_logprobs_many
+from fb_core.score.shared_prefix import Requests, check_trainable, shared_prefix_logprobs_many
 
 require("fb_core.trl", "trl", extra="trl")
 

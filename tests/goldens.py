@@ -23,7 +23,7 @@ from runs import SMALL
 
 from fb_core import CollaborativeDecoder, LLMPreference, LowLatencyDecoder, RandomChoice, RequestPolicy
 from fb_core.apps.demo.pairs import load_pair
-from fb_core.verify import Verifier
+from fb_core.verify.verifier import Verifier
 
 SECTIONS = ("models", "problems", "collect", "futures", "score", "rollouts", "train", "evaluate", "verify")
 STAGES = ("trajectories", "policy", "states", "futures", "scores", "training", "selection", "reranker")

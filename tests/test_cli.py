@@ -592,8 +592,8 @@ def test_generate_takes_a_pair_of_the_demo():
     "name", ["./nope", "/nope/nope", "nope", "here/nope", "a/b/c", "~/nope", "C:\\models\\nope", ""]
 )
 def test_a_mistyped_folder_does_not_go_to_the_hub(tmp_path, monkeypatch, name):
-    from fb_core.hf import checkpoints
-    from fb_core.hf.checkpoints import checkpoint_hash, checkpoint_size, load_model, load_tokenizer
+    from fb_core.models import checkpoints
+    from fb_core.models.checkpoints import checkpoint_hash, checkpoint_size, load_model, load_tokenizer
 
     def no_hub(*arguments, **options):
         raise AssertionError("asked the hub")

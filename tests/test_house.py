@@ -21,8 +21,28 @@ PACKAGES = ("fb_kernels", "fb_core")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 PUBLIC_MODULES = {"testing", "env", "bench"}
 TRITON = re.compile(r"fb_kernels/(env|triton/\w+|\w+/(triton(_\w+)?|gluon))\.py")  # who may import it
+TRANSFORMERS = ("fb_core/models/", "fb_core/runtime/plain.py", "fb_core/apps/demo/")  # who may import it
 DEFINITION = re.compile(r"fb_kernels/\w+/naive\.py")
 CALLS = re.compile(r"fb_kernels/\w+/calls\.py")  # they hold the kernels to it on the user's device
+FLOORS = """
+fb_core.__main__
+fb_core.apps.cli
+fb_core.apps.serve
+fb_core.apps.pipeline
+fb_core.apps.settings
+fb_core.apps.demo
+fb_core.apps.processes fb_core.apps.progress
+fb_core.lm_eval fb_core.trl fb_core.hub
+fb_core.decode
+fb_core.llm fb_core.rerank
+fb_core.runtime
+fb_core.score
+fb_core.models
+fb_core.events
+fb_core.verify
+fb_core.atomic fb_core.counts fb_core.extras fb_core.terminal
+"""  # from the top; rooms on one line do not import each other
+ROOMS = {room: floor for floor, rooms in enumerate(FLOORS.split("\n")) for room in rooms.split()}
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~$}-])/(?:home|root|work|tmp|usr|opt|mnt|data|etc|var|srv|Users)/|[A-Z]:\\\\")
 
@@ -44,6 +64,15 @@ def imports(tree: ast.AST, path: str) -> Iterator[tuple[str, str | None]]:
             yield from ((str(first.value), None) for first in node.args[:1] if isinstance(first, ast.Constant))
 
 
+def room_of(module: str) -> str | None:
+    return next((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), None)
+
+
+def goes_down(own: str, other: str) -> bool:
+    here, there = room_of(own), room_of(other)
+    return here is None or there is None or here == there or ROOMS[here] < ROOMS[there]
+
+
 def import_faults(tree: ast.AST, path: str) -> Iterator[str]:
     package = path.split("/")[0]
     for module, name in imports(tree, path):
@@ -61,18 +90,17 @@ def import_faults(tree: ast.AST, path: str) -> Iterator[str]:
             yield f"imports {shown}: what a definition is the truth of must not use it"
         if root == "triton" and not TRITON.fullmatch(path):
             yield f"imports {shown}: kernels live in an op's triton.py"
-        if root == "peft" and not path.startswith("fb_core/hf/"):
-            yield f"imports {shown}: peft is met in fb_core/hf"
-        if root == "transformers" and not path.startswith(("fb_core/hf/", "fb_core/apps/demo/")):
-            yield f"imports {shown}: transformers is met in fb_core/hf"
+        if root == "peft" and not path.startswith("fb_core/models/"):
+            yield f"imports {shown}: peft is met in fb_core/models"
+        if root == "transformers" and not path.startswith(TRANSFORMERS):
+            yield f"imports {shown}: transformers is met in {', '.join(TRANSFORMERS)}"
         if package == "fb_core" and root == "fb_kernels":
             private_module = bool(rest) and (rest[0] not in PUBLIC_MODULES or len(rest) > 1)
             private_name = not rest and name is not None and name not in {*fb_kernels.__all__, *PUBLIC_MODULES}
             if private_module or private_name:
                 yield f"imports {shown}: only fb_kernels' public names are for others"
-        app = f"{module}.{name}".startswith("fb_core.apps.")
-        if app and package == "fb_core" and not path.startswith(("fb_core/apps/", "fb_core/__main__.py")):
-            yield f"imports {shown}: the layer runs without any program"
+        if package == "fb_core" and not goes_down(module_of(path), f"{module}.{name}"):
+            yield f"imports {shown}: imports go down the floors"
 
 
 def call_faults(tree: ast.AST) -> Iterator[str]:
@@ -161,7 +189,7 @@ def test_sources_keep_the_rules(path: Path) -> None:
     ("path", "source"),
     [
         ("fb_kernels/a.py", "import fb_core"),
-        ("fb_kernels/a.py", "from fb_core.scorer import CompatibilityScorer"),
+        ("fb_kernels/a.py", "from fb_core.score.scorer import CompatibilityScorer"),
         ("fb_kernels/a.py", "import triton.language as tl"),
         ("fb_kernels/a/__init__.py", "import triton"),
         ("fb_kernels/a.py", "def f():\n    from transformers import AutoModel"),
@@ -183,8 +211,9 @@ def test_sources_keep_the_rules(path: Path) -> None:
         ("fb_core/a.py", "import peft.tuners"),
         ("fb_core/apps/demo/a.py", "from peft import LoraConfig"),
         ("fb_core/a.py", "from transformers import AutoModel"),
-        ("fb_core/a.py", "from .apps import cli"),
-        ("fb_core/hf/a.py", "from fb_core.apps.settings.config import PairSettings"),
+        ("fb_core/trl.py", "from .apps import cli"),
+        ("fb_core/models/a.py", "from fb_core.apps.settings.config import PairSettings"),
+        ("fb_core/llm/a.py", "from fb_core.rerank.reranker import TokenReranker"),
         ("fb_core/a.py", "from tests import conftest"),
         ("fb_core/a.py", "import pickle"),
         ("fb_core/a.py", "x = torch.load('a.pt')"),
@@ -208,7 +237,7 @@ def test_a_broken_rule_is_seen(path: str, source: str) -> None:
             "fb_core/a.py",
             "import fb_kernels\nfrom fb_kernels import linear_logprob\nfrom fb_kernels.testing import poison_",
         ),
-        ("fb_core/hf/adapters.py", "import peft, transformers"),
+        ("fb_core/models/adapters.py", "import peft, transformers"),
         ("fb_core/apps/demo/a.py", "from transformers import AutoModel"),
         ("fb_core/apps/cli/main.py", "from fb_core import scorer"),
         ("fb_core/a.py", "model.eval()\nf(trust_remote_code=config.trust)\nurl = 'http://host/data/x'"),

@@ -30,8 +30,8 @@ from fb_core.apps.pipeline.scores import ScoreStage
 from fb_core.apps.pipeline.statistics import Interval
 from fb_core.apps.settings.config import RunSettings
 from fb_core.events import LARGE, SLM
-from fb_core.reranker import TokenReranker
-from fb_core.targets import pairwise_agreement
+from fb_core.rerank.reranker import TokenReranker
+from fb_core.score.targets import pairwise_agreement
 
 Tally = NDArray[np.float64]
 MATCHED = "matched"  # events at which every score is known

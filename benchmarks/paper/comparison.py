@@ -27,7 +27,7 @@ from fb_core.apps.pipeline.models import (
 )
 from fb_core.apps.pipeline.problems import Problem, drawn
 from fb_core.apps.pipeline.run import Stage
-from fb_core.hf.checkpoints import checkpoint_hash
+from fb_core.models.checkpoints import checkpoint_hash
 
 METHODS = ("compare.methods", "compare.votes", "compare.delimiter", "compare.judge", "compare.recall", "train.seeds")
 AT_ONCE = 256  # problems per shard

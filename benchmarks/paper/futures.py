@@ -19,10 +19,10 @@ from fb_core.apps.pipeline.models import verifier_of
 from fb_core.apps.pipeline.records import IDS, Examples, Future, State, example_files
 from fb_core.apps.pipeline.run import Output, Stage
 from fb_core.apps.pipeline.scores import ScoreStage, in_parts
-from fb_core.hf.models import Tokenizer
-from fb_core.llm import LocalLLM
-from fb_core.sampling import seeded
-from fb_core.verify import Verifier
+from fb_core.llm.local import LocalLLM
+from fb_core.models.facts import Tokenizer
+from fb_core.runtime.sampling import seeded
+from fb_core.verify.verifier import Verifier
 
 SAMPLED, UNVERIFIED, INCORRECT = "sampled", "unverified", "incorrect"  # columns: first right sample, first, first wrong
 SAMPLES = {"state": pa.string(), SAMPLED: IDS, UNVERIFIED: IDS, INCORRECT: IDS}

@@ -32,7 +32,7 @@ from fb_core.apps.pipeline.rollouts import RolloutStage
 from fb_core.apps.pipeline.run import Stage
 from fb_core.apps.pipeline.scores import FILTERS, ScoreStage
 from fb_core.apps.pipeline.train import TrainStage
-from fb_core.targets import pairwise_agreement
+from fb_core.score.targets import pairwise_agreement
 
 OFFLINE: tuple[type[Stage], ...] = (
     TrajectoryStage,

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from benchmarks.paper.settings import PaperSettings
 from fb_core.apps.pipeline.records import Group
 from fb_core.apps.pipeline.train import TrainStage
-from fb_core.training import Sweep
+from fb_core.rerank.training import Sweep
 
 MARGIN, KL_WEIGHT = 1.0, 0.1
 

@@ -17,7 +17,7 @@ from limits import HANG
 
 from fb_core.apps.serve.service import Service
 from fb_core.apps.settings.config import ServeSettings
-from fb_core.engine.engine import Engine
+from fb_core.decode.engine import Engine
 
 MODEL, THRESHOLD = "demo:plans", 0.6
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tiny import V, tiny
 
 from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory
-from fb_core.training import Run, Sweep
+from fb_core.rerank.training import Run, Sweep
 
 
 def trajectories(n: int = 7, seed: int = 0) -> list[TrainingTrajectory]:

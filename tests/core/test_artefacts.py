@@ -31,7 +31,7 @@ from fb_core.apps.pipeline.files import (
     tensor_bytes,
 )
 from fb_core.atomic import write_file
-from fb_core.hf.checkpoints import load_model
+from fb_core.models.checkpoints import load_model
 
 IDENTITY = {"settings": {"quantile": 0.99, "max_states": 8}, "models": {"tokenizer": "abc"}, "inputs": {}}
 

@@ -25,11 +25,11 @@ from fb_core.apps.pipeline.models import LABELS, Context, frozen_policy, splits_
 from fb_core.apps.pipeline.records import Examples
 from fb_core.apps.settings.config import PairSettings, RunSettings
 from fb_core.apps.settings.loading import load
+from fb_core.decode.deployment import Deployed, RecipeName
+from fb_core.decode.selectors import ValueSelector
 from fb_core.hub import deployed_files
-from fb_core.recipe import Deployed, RecipeName
-from fb_core.reranker import DESCRIPTION
-from fb_core.selectors import ValueSelector
-from fb_core.value import fit_value, value_terms
+from fb_core.rerank.reranker import DESCRIPTION
+from fb_core.rerank.value_head import fit_value, value_terms
 
 LABELLED = ("greedy", "direct", "published", "value")
 

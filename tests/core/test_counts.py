@@ -18,9 +18,9 @@ from fb_core import (
 )
 from fb_core.apps.settings.config import PairSettings
 from fb_core.counts import check_count
-from fb_core.hf.checkpoints import load_model
-from fb_core.pair import Pair
-from fb_core.training import Recipe
+from fb_core.decode.pair import Pair
+from fb_core.models.checkpoints import load_model
+from fb_core.rerank.training import Recipe
 
 POLICY = RequestPolicy(1.0)
 
@@ -67,7 +67,7 @@ def test_a_count_past_64_bits_is_refused_as_others_are(name, call):
     ],
 )
 def test_what_no_tensor_and_no_device_holds_is_refused_before_anything_is_made(call, words, monkeypatch):
-    monkeypatch.setattr("fb_core.engine.loop.free_memory", lambda device, whole=False: 10**6)
+    monkeypatch.setattr("fb_core.decode.loop.free_memory", lambda device, whole=False: 10**6)
     with pytest.raises(ValueError, match=words):
         call()
 

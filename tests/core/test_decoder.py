@@ -19,13 +19,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3Model
 
 from fb_core import BranchGroup, CompatibilityScorer, TokenReranker
-from fb_core import native as native_module
-from fb_core.hf import packed as packing
-from fb_core.hf.adapters import causal_lm
-from fb_core.hf.generation import Cache
-from fb_core.hf.models import share_weights
-from fb_core.hf.packed import Layout, forward_through_modules, packed_forward, prefill_packed
-from fb_core.native import NativeDecoder
+from fb_core.models import native as native_module
+from fb_core.models import packed as packing
+from fb_core.models.adapters import causal_lm
+from fb_core.models.facts import Cache, share_weights
+from fb_core.models.native import NativeDecoder
+from fb_core.models.packed import Layout, forward_through_modules, packed_forward, prefill_packed
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, largest_tensor
 
 NATIVE = ("qwen3", "qwen2", "llama", "mistral")
@@ -100,7 +99,7 @@ def test_bfloat16_is_as_good_as_the_modules(family, overrides):
 def test_blocks_of_rows_change_nothing(monkeypatch, dtype):
     model = tiny("qwen3", num_hidden_layers=3).to(dtype)
     whole = native(model, *packed())
-    monkeypatch.setattr("fb_core.native.CPU_ROWS", 5)
+    monkeypatch.setattr("fb_core.models.native.CPU_ROWS", 5)
     blocks = native(model, *packed())
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(blocks, whole, rtol=tolerance, atol=tolerance * float(whole.abs().amax()))

@@ -12,18 +12,12 @@ from tokenizers.models import WordLevel
 from transformers import DynamicCache, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from fb_core.decoding import CollaborativeDecoder, LowLatencyDecoder
-from fb_core.engine.engine import Engine
-from fb_core.events import Pool
-from fb_core.hf.generation import left_padded
-from fb_core.hf.packed import Prefix, PrefixKV
-from fb_core.llm import LLM, Candidates, LocalLLM
-from fb_core.pair import Pair
-from fb_core.policy import RequestPolicy
-from fb_core.pool import candidate_pool
-from fb_core.reranker import TokenReranker
-from fb_core.scorer import CompatibilityScorer
-from fb_core.selectors import (
+from fb_core.decode.decoder import CollaborativeDecoder, LowLatencyDecoder
+from fb_core.decode.engine import Engine
+from fb_core.decode.pair import Pair
+from fb_core.decode.policy import RequestPolicy
+from fb_core.decode.pool import candidate_pool
+from fb_core.decode.selectors import (
     FutureBridgeSelector,
     LLMPreference,
     RandomChoice,
@@ -33,8 +27,14 @@ from fb_core.selectors import (
     State,
     ValueSelector,
 )
-from fb_core.server import ServerLLM
-from fb_core.value import ValueHead
+from fb_core.events import Pool
+from fb_core.llm.local import LLM, Candidates, LocalLLM
+from fb_core.llm.remote import ServerLLM
+from fb_core.models.packed import Prefix, PrefixKV
+from fb_core.rerank.reranker import TokenReranker
+from fb_core.rerank.value_head import ValueHead
+from fb_core.runtime.plain import left_padded
+from fb_core.score.scorer import CompatibilityScorer
 
 MARGIN = 1e-4
 NEVER, ALWAYS = math.inf, -math.inf

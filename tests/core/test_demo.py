@@ -23,7 +23,7 @@ from fb_core.apps.pipeline.evaluate import PAGE
 from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.models import LABELS
 from fb_core.apps.settings.config import RunSettings
-from fb_core.verify import Verifier
+from fb_core.verify.verifier import Verifier
 
 METHODS = [label for name, label in LABELS.items() if name != "deployed"]  # the small runs choose no recipe
 FILES = {"results.json", "accuracy.png"}

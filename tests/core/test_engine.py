@@ -34,15 +34,15 @@ from fb_core import (
     SLMPreference,
     TokenReranker,
 )
-from fb_core.engine import loop
-from fb_core.engine.engine import Engine
-from fb_core.engine.graphs import Graphs
-from fb_core.engine.large import PagedLLM
-from fb_core.engine.model import BUCKETS, PagedModel, Part
-from fb_core.engine.pages import SIZE, Pages, pages_of
-from fb_core.engine.step import RANKED, DecodeStep
-from fb_core.llm import LLM
-from fb_core.pair import Pair
+from fb_core.decode import loop
+from fb_core.decode.engine import Engine
+from fb_core.decode.pair import Pair
+from fb_core.llm.local import LLM
+from fb_core.llm.paged_llm import PagedLLM
+from fb_core.runtime.cuda_graphs import Graphs
+from fb_core.runtime.kv_pages import SIZE, Pages, pages_of
+from fb_core.runtime.paged_model import BUCKETS, PagedModel, Part
+from fb_core.runtime.step import RANKED, DecodeStep
 
 OPTIONS = {"slm_k": 3, "llm_k": 3}
 

@@ -12,14 +12,14 @@ import torch
 from test_engine import alone, engine, facts, models, waited
 from tiny import V, prompts, tiny
 
-from fb_core import CompatibilityScorer, native
-from fb_core.engine import loop
-from fb_core.engine.engine import Engine
-from fb_core.engine.model import PagedModel
-from fb_core.engine.step import RANKED
-from fb_core.hf import packed
-from fb_core.pair import Pair
-from fb_core.policy import RequestPolicy
+from fb_core import CompatibilityScorer
+from fb_core.decode import loop
+from fb_core.decode.engine import Engine
+from fb_core.decode.pair import Pair
+from fb_core.decode.policy import RequestPolicy
+from fb_core.models import native, packed
+from fb_core.runtime.paged_model import PagedModel
+from fb_core.runtime.step import RANKED
 
 
 def exact(slm, ids):
@@ -56,7 +56,7 @@ class Counts:
 
         monkeypatch.setattr(PagedModel, "extend", extending)
         monkeypatch.setattr(packed, "packed_forward", running)
-        monkeypatch.setattr("fb_core.hf.packed_forward", running)
+        monkeypatch.setattr("fb_core.score.shared_prefix.packed_forward", running)
 
 
 # --- continuations ----------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from fb_core import TokenReranker
 from fb_core.apps.demo.pairs import load_pair
 from fb_core.apps.pipeline.choose import RerankerStage
 from fb_core.apps.pipeline.files import Artefact
-from fb_core.hf.checkpoints import is_hub_id
 from fb_core.hub import deployed_files, push_to_hub
+from fb_core.models.checkpoints import is_hub_id
 
 FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "futurebridge.json"]
 

@@ -10,8 +10,8 @@ import pytest
 
 from fb_core.apps.pipeline.collect import TrajectoryStage
 from fb_core.apps.settings.config import RunSettings, VerifierSettings, identity_of
-from fb_core.judges import NAMED, judge_of, number
-from fb_core.verify import Verifier
+from fb_core.verify.judges import NAMED, judge_of, number
+from fb_core.verify.verifier import Verifier
 
 OWN = """
 import os, time

@@ -19,12 +19,13 @@ from limits import HANG
 from tiny import EOS, tiny
 
 from benchmarks.live_server import CONTEXT, LlamaCpp, write_gguf
-from fb_core import ServerError, ServerLLM, server
-from fb_core.decoding import CollaborativeDecoder, LowLatencyDecoder
+from fb_core import ServerError, ServerLLM
+from fb_core.decode.decoder import CollaborativeDecoder, LowLatencyDecoder
+from fb_core.decode.policy import RequestPolicy
+from fb_core.decode.selectors import LLMPreference, SLMPreference
 from fb_core.events import SLM
-from fb_core.llm import LocalLLM
-from fb_core.policy import RequestPolicy
-from fb_core.selectors import LLMPreference, SLMPreference
+from fb_core.llm import remote as server
+from fb_core.llm.local import LocalLLM
 
 V = 272
 MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ġ", "Ġ"), ("4", "2")]

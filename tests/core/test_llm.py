@@ -6,12 +6,12 @@ import torch
 from tiny import EOS, FAMILIES, V, prompts, tiny
 from torch import nn
 
-from fb_core.hf import generation
-from fb_core.hf.generation import batches
-from fb_core.hf.models import Reading
-from fb_core.hf.tokens import token_ids
-from fb_core.llm import LLM, Candidates, LocalLLM
-from fb_core.native import NativeDecoder
+from fb_core.llm.local import LLM, Candidates, LocalLLM
+from fb_core.models.facts import Reading
+from fb_core.models.native import NativeDecoder
+from fb_core.models.tokens import token_ids
+from fb_core.runtime import plain as generation
+from fb_core.runtime.plain import batches
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -413,7 +413,7 @@ IDS = prompts(4)[0]
 )
 def test_ids_are_checked_once(call, times, monkeypatch):
     check = mock.Mock(side_effect=token_ids)
-    monkeypatch.setattr("fb_core.llm.token_ids", check)
+    monkeypatch.setattr("fb_core.llm.local.token_ids", check)
     call(LocalLLM(tiny("qwen3")))
     assert check.call_count == times
 

@@ -26,11 +26,12 @@ from lm_eval.tasks import TaskManager
 from serving import MODEL, service_of
 from test_serve_limits import here
 
-from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, TokenReranker, shared_prefix
-from fb_core.engine.engine import Engine
+from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, TokenReranker
+from fb_core.decode.deployment import Deployed
+from fb_core.decode.engine import Engine
+from fb_core.decode.pair import Pair
 from fb_core.lm_eval import UNSUPPORTED, FutureBridgeLM
-from fb_core.pair import Pair
-from fb_core.recipe import Deployed
+from fb_core.score import shared_prefix
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TASKS = ROOT / "examples" / "lm_eval"

@@ -11,7 +11,7 @@ from worked import worked_words
 from fb_core.apps.demo import pairs
 from fb_core.apps.demo.pairs import load_pair, retrain
 from fb_core.apps.demo.worlds import WORLDS
-from fb_core.hf.checkpoints import load_model, tokenizer_hash
+from fb_core.models.checkpoints import load_model, tokenizer_hash
 
 
 class Description(NamedTuple):

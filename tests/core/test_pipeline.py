@@ -15,9 +15,9 @@ from fb_core.apps.pipeline.problems import Problem
 from fb_core.apps.pipeline.records import Future, State, Trajectory
 from fb_core.apps.pipeline.scores import score_states
 from fb_core.events import Pool
-from fb_core.hf.models import logits as hf_logits
-from fb_core.hf.packed import packs
-from fb_core.verify import Verifier
+from fb_core.models.facts import logits as hf_logits
+from fb_core.models.packed import packs
+from fb_core.verify.verifier import Verifier
 
 LENGTH = 12
 

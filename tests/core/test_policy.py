@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fb_core.policy import RequestPolicy
+from fb_core.decode.policy import RequestPolicy
 from fb_kernels.topk_entropy.naive import topk_entropy
 
 NATS = st.floats(-1e3, 1e3, allow_nan=False, width=32)

@@ -19,10 +19,9 @@ from fb_core import TokenReranker
 from fb_core.apps.pipeline.files import _read_sealed
 from fb_core.apps.settings.config import settings_of
 from fb_core.atomic import read_file
-from fb_core.hf.generation import Cache
-from fb_core.hf.models import text_config
-from fb_core.hf.packed import Prefix, PrefixKV
-from fb_core.reranker import _read_json
+from fb_core.models.facts import Cache, text_config
+from fb_core.models.packed import Prefix, PrefixKV
+from fb_core.rerank.reranker import _read_json
 
 
 def randomise(reranker, seed=0):

@@ -22,15 +22,15 @@ from fb_core import (
     SLMPreference,
     TokenReranker,
 )
-from fb_core.decoding import LowLatencyDecoder
-from fb_core.engine.large import PagedLLM
-from fb_core.engine.merged import MergedReranker
-from fb_core.engine.model import CHUNK, PagedModel, Part
-from fb_core.engine.pages import SIZE, pages_of
-from fb_core.engine.step import DecodeStep
-from fb_core.hf.packed import Prefix
-from fb_core.hf.tokens import token_ids
-from fb_core.native import FAMILIES, NativeDecoder
+from fb_core.decode.decoder import LowLatencyDecoder
+from fb_core.decode.merged_reranker import MergedReranker
+from fb_core.llm.paged_llm import PagedLLM
+from fb_core.models.native import FAMILIES, NativeDecoder
+from fb_core.models.packed import Prefix
+from fb_core.models.tokens import token_ids
+from fb_core.runtime.kv_pages import SIZE, pages_of
+from fb_core.runtime.paged_model import CHUNK, PagedModel, Part
+from fb_core.runtime.step import DecodeStep
 from fb_kernels import Halt
 from fb_kernels.testing import count_syncs
 
@@ -206,10 +206,10 @@ def test_a_step_launches_little_beside_our_kernels(monkeypatch):
     """On a GPU these are launched without overlap with the kernels before them."""
     step = running()
     results = step.logits[:1], (torch.zeros(1), step.logits[:1, :3], torch.zeros(1, 3, dtype=torch.int64))
-    monkeypatch.setattr("fb_core.engine.model.decoder_layer", lambda hidden, *_, **options: hidden)
-    monkeypatch.setattr("fb_core.engine.model.skinny_linear", lambda *_, **options: results[0].clone())
-    monkeypatch.setattr("fb_core.engine.step.topk_entropy", lambda *_: results[1])
-    monkeypatch.setattr("fb_core.engine.step.commit_", lambda *_, **options: None)
+    monkeypatch.setattr("fb_core.runtime.paged_model.decoder_layer", lambda hidden, *_, **options: hidden)
+    monkeypatch.setattr("fb_core.runtime.paged_model.skinny_linear", lambda *_, **options: results[0].clone())
+    monkeypatch.setattr("fb_core.runtime.step.topk_entropy", lambda *_: results[1])
+    monkeypatch.setattr("fb_core.runtime.step.commit_", lambda *_, **options: None)
     with Launches() as launches:
         step.run(1)
     launches.names.remove("clone")
@@ -333,7 +333,7 @@ def test_the_llm_answers_more_queries_than_its_pages_hold():
 def test_a_prompt_is_checked_once_and_not_again_at_its_events(monkeypatch):
     decoder = LowLatencyDecoder(*pair("qwen3"), LLMPreference(), RequestPolicy(-1.0))
     check = mock.Mock(side_effect=token_ids)
-    monkeypatch.setattr("fb_core.llm.token_ids", check)
+    monkeypatch.setattr("fb_core.llm.local.token_ids", check)
     assert len(decoder.generate(prompts(9)[0], 12).events) == 8
     assert check.call_count == 1
 

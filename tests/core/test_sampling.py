@@ -14,8 +14,8 @@ from tiny import prompts, tiny
 from fb_core import CollaborativeDecoder, Engine, LLMPreference, LowLatencyDecoder, RequestPolicy, Sampling
 from fb_core.apps.serve.protocol import CompletionRequest
 from fb_core.apps.settings.config import PairSettings
-from fb_core.pair import Pair
-from fb_core.sampling import GREEDY, Draw, Draws, drawn
+from fb_core.decode.pair import Pair
+from fb_core.runtime.sampling import GREEDY, Draw, Draws, drawn
 
 NEVER = RequestPolicy(math.inf)
 WARM = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=3)

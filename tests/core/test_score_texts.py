@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fb_core import CompatibilityScorer
 from fb_core.apps.demo.pairs import load_pair
-from fb_core.hf.models import known_ids
-from fb_core.hf.tokens import chat_ids, text_group, text_ids
+from fb_core.models.facts import known_ids
+from fb_core.models.tokens import chat_ids, text_group, text_ids
 
 CORPUS = [
     "The answer is 42. So we have to multiply 12 by 3, and then add 6.",

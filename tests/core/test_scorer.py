@@ -39,8 +39,8 @@ from fb_core import (
     TokenReranker,
     shared_prefix_logprobs,
 )
-from fb_core.hf.generation import Cache
-from fb_core.scorer import token_budget
+from fb_core.models.facts import Cache
+from fb_core.score.scorer import token_budget
 from fb_kernels.testing import largest_tensor
 
 
@@ -177,7 +177,7 @@ def test_a_candidate_alone_that_fails_is_an_error(monkeypatch, problem, forwards
 @pytest.mark.parametrize(("free", "rows"), [(0, 1024), (40_000_000, 1990), (1 << 40, 65_536)])
 def test_a_budget_is_of_half_the_free_memory(monkeypatch, family, free, rows):
     """A row of the tiny model: 4 (6 * 32 + 3 * 48 + 2 (4 + 2 * 2) 8) bytes of activations, 8,192 of the head."""
-    monkeypatch.setattr("fb_core.scorer.free_memory", lambda device: free)
+    monkeypatch.setattr("fb_core.score.scorer.free_memory", lambda device: free)
     assert token_budget(tiny(family)) == rows
 
 

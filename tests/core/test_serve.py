@@ -26,13 +26,13 @@ from fb_core.apps.serve.app import Application
 from fb_core.apps.serve.protocol import OFF, ChatRequest, CompletionRequest, Piece
 from fb_core.apps.serve.run import listen, load_server
 from fb_core.apps.settings.config import ServeSettings
-from fb_core.decoding import LowLatencyDecoder
-from fb_core.engine.engine import Engine
-from fb_core.pair import Pair
-from fb_core.policy import RequestPolicy
-from fb_core.reranker import TokenReranker
-from fb_core.sampling import Sampling
-from fb_core.selectors import FutureBridgeSelector, LLMPreference
+from fb_core.decode.decoder import LowLatencyDecoder
+from fb_core.decode.engine import Engine
+from fb_core.decode.pair import Pair
+from fb_core.decode.policy import RequestPolicy
+from fb_core.decode.selectors import FutureBridgeSelector, LLMPreference
+from fb_core.rerank.reranker import TokenReranker
+from fb_core.runtime.sampling import Sampling
 
 
 def test_completions_are_the_decoders(server, problems, expected):

@@ -19,9 +19,9 @@ from test_live_server import MERGES
 from tiny import tiny
 
 from benchmarks.live_server import CONTEXT, LlamaCpp, write_gguf
-from fb_core.decoding import CollaborativeDecoder
-from fb_core.policy import RequestPolicy
-from fb_core.selectors import LLMPreference
+from fb_core.decode.decoder import CollaborativeDecoder
+from fb_core.decode.policy import RequestPolicy
+from fb_core.decode.selectors import LLMPreference
 
 pytestmark = pytest.mark.slow
 V = 3 + 256 + len(MERGES)  # all ids are the tokenizer's

@@ -21,11 +21,11 @@ from fb_core.apps.serve.app import Application, _parts
 from fb_core.apps.serve.protocol import CompletionRequest, Piece, ScoreRequest, Shape, TokenLogprobs
 from fb_core.apps.serve.run import Server as Uvicorn
 from fb_core.apps.serve.run import listen, on_loopback
-from fb_core.detokenizer import Name
-from fb_core.engine.engine import Engine
-from fb_core.pair import Pair
-from fb_core.policy import RequestPolicy
-from fb_core.selectors import LLMPreference
+from fb_core.decode.engine import Engine
+from fb_core.decode.pair import Pair
+from fb_core.decode.policy import RequestPolicy
+from fb_core.decode.selectors import LLMPreference
+from fb_core.runtime.detokenizer import Name
 
 
 @pytest.fixture(scope="module")

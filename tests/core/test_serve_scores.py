@@ -18,9 +18,9 @@ from tiny import tiny
 from fb_core import CompatibilityScorer
 from fb_core.apps.serve.protocol import ScoreRequest
 from fb_core.apps.serve.service import Busy
-from fb_core.engine.engine import Engine
-from fb_core.pair import Pair
-from fb_core.policy import RequestPolicy
+from fb_core.decode.engine import Engine
+from fb_core.decode.pair import Pair
+from fb_core.decode.policy import RequestPolicy
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,14 @@ from limits import HANG
 from tiny import tiny
 
 from benchmarks.live_server import CONTEXT, LlamaCpp, write_gguf
-from fb_core import ServerError, server
+from fb_core import ServerError
 from fb_core.apps.pipeline.collect import PolicyStage, StateStage, TrajectoryStage
 from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.futures import FutureStage
 from fb_core.apps.pipeline.run import run_stage
 from fb_core.apps.pipeline.scores import ScoreStage
 from fb_core.apps.settings.config import RunSettings
+from fb_core.llm import remote as server
 
 MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he")]
 

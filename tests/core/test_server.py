@@ -22,15 +22,17 @@ from limits import HANG
 from test_llm import BAD_CALLS, lists
 from tiny import EOS, V, prompts, tiny
 
-from fb_core import ServerError, ServerLLM, dialects, server
+from fb_core import ServerError, ServerLLM
 from fb_core.apps.cli import main as cli
 from fb_core.apps.settings.config import PairSettings, RunSettings, ServerSettings
-from fb_core.decoding import CollaborativeDecoder
-from fb_core.engine.engine import Engine
-from fb_core.llm import LocalLLM
-from fb_core.pair import Pair
-from fb_core.policy import RequestPolicy
-from fb_core.selectors import LLMPreference, SLMPreference
+from fb_core.decode.decoder import CollaborativeDecoder
+from fb_core.decode.engine import Engine
+from fb_core.decode.pair import Pair
+from fb_core.decode.policy import RequestPolicy
+from fb_core.decode.selectors import LLMPreference, SLMPreference
+from fb_core.llm import protocols as dialects
+from fb_core.llm import remote as server
+from fb_core.llm.local import LocalLLM
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 SERVED = [("vllm", ""), ("vllm", OLD), ("sglang", "")]  # llama.cpp's own server is asked in test_live_server.py

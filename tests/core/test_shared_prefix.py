@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fb_core import CompatibilityScorer, shared_prefix_logprobs
-from fb_core.hf.packed import packed_forward
-from fb_core.shared_prefix import shared_prefix_logprobs_many
+from fb_core.models.packed import packed_forward
+from fb_core.score.shared_prefix import shared_prefix_logprobs_many
 from fb_kernels.testing import largest_tensor
 
 PREFIX = torch.tensor([3, 17, 4, 4, 30, 9, 22, 8, 1, 40, 6])
@@ -129,7 +129,7 @@ def test_each_prefix_runs_once_and_no_logits_exist(monkeypatch):
         seen.append(len(ids))
         return forward(model, ids, *rest)
 
-    monkeypatch.setattr("fb_core.shared_prefix.packed_forward", counted)
+    monkeypatch.setattr("fb_core.score.shared_prefix.packed_forward", counted)
     prefix, continuations = random_request(0, [20, 1, 5, 9], 40)
     with largest_tensor() as largest:
         scorer.logprobs(prefix, continuations, return_entropy=True, return_greedy=True)

@@ -43,10 +43,10 @@ from fb_core.apps.pipeline.run import plan, run_stage
 from fb_core.apps.pipeline.scores import ScoreStage, part_of
 from fb_core.apps.pipeline.train import TrainStage
 from fb_core.apps.settings.config import RunSettings, TrainSettings, settings_of
-from fb_core.hf import models
-from fb_core.scorer import token_budget
-from fb_core.training import Run, Sweep
-from fb_core.verify import Verdict, tally_words
+from fb_core.models import facts as models
+from fb_core.rerank.training import Run, Sweep
+from fb_core.score.scorer import token_budget
+from fb_core.verify.verifier import Verdict, tally_words
 
 
 @pytest.fixture(scope="module")
@@ -625,7 +625,7 @@ def test_local_log_probabilities_come_with_the_matrices():
 def test_the_token_budget_follows_the_memory_that_is_free(monkeypatch):
     model, sizes = tiny("llama"), []
     for free in (0, 64 << 20, 1 << 40):
-        monkeypatch.setattr("fb_core.scorer.free_memory", lambda device, free=free: free)
+        monkeypatch.setattr("fb_core.score.scorer.free_memory", lambda device, free=free: free)
         sizes.append(token_budget(model))
     assert sizes[0] == 1024
     assert sizes[0] < sizes[1] < sizes[2] == 65_536

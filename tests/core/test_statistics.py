@@ -12,7 +12,7 @@ from scipy import stats
 
 from fb_core.apps.pipeline import statistics
 from fb_core.apps.pipeline.statistics import Interval, average_interval, outcomes_differ, paired_lower_bound
-from fb_core.targets import pairwise_agreement
+from fb_core.score.targets import pairwise_agreement
 
 
 def test_two_problems_resample_to_a_half_most_often() -> None:

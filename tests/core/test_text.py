@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from fb_core.apps.serve.app import Application
 from fb_core.apps.serve.protocol import TokenLogprobs, _logprobs
-from fb_core.detokenizer import BYTE_OF, Name, Text
-from fb_core.engine.engine import Engine
-from fb_core.pair import Pair
-from fb_core.policy import RequestPolicy
-from fb_core.selectors import LLMPreference
+from fb_core.decode.engine import Engine
+from fb_core.decode.pair import Pair
+from fb_core.decode.policy import RequestPolicy
+from fb_core.decode.selectors import LLMPreference
+from fb_core.runtime.detokenizer import BYTE_OF, Name, Text
 
 CHARACTER = {byte: char for char, byte in BYTE_OF.items()}
 WORDS = [

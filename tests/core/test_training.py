@@ -14,10 +14,10 @@ from tiny import V, tiny
 from warm import context, launched
 
 from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, train_reranker
-from fb_core.hf.adapters import adapter_dropouts, causal_lm
-from fb_core.hf.generation import Cache
-from fb_core.hf.packed import prefill_packed
-from fb_core.training import Run, Sweep, validate
+from fb_core.models.adapters import adapter_dropouts, causal_lm
+from fb_core.models.facts import Cache
+from fb_core.models.packed import prefill_packed
+from fb_core.rerank.training import Run, Sweep, validate
 
 
 def trajectories(n=6, seed=0, rule=None):
@@ -77,7 +77,7 @@ def test_prefix_runs_once_a_trajectory(monkeypatch):
     prefilled = []
     plain = prefill_packed
     monkeypatch.setattr(
-        "fb_core.training.prefill_packed",
+        "fb_core.rerank.training.prefill_packed",
         lambda model, seqs: prefilled.append([len(s) for s in seqs]) or plain(model, seqs),
     )
     reranker = TokenReranker.from_base(tiny("qwen3"), rank=4)
@@ -240,7 +240,7 @@ def test_prefix_runs_once_a_microbatch_for_all_runs(monkeypatch):
     calls = []
     plain = prefill_packed
     monkeypatch.setattr(
-        "fb_core.training.prefill_packed", lambda model, seqs: calls.append(len(seqs)) or plain(model, seqs)
+        "fb_core.rerank.training.prefill_packed", lambda model, seqs: calls.append(len(seqs)) or plain(model, seqs)
     )
     runs = runs_of(tiny("qwen3"))
     data = sweep_process.trajectories()

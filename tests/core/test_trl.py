@@ -20,7 +20,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
-from fb_core.hf.packed import packed_forward
+from fb_core.models.packed import packed_forward
 from fb_kernels.testing import assert_close_to_reference, largest_tensor
 
 pytest.importorskip("trl")
@@ -148,7 +148,7 @@ def test_chunks_hold_no_more_tokens_than_trls(size: int, tmp_path: Path, monkeyp
         seen.append(len(ids))
         return forward(model, ids, *rest)
 
-    monkeypatch.setattr("fb_core.shared_prefix.packed_forward", counted)
+    monkeypatch.setattr("fb_core.score.shared_prefix.packed_forward", counted)
     with torch.no_grad():
         for mine, want in zip(scores(ours, *given, batch_size=size), scores(theirs, *given), strict=True):
             close(mine, want)
@@ -280,7 +280,7 @@ def test_a_prompt_runs_once_in_an_optimiser_step(tmp_path: Path, monkeypatch: py
     steps = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 1, "seed": 5}
     for wide, whole in ((4, True), (8, False)):
         one = trainer(SharedPrefixGRPOTrainer, tiny(), tmp_path, steps_per_generation=wide, **steps)
-        monkeypatch.setattr("fb_core.shared_prefix.packed_forward", counted)
+        monkeypatch.setattr("fb_core.score.shared_prefix.packed_forward", counted)
         seen.clear()
         one.train()
         monkeypatch.undo()

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, State
+from fb_core.decode.selectors import ValueSelector
 from fb_core.events import Pool
-from fb_core.selectors import ValueSelector
-from fb_core.value import PENALTY, TERMS, ValueHead, fit_value, value_terms
+from fb_core.rerank.value_head import PENALTY, TERMS, ValueHead, fit_value, value_terms
 from fb_kernels.testing import count_syncs
 
 OPTIONS = {"slm_k": 3, "llm_k": 3, "max_events": 5}

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from limits import HANG
 
-from fb_core import verify
-from fb_core.judges import LONGEST_CONTENT, boxed
-from fb_core.verify import Verifier
+from fb_core.verify.judges import LONGEST_CONTENT, boxed
+from fb_core.verify.verifier import Verifier
+from fb_core.verify.verifier import verifier as verify
 
 LIMIT = 0.5  # seconds of CPU for one answer
 HANGING = r"\boxed{9^{9^{9^{9}}}}"
@@ -234,7 +234,8 @@ def test_integers_need_no_math_verify() -> None:
 
 
 def test_workers_parse_quickly() -> None:
-    code = "from fb_core.judges import Boxed, quicken; quicken(); print(Boxed().compare('\\\\boxed{x^2-1}', '-1+x^2'))"
+    code = "from fb_core.verify.judges import Boxed, quicken; quicken(); "
+    code += "print(Boxed().compare('\\\\boxed{x^2-1}', '-1+x^2'))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, check=False)
     assert ran.stdout == "correct\n", ran.stderr  # an unknown latex2sympy would only make the workers slow
 
@@ -358,7 +359,7 @@ MORE_HOSTILE = {
 def test_hostile_answers_end_in_a_logged_verdict(
     verifier: Verifier, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="fb_core.verify"):
+    with caplog.at_level(logging.INFO, logger="fb_core.verify.verifier"):
         verdict = verifier.verify(text, "5")
     assert verdict in ("wrong", "unparsable", "timeout")
     assert verdict == "wrong" or verdict in caplog.text
@@ -371,7 +372,7 @@ def test_hostile_answers_end_in_a_logged_verdict(
 @pytest.mark.parametrize("text", [*HOSTILE.values(), *MORE_HOSTILE.values()], ids=[*HOSTILE, *MORE_HOSTILE])
 def test_hostile_golds_end_in_a_logged_verdict(verifier: Verifier, text: str, caplog: pytest.LogCaptureFixture) -> None:
     gold = boxed(text) or text
-    with caplog.at_level(logging.INFO, logger="fb_core.verify"):
+    with caplog.at_level(logging.INFO, logger="fb_core.verify.verifier"):
         (verdict,) = verifier.verify_many([r"\boxed{5}"], [gold], bad_golds="unparsable")
     assert verdict in ("wrong", "unparsable", "timeout")
     assert verdict == "wrong" or verdict in caplog.text
@@ -507,7 +508,7 @@ def test_a_worker_that_gets_no_cpu_at_all_is_given_up(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("question", [HANGING, r"\boxed{0.5}"], ids=["hanging", "idle"])
 def test_workers_end_after_a_killed_parent(question: str) -> None:
     code = (
-        "import sys, threading\nfrom fb_core.verify import Verifier\nverifier = Verifier(timeout=2)\n"
+        "import sys, threading\nfrom fb_core.verify.verifier import Verifier\nverifier = Verifier(timeout=2)\n"
         "verifier.verify(r'\\boxed{0.5}', '0.25')\nprint(verifier._workers[0].process.pid, flush=True)\n"
         "verifier.verify(sys.argv[1], '5')\nthreading.Event().wait()\n"
     )
@@ -612,7 +613,7 @@ def test_arguments_are_checked(verifier: Verifier) -> None:
 def test_workers_do_not_run_the_calling_script_again(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(
-        "import sys\nprint('running')\nfrom fb_core.verify import Verifier\n"
+        "import sys\nprint('running')\nfrom fb_core.verify.verifier import Verifier\n"
         "with Verifier() as verifier:\n    print(verifier.verify(r'\\boxed{1.5}', '1.5'))\n"
         "print(sorted({'torch', 'sympy', 'math_verify'} & set(sys.modules)))\n"
     )

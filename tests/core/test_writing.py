@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import EOS, V, prompts, tiny
 
-from fb_core.engine import writing
-from fb_core.engine.model import PagedModel
-from fb_core.engine.pages import SIZE, pages_of
-from fb_core.hf.generation import Stop, lockstep
-from fb_core.hf.models import max_positions
-from fb_core.llm import LocalLLM
+from fb_core.llm.local import LocalLLM
+from fb_core.models.facts import max_positions
+from fb_core.runtime import writing
+from fb_core.runtime.kv_pages import SIZE, pages_of
+from fb_core.runtime.paged_model import PagedModel
+from fb_core.runtime.plain import Stop, lockstep
 
 ROOM = 24
 

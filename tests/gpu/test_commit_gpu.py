@@ -9,7 +9,7 @@ import torch
 from gpu_checks import DEVICE
 from torch import Tensor
 
-from fb_core.engine.graphs import Graphs
+from fb_core.runtime.cuda_graphs import Graphs
 from fb_kernels import DecodeState, Halt, backend, commit_
 
 pytestmark = pytest.mark.gpu

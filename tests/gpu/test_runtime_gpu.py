@@ -20,13 +20,13 @@ from fb_core import (
     SLMPreference,
     TokenReranker,
 )
-from fb_core.decoding import LowLatencyDecoder
-from fb_core.engine.model import PagedModel, Part
-from fb_core.engine.pages import pages_of
-from fb_core.engine.step import DecodeStep
-from fb_core.hf.generation import Stop, lockstep
-from fb_core.selectors import ValueSelector
-from fb_core.value import ValueHead
+from fb_core.decode.decoder import LowLatencyDecoder
+from fb_core.decode.selectors import ValueSelector
+from fb_core.rerank.value_head import ValueHead
+from fb_core.runtime.kv_pages import pages_of
+from fb_core.runtime.paged_model import PagedModel, Part
+from fb_core.runtime.plain import Stop, lockstep
+from fb_core.runtime.step import DecodeStep
 from fb_kernels import backend
 
 pytestmark = pytest.mark.gpu

@@ -23,14 +23,14 @@ from benchmarks.paper.s2t_local import SelectionSweep, selection_target
 from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory
 from fb_core.apps.demo.pairs import load_pair
 from fb_core.apps.pipeline import models
-from fb_core.decoding import CollaborativeDecoder, Usage
+from fb_core.decode.decoder import CollaborativeDecoder, Usage
+from fb_core.decode.policy import RequestPolicy
+from fb_core.decode.selectors import FutureBridgeSelector, LLMPreference, SLMPreference
 from fb_core.events import LARGE, SLM
-from fb_core.hf.checkpoints import checkpoint_ends, load_model, load_tokenizer
-from fb_core.llm import LLM, Candidates, LocalLLM
-from fb_core.policy import RequestPolicy
-from fb_core.selectors import FutureBridgeSelector, LLMPreference, SLMPreference
-from fb_core.targets import group_targets
-from fb_core.training import Run, Sweep
+from fb_core.llm.local import LLM, Candidates, LocalLLM
+from fb_core.models.checkpoints import checkpoint_ends, load_model, load_tokenizer
+from fb_core.rerank.training import Run, Sweep
+from fb_core.score.targets import group_targets
 
 ALWAYS, NEVER = RequestPolicy(-math.inf), RequestPolicy(math.inf)
 

@@ -33,10 +33,10 @@ from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.models import Context, Models, benchmark_problems, frozen_policy, models_of
 from fb_core.apps.pipeline.problems import prompt_ids
 from fb_core.apps.pipeline.run import run_stage
-from fb_core.decoding import Generation, Usage
+from fb_core.decode.decoder import Generation, Usage
+from fb_core.decode.selectors import LLMPreference, RandomChoice, SLMPreference
 from fb_core.events import Event
-from fb_core.llm import LocalLLM
-from fb_core.selectors import LLMPreference, RandomChoice, SLMPreference
+from fb_core.llm.local import LocalLLM
 
 METHODS = [name for name in names() if name != "deployed"]  # of which there is no choice here
 SEEDED = [name for name in METHODS if methods.method(name).seeded]

@@ -7,7 +7,7 @@ import torch
 from tiny import EOS, V, tiny
 
 from benchmarks.paper.methods.glimp_router import glimp_router
-from fb_core.policy import RequestPolicy
+from fb_core.decode.policy import RequestPolicy
 
 BREAKS = frozenset(range(20, 26))
 

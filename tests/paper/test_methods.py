@@ -11,14 +11,14 @@ import torch
 from benchmarks.paper import methods, settings
 from benchmarks.paper.settings import CompareSettings, names
 from fb_core.apps.demo.pairs import load_pair
-from fb_core.decoding import CollaborativeDecoder
-from fb_core.policy import RequestPolicy
+from fb_core.decode.decoder import CollaborativeDecoder
+from fb_core.decode.policy import RequestPolicy
 
 FILE = '''
 """Last candidate: at every admitted state the last one of the joint pool."""
 
 from benchmarks.paper.methods import Method
-from fb_core.selectors import Selector
+from fb_core.decode.selectors import Selector
 
 
 class Last(Selector):

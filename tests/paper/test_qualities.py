@@ -24,7 +24,7 @@ from fb_core.apps.pipeline.run import run_stage
 from fb_core.apps.pipeline.scores import ScoreStage, in_parts
 from fb_core.apps.pipeline.train import TrainStage
 from fb_core.events import Pool
-from fb_core.llm import LocalLLM
+from fb_core.llm.local import LocalLLM
 
 QUALITIES = ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled")
 LOGGED = ("trajectories", "policy", "states", "futures")

@@ -18,10 +18,10 @@ from benchmarks.paper.r2r.decoding import r2r
 from benchmarks.paper.r2r.network import R2RRouter, RouterFeatures, router_features
 from benchmarks.paper.r2r.training import divergence_labels, recall_threshold, train_router
 from fb_core.apps.demo.pairs import load_pair
+from fb_core.decode.policy import RequestPolicy
 from fb_core.events import LARGE, SLM
-from fb_core.llm import LLM, Candidates, LocalLLM
-from fb_core.policy import RequestPolicy
-from fb_core.verify import Verifier
+from fb_core.llm.local import LLM, Candidates, LocalLLM
+from fb_core.verify.verifier import Verifier
 
 SMALL = {"logits_size": 10, "width": 16, "blocks": 2}
 

@@ -17,7 +17,7 @@ from fb_core import Recipe, TokenReranker, TrainingGroup
 from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.records import Examples
 from fb_core.apps.pipeline.train import TrainStage
-from fb_core.training import Run
+from fb_core.rerank.training import Run
 from fb_kernels import group_cross_entropy
 
 

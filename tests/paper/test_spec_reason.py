@@ -9,7 +9,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.paper.methods.spec_reason import CHATML_JUDGE, CHUNK, JUDGE, spec_reason
-from fb_core.llm import LLM, Candidates, LocalLLM
+from fb_core.llm.local import LLM, Candidates, LocalLLM
 
 BREAKS = (20, 21, 22, 23, 24, 25)  # ids whose text holds the delimiter
 DIGITS = range(3, 13)

@@ -7,7 +7,7 @@ import torch
 from tiny import EOS, V, tiny
 
 from benchmarks.paper.methods.speculative import at_least, exact, speculative, within_top
-from fb_core.llm import LLM, LocalLLM
+from fb_core.llm.local import LLM, LocalLLM
 
 RULES = {"exact": exact, "top 3": within_top(3), "p >= 0.1": at_least(0.1)}
 

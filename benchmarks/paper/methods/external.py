@@ -14,8 +14,8 @@ from __future__ import annotations
 from benchmarks.paper.methods import Context, Method
 from benchmarks.paper.settings import EXTERNAL
 from fb_core.apps.pipeline.models import Generate, alone
-from fb_core.hf.checkpoints import load_model, load_tokenizer, tokenizer_hash
-from fb_core.hf.models import CausalLM, Tokenizer
+from fb_core.models.checkpoints import load_model, load_tokenizer, tokenizer_hash
+from fb_core.models.facts import CausalLM, Tokenizer
 
 
 def load_external(path: str, tokenizer: Tokenizer, device: str = "auto", dtype: str = "auto") -> CausalLM:

@@ -21,12 +21,12 @@ from benchmarks.paper.methods import Context, Method
 from benchmarks.paper.methods.spans import ending_ids
 from benchmarks.paper.methods.spec_reason import write_steps
 from fb_core.apps.pipeline.models import Generate
-from fb_core.decoding import Generation, Usage
-from fb_core.hf.generation import batches, last_logits, left_padded
-from fb_core.hf.models import CausalLM, Tokenizer, max_positions
-from fb_core.llm import LLM, Ids, LocalLLM, check_max_new_tokens, checked_prompts
-from fb_core.pair import Pair
-from fb_core.policy import RequestPolicy, not_finite
+from fb_core.decode.decoder import Generation, Usage
+from fb_core.decode.pair import Pair
+from fb_core.decode.policy import RequestPolicy, not_finite
+from fb_core.llm.local import LLM, Ids, LocalLLM, check_max_new_tokens, checked_prompts
+from fb_core.models.facts import CausalLM, Tokenizer, max_positions
+from fb_core.runtime.plain import batches, last_logits, left_padded
 
 
 @dataclass

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from benchmarks.paper.methods import Context, Method
 from fb_core.apps.pipeline.models import Generate, verifier_of
-from fb_core.decoding import Generation
-from fb_core.hf.models import Tokenizer
-from fb_core.judges import boxed
-from fb_core.llm import Ids, LocalLLM
-from fb_core.verify import Verifier
+from fb_core.decode.decoder import Generation
+from fb_core.llm.local import Ids, LocalLLM
+from fb_core.models.facts import Tokenizer
+from fb_core.verify.judges import boxed
+from fb_core.verify.verifier import Verifier
 
 
 def majority_vote(answers: Sequence[str | None], equivalent: Callable[[str, str], bool]) -> int | None:

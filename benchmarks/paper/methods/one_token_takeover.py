@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.selectors import LLMPreference
+from fb_core.decode.selectors import LLMPreference
 
 METHOD = Method(
     name="one-token-takeover",

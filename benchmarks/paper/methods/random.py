@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.selectors import RandomChoice
+from fb_core.decode.selectors import RandomChoice
 
 METHOD = Method(
     name="random",

@@ -6,7 +6,7 @@ The SLM's own token is in the pool, so this is greedy decoding; what the LLM ans
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.selectors import SLMPreference
+from fb_core.decode.selectors import SLMPreference
 
 METHOD = Method(
     name="slm-preference",

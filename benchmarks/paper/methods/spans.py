@@ -20,12 +20,12 @@ from torch import Tensor
 from benchmarks.paper.methods import Context, Method
 from benchmarks.paper.methods.spec_reason import write_steps
 from fb_core.apps.pipeline.models import Generate
-from fb_core.decoding import CollaborativeDecoder, Generation, Usage
+from fb_core.decode.decoder import CollaborativeDecoder, Generation, Usage
+from fb_core.decode.policy import RequestPolicy
+from fb_core.decode.selectors import LLMPreference
 from fb_core.events import Event
-from fb_core.hf.models import CausalLM, Tokenizer, max_positions
-from fb_core.llm import LLM, LocalLLM, check_max_new_tokens, checked_prompts
-from fb_core.policy import RequestPolicy
-from fb_core.selectors import LLMPreference
+from fb_core.llm.local import LLM, LocalLLM, check_max_new_tokens, checked_prompts
+from fb_core.models.facts import CausalLM, Tokenizer, max_positions
 
 
 @dataclass

@@ -24,10 +24,10 @@ from torch import Tensor
 from benchmarks.paper.methods import Context, Method
 from fb_core.apps.pipeline.models import Generate
 from fb_core.counts import check_count
-from fb_core.decoding import Generation, Usage
-from fb_core.hf.models import CausalLM, Tokenizer, max_positions
-from fb_core.llm import LLM, Ids, LocalLLM, check_max_new_tokens, checked_prompts
-from fb_core.pair import Pair
+from fb_core.decode.decoder import Generation, Usage
+from fb_core.decode.pair import Pair
+from fb_core.llm.local import LLM, Ids, LocalLLM, check_max_new_tokens, checked_prompts
+from fb_core.models.facts import CausalLM, Tokenizer, max_positions
 
 _INSTRUCTION = (
     "How good is the last step of the reasoning above? Look only at whether it is true and follows from what stands "

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from benchmarks.paper.methods import Method
 from fb_core.apps.pipeline.models import alone
-from fb_core.decoding import CollaborativeDecoder, Generation, Usage
-from fb_core.engine.loop import has_native
-from fb_core.hf.generation import Stop
-from fb_core.hf.models import CausalLM, max_positions
-from fb_core.llm import LLM, LocalLLM
-from fb_core.policy import RequestPolicy
-from fb_core.selectors import LLMPreference
+from fb_core.decode.decoder import CollaborativeDecoder, Generation, Usage
+from fb_core.decode.loop import has_native
+from fb_core.decode.policy import RequestPolicy
+from fb_core.decode.selectors import LLMPreference
+from fb_core.llm.local import LLM, LocalLLM
+from fb_core.models.facts import CausalLM, max_positions
+from fb_core.runtime.plain import Stop
 
 
 @dataclass

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from benchmarks.paper.r2r.network import R2RRouter, features_of
 from fb_core.counts import check_count
-from fb_core.decoding import Generation
+from fb_core.decode.decoder import Generation
+from fb_core.decode.pair import Pair
+from fb_core.decode.policy import RequestPolicy, gate
+from fb_core.decode.pool import candidate_pool
 from fb_core.events import LARGE, Event
-from fb_core.hf.generation import Step, Stop, lockstep
-from fb_core.hf.models import CausalLM, Tokenizer, fingerprint, max_positions
-from fb_core.llm import LLM, Ids, check_max_new_tokens, checked_prompts
-from fb_core.pair import Pair
-from fb_core.policy import RequestPolicy, gate
-from fb_core.pool import candidate_pool
+from fb_core.llm.local import LLM, Ids, check_max_new_tokens, checked_prompts
+from fb_core.models.facts import CausalLM, Tokenizer, fingerprint, max_positions
+from fb_core.runtime.plain import Step, Stop, lockstep
 
 Mode = Literal["token", "events", "entropy"]
 

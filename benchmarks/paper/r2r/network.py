@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from fb_core.hf import models
-from fb_core.hf.generation import MAX_ROWS, batches, check_decodable
-from fb_core.hf.models import CausalLM, fingerprint, lm_head
-from fb_core.hf.tokens import token_ids
-from fb_core.llm import Ids, checked_prompts
+from fb_core.llm.local import Ids, checked_prompts
+from fb_core.models import facts as models
+from fb_core.models.facts import CausalLM, fingerprint, lm_head
+from fb_core.models.tokens import token_ids
+from fb_core.runtime.plain import MAX_ROWS, batches, check_decodable
 
 WEIGHTS, DESCRIPTION, FORMAT = "router.safetensors", "router.json", 2
 LARGEST = {"logits_size": 1 << 20, "width": 1 << 16, "blocks": 256}

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from benchmarks.paper.r2r.network import R2RRouter, RouterFeatures, concatenated, router_features
 from fb_core.counts import check_count
-from fb_core.hf.models import CausalLM, Tokenizer
-from fb_core.llm import LLM, Ids, check_max_new_tokens
-from fb_core.pair import Pair
-from fb_core.verify import Verifier
+from fb_core.decode.pair import Pair
+from fb_core.llm.local import LLM, Ids, check_max_new_tokens
+from fb_core.models.facts import CausalLM, Tokenizer
+from fb_core.verify.verifier import Verifier
 
 
 class Divergence(NamedTuple):

@@ -11,12 +11,12 @@ from rich.segment import Segment, Segments
 
 from fb_core.apps.settings.config import PairSettings
 from fb_core.apps.settings.loading import load
-from fb_core.decoding import Generation, LowLatencyDecoder
-from fb_core.detokenizer import Text
+from fb_core.decode.decoder import Generation, LowLatencyDecoder
+from fb_core.decode.selectors import LLMPreference
 from fb_core.events import Event
-from fb_core.hf.models import Tokenizer, max_positions
-from fb_core.hf.tokens import chat_ids
-from fb_core.selectors import LLMPreference
+from fb_core.models.facts import Tokenizer, max_positions
+from fb_core.models.tokens import chat_ids
+from fb_core.runtime.detokenizer import Text
 from fb_core.terminal import IN_TEXT, escaped
 
 EVENT_STYLE = "bold black on bright_yellow"

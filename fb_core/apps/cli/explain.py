@@ -18,8 +18,8 @@ from fb_core.apps.pipeline.files import MANIFEST, Artefact
 from fb_core.apps.pipeline.models import LABELS, models_of
 from fb_core.apps.settings.config import RunSettings
 from fb_core.events import SLM, Event
-from fb_core.hf.checkpoints import tokenizer_hash
-from fb_core.hf.models import Tokenizer
+from fb_core.models.checkpoints import tokenizer_hash
+from fb_core.models.facts import Tokenizer
 from fb_core.terminal import IN_TEXT, IN_TOKEN, escaped
 
 EVALUATION = "evaluation"  # the stage whose rows are shown

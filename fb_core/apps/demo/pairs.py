@@ -23,7 +23,7 @@ from fb_core.apps.demo import DEMO, MODELS, Part, checkpoint
 from fb_core.apps.demo.worlds import WORLDS, Problem, World
 from fb_core.apps.processes import processes
 from fb_core.atomic import write_file
-from fb_core.hf.checkpoints import load_model
+from fb_core.models.checkpoints import load_model
 
 Progress = Callable[[tuple[str, int, int]], None]
 """Called with (model name, training steps done, training steps in all)."""

@@ -50,12 +50,12 @@ from fb_core.apps.pipeline.scores import ScoreStage, filter_table
 from fb_core.apps.pipeline.statistics import outcomes_differ
 from fb_core.apps.pipeline.train import TrainStage, run_name
 from fb_core.apps.settings.config import ProblemSettings
-from fb_core.hf.checkpoints import is_hub_id
-from fb_core.hf.models import CausalLM
-from fb_core.hf.packed import ROWS, Prefix, packs, prefill_packed
-from fb_core.recipe import LABELS, Deployed, Difference, Evidence, Pools, RecipeName
-from fb_core.reranker import TokenReranker
-from fb_core.value import ValueHead, fit_value, value_terms
+from fb_core.decode.deployment import LABELS, Deployed, Difference, Evidence, Pools, RecipeName
+from fb_core.models.checkpoints import is_hub_id
+from fb_core.models.facts import CausalLM
+from fb_core.models.packed import ROWS, Prefix, packs, prefill_packed
+from fb_core.rerank.reranker import TokenReranker
+from fb_core.rerank.value_head import ValueHead, fit_value, value_terms
 
 SEEDED: tuple[RecipeName, ...] = ("published", "value")  # recipes of one seed's reranker
 UNSEEDED: tuple[RecipeName, ...] = ("greedy", "direct")  # decoded once, whatever the seed

@@ -16,14 +16,14 @@ from fb_core.apps.pipeline.models import frozen_policy, problems_hash, splits_of
 from fb_core.apps.pipeline.problems import Problem
 from fb_core.apps.pipeline.records import Examples, State, Trajectory, example_files
 from fb_core.apps.pipeline.run import Output, Stage
-from fb_core.hf import models
-from fb_core.hf.models import Tokenizer
-from fb_core.hf.packed import hidden_states
-from fb_core.judges import Judge
-from fb_core.llm import LLM, LocalLLM
-from fb_core.policy import RequestPolicy
-from fb_core.pool import candidate_pool
-from fb_core.verify import Verdict, Verifier
+from fb_core.decode.policy import RequestPolicy
+from fb_core.decode.pool import candidate_pool
+from fb_core.llm.local import LLM, LocalLLM
+from fb_core.models import facts as models
+from fb_core.models.facts import Tokenizer
+from fb_core.models.packed import hidden_states
+from fb_core.verify.judges import Judge
+from fb_core.verify.verifier import Verdict, Verifier
 
 LOGIT_ROWS = 1024  # of logits [rows, V] held at once
 

@@ -17,7 +17,7 @@ from fb_core.apps.pipeline.models import Context, Generate, together_of, verifie
 from fb_core.apps.pipeline.problems import Problem
 from fb_core.apps.pipeline.run import Output, Stage
 from fb_core.apps.settings.config import ProblemSettings, words_of
-from fb_core.decoding import Generation
+from fb_core.decode.decoder import Generation
 from fb_core.events import Event
 from fb_core.terminal import escaped
 
@@ -54,7 +54,7 @@ class Row(BaseModel):
     text: str  # the answer
     gold: str
     verdict: str
-    calls: int  # of the LLM; the next three are those of `fb_core.decoding.Usage`
+    calls: int  # of the LLM; the next three are those of `fb_core.decode.decoder.Usage`
     pool: float | None
     appended: int
     suffix: int

@@ -11,8 +11,8 @@ from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStag
 from fb_core.apps.pipeline.models import verifier_of
 from fb_core.apps.pipeline.records import Examples, Future, State, example_files
 from fb_core.apps.pipeline.run import Output
-from fb_core.hf.models import Tokenizer
-from fb_core.verify import Verifier
+from fb_core.models.facts import Tokenizer
+from fb_core.verify.verifier import Verifier
 
 
 def verified(

@@ -21,8 +21,13 @@ from fb_core.apps.demo import DEMO, checkpoint
 from fb_core.apps.pipeline.files import Artefact, digest
 from fb_core.apps.pipeline.problems import Problem, load_problems, prompt_ids, split, without_overlap
 from fb_core.apps.settings.config import ModelSettings, ProblemSettings, RunSettings, ServerSettings, VerifierSettings
-from fb_core.decoding import CollaborativeDecoder, Generation
-from fb_core.hf.checkpoints import (
+from fb_core.decode.decoder import CollaborativeDecoder, Generation
+from fb_core.decode.deployment import Deployed
+from fb_core.decode.policy import RequestPolicy
+from fb_core.decode.selectors import FutureBridgeSelector, LLMPreference, Selector
+from fb_core.llm.local import LLM, LocalLLM
+from fb_core.llm.remote import ServerLLM, key_in
+from fb_core.models.checkpoints import (
     checkpoint_ends,
     checkpoint_hash,
     checkpoint_size,
@@ -32,15 +37,10 @@ from fb_core.hf.checkpoints import (
     load_tokenizer,
     tokenizer_hash,
 )
-from fb_core.hf.models import CausalLM, Tokenizer, known_ids
-from fb_core.llm import LLM, LocalLLM
-from fb_core.policy import RequestPolicy
-from fb_core.recipe import Deployed
-from fb_core.reranker import TokenReranker
-from fb_core.scorer import CompatibilityScorer
-from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector
-from fb_core.server import ServerLLM, key_in
-from fb_core.verify import Verifier
+from fb_core.models.facts import CausalLM, Tokenizer, known_ids
+from fb_core.rerank.reranker import TokenReranker
+from fb_core.score.scorer import CompatibilityScorer
+from fb_core.verify.verifier import Verifier
 
 POOLS = ("collect.slm_k", "futures.llm_k", "score.pool")  # settings of the candidate pool at an event
 DEPLOYED = (*POOLS, "evaluate.max_events", "train.scope")  # and of the choice

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fb_core.extras import require
-from fb_core.hf.models import Tokenizer
-from fb_core.hf.tokens import chat_ids
-from fb_core.judges import boxed
+from fb_core.models.facts import Tokenizer
+from fb_core.models.tokens import chat_ids
+from fb_core.verify.judges import boxed
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fb_core.apps.pipeline.files import Artefact, table_bytes, tensor_bytes
 from fb_core.apps.pipeline.problems import Problem
 from fb_core.events import Pool
-from fb_core.verify import Verdict
+from fb_core.verify.verifier import Verdict
 
 IDS, NATS, BITS = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.list_(pa.int8())
 POOL = pa.struct({"ids": IDS, "sources": BITS, "slm_logprob": NATS, "llm_logprob": NATS})

@@ -13,10 +13,10 @@ from fb_core.apps.pipeline.models import verifier_of
 from fb_core.apps.pipeline.records import Examples, Rollout, State, example_files
 from fb_core.apps.pipeline.run import Output
 from fb_core.apps.pipeline.scores import part_of
-from fb_core.hf.models import Tokenizer
-from fb_core.llm import LocalLLM
-from fb_core.sampling import seeded
-from fb_core.verify import Verifier
+from fb_core.llm.local import LocalLLM
+from fb_core.models.facts import Tokenizer
+from fb_core.runtime.sampling import seeded
+from fb_core.verify.verifier import Verifier
 
 
 def roll_out(

@@ -21,8 +21,8 @@ from fb_core.apps.pipeline.files import Artefact, Receipt
 from fb_core.apps.pipeline.models import Models, models_of
 from fb_core.apps.progress import Board
 from fb_core.apps.settings.config import RunSettings, Slice, identity_of
-from fb_core.judges import FAULTS, Verdict, judge_of
-from fb_core.verify import tally_words
+from fb_core.verify.judges import FAULTS, Verdict, judge_of
+from fb_core.verify.verifier import tally_words
 
 Engine = Literal["local", "ray"]
 Input = TypeVar("Input", bound="Stage")

@@ -9,14 +9,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fb_core import scorer as packing
 from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStage
 from fb_core.apps.pipeline.futures import FutureStage, usable
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.pipeline.records import Examples, Future, Group, group_files
 from fb_core.apps.pipeline.run import Output
 from fb_core.events import LARGE, SLM, Pool
-from fb_core.scorer import BranchGroup, CompatibilityScorer
+from fb_core.score import scorer as packing
+from fb_core.score.scorer import BranchGroup, CompatibilityScorer
 
 PartKind = Literal["joint", "slm", "llm", "slm-wide"]
 

@@ -24,10 +24,10 @@ from fb_core.apps.pipeline.models import verifier_of
 from fb_core.apps.pipeline.records import Examples, Group
 from fb_core.apps.pipeline.run import Output, Stage
 from fb_core.apps.pipeline.scores import ScoreStage
-from fb_core.reranker import TokenReranker
-from fb_core.targets import group_targets
-from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
-from fb_core.verify import tally_words
+from fb_core.rerank.reranker import TokenReranker
+from fb_core.rerank.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
+from fb_core.score.targets import group_targets
+from fb_core.verify.verifier import tally_words
 
 CHECKPOINT = re.compile(r"step-(\d{7})")
 

@@ -16,11 +16,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import from_json
 
-from fb_core.detokenizer import Name
-from fb_core.engine.engine import Scores
-from fb_core.engine.step import RANKED
+from fb_core.decode.engine import Scores
 from fb_core.events import Event
-from fb_core.hf.tokens import TextGroup
+from fb_core.models.tokens import TextGroup
+from fb_core.runtime.detokenizer import Name
+from fb_core.runtime.step import RANKED
 
 STOPS, STOP_LENGTH, STOP_IDS = 16, 256, 128  # strings, characters of one, token ids
 MESSAGES, CALLS = 4096, 128  # of a chat; of tools in a message

@@ -21,9 +21,9 @@ from fb_core.apps.serve.connection import Connection, Crowd
 from fb_core.apps.serve.service import Service
 from fb_core.apps.settings.config import ServeSettings
 from fb_core.apps.settings.loading import load
-from fb_core.engine.engine import Engine
-from fb_core.engine.pages import SIZE
-from fb_core.server import key_in
+from fb_core.decode.engine import Engine
+from fb_core.llm.remote import key_in
+from fb_core.runtime.kv_pages import SIZE
 
 FILES = 8192  # open files that a server uses at most
 

@@ -28,15 +28,15 @@ from fb_core.apps.serve.protocol import (
     score_fields,
 )
 from fb_core.apps.settings.config import ServeSettings
-from fb_core.decoding import Generation, Usage
-from fb_core.detokenizer import Text
-from fb_core.engine.engine import Engine, Handle, Scores, Token
-from fb_core.engine.step import Ranked
+from fb_core.decode.decoder import Generation, Usage
+from fb_core.decode.engine import Engine, Handle, Scores, Token
+from fb_core.decode.selectors import LLMPreference
 from fb_core.events import Event
-from fb_core.hf.models import Tokenizer, max_positions
-from fb_core.hf.tokens import TextGroup, chat_ids, many_token_ids, text_group_in_steps, text_ids
-from fb_core.sampling import Sampling, occurrences
-from fb_core.selectors import LLMPreference
+from fb_core.models.facts import Tokenizer, max_positions
+from fb_core.models.tokens import TextGroup, chat_ids, many_token_ids, text_group_in_steps, text_ids
+from fb_core.runtime.detokenizer import Text
+from fb_core.runtime.sampling import Sampling, occurrences
+from fb_core.runtime.step import Ranked
 
 BYTES = 16  # of text for a token; a prompt with more for each that there is room for is not tokenized
 LOGPROBS = 1 << 18  # in one reply

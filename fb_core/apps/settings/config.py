@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from fb_core import judges
 from fb_core.atomic import read_file
-from fb_core.sampling import Sampling
+from fb_core.runtime.sampling import Sampling
+from fb_core.verify import judges
 
 
 def _server_url(url: str) -> str:
-    from fb_core.http import checked_url
+    from fb_core.llm.http import checked_url
 
     checked_url(url)  # settings are stored and shown: no secret may be in them
     return url

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 from fb_core.apps.demo import checkpoint
 from fb_core.apps.settings.config import PairSettings
-from fb_core.hf.checkpoints import load_model
-from fb_core.hf.models import CausalLM, Tokenizer, known_ids
-from fb_core.llm import LLM
-from fb_core.pair import Pair
-from fb_core.policy import RequestPolicy
-from fb_core.recipe import deployment_of, thinking_of
-from fb_core.selectors import Selector
-from fb_core.server import ServerLLM, key_in
+from fb_core.decode.deployment import deployment_of, thinking_of
+from fb_core.decode.pair import Pair
+from fb_core.decode.policy import RequestPolicy
+from fb_core.decode.selectors import Selector
+from fb_core.llm.local import LLM
+from fb_core.llm.remote import ServerLLM, key_in
+from fb_core.models.checkpoints import load_model
+from fb_core.models.facts import CausalLM, Tokenizer, known_ids
 
 log = logging.getLogger(__name__)
 

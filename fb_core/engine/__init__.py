@@ -1,1 +1,0 @@
-"""The fast loop: one or many sequences over pages of keys and values, each step the same few operations."""

@@ -1,1 +1,0 @@
-"""Where transformers and peft are met."""

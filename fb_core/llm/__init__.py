@@ -1,0 +1,1 @@
+"""Where candidates come from: a model in this process, or a server."""

@@ -1,0 +1,1 @@
+"""The reranker: its adapter, its training, and what it is worth."""

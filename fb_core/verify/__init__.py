@@ -1,0 +1,1 @@
+"""Judges of final answers, in processes of their own."""
