@@ -13,12 +13,12 @@ import typer
 
 from benchmarks import command, cost, event, gpu_status, reference, roofline, serving, soak, speedups, stages, targets
 from benchmarks.evidence import DROPPED, TAKEOVER, Cells, page, times_below
+from benchmarks.gpu_status import against_the_best, cost_table
 from benchmarks.harness import OURS, read_results, shown_commit
 from benchmarks.paper import figures as report_figures
 from benchmarks.paper import orderings, published
 from benchmarks.paper.cells import LEGEND, marked
 from benchmarks.paper.rows import Result, Run, Timed, read_tables
-from benchmarks.summary import against_the_best, cost_table
 from fb_core.atomic import write_file
 from fb_core.config import RunSettings
 from fb_core.demo import SETTINGS

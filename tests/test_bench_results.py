@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from limits import HANG
 
-from benchmarks.harness import read_results
+from benchmarks import conftest, harness
+from benchmarks.harness import Implementation, read_results
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = """
@@ -71,3 +73,22 @@ def test_compiled_peers_are_read_beside_the_others(tmp_path: Path) -> None:
     write("decode_compiled", "fb", "compiled")
     found = {name: [case["impl"] for case in result["cases"]] for name, result in read_results(tmp_path).items()}
     assert found == {"decode": ["fb", "compiled"], "head": ["fb", "eager", "floor", "compiled"]}
+
+
+def test_a_run_of_other_cases_adds_to_the_file_of_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = harness.Result("swiglu", "N=2", "fb", "float32", 1.0, 1.0, 1.0, 0.0, True)
+    harness.write_results(tmp_path, {"toy": [first]})
+    (before,) = conftest.earlier(tmp_path, "toy")
+    assert conftest.told(before) == conftest.told(first) == ("swiglu", "N=2", "fb")
+    assert conftest.earlier(tmp_path, "other") == conftest.earlier(None, "toy") == []
+    monkeypatch.setattr(harness, "_commit", lambda: "another")
+    assert conftest.earlier(tmp_path, "toy") == []
+
+
+def test_peers_are_chosen_by_kind_or_by_name() -> None:
+    kinds = {"fb": False, "repeated cache": False, "torch.compile": True}
+    made = {name: Implementation(list, torch.ones(1), compiled=kind) for name, kind in kinds.items()}
+    asked = {peers: [*conftest.asked(made, peers)][1:] for peers in ("all", "eager", "compiled", "ours", "peated|x")}
+    assert asked["all"] == ["repeated cache", "torch.compile"]
+    assert (asked["eager"], asked["compiled"]) == (["repeated cache"], ["torch.compile"])
+    assert (asked["ours"], asked["peated|x"]) == ([], ["repeated cache"])

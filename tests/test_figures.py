@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cost, event, figures, gpu_status, roofline, summary, targets
+from benchmarks import cost, event, figures, gpu_status, roofline, targets
 from benchmarks.evidence import Cells
 from benchmarks.paper.rows import Result, Run
 from fb_core.statistics import Interval
@@ -291,7 +291,7 @@ def test_the_cost_table_is_relative_to_greedy() -> None:
         for (impl, found), us in zip(rows.items(), (13e5, 1e6), strict=True)
     ]
     without = {"op": "end_to_end", "shape": "64 + 250 tokens", "impl": "fb", "median_us": 1.0}
-    assert summary.cost_table([without, *cases]) == [
+    assert gpu_status.cost_table([without, *cases]) == [
         "| 64 + 500 tokens | calls | mean pool | appended | against greedy | peak GB |",
         "|---|---|---|---|---|---|",
         "| FutureBridge | 5 | 13.2 | 5 | 1.30x | 61.0 |",
