@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fb_kernels import devices
 from fb_kernels import timing as fb_timing
-from fb_kernels.timing import Timing, timer
+from fb_kernels.timing import Timed, Timing, timer
 
 OURS, FLOOR = "fb", "floor"
 COMPILED = "_compiled"  # suffix of a file that has only compiled peers
@@ -96,6 +96,7 @@ class Result:
     tbps: float | None = None
     fraction_of_ceiling: float | None = None
     details: dict[str, float] = field(default_factory=dict)  # other counts, by name
+    host_us: float | None = None  # until a call returns, where that is longer than the GPU works for it
     backend: str = ""  # which implementation ran our ops: one word, or op=word for each if they differ
 
 
@@ -161,7 +162,7 @@ def compare(
     errors: dict[str, float] = {}
     dtypes: dict[str, str] = {}
     right: list[str] = []
-    calls: dict[str, Callable[[], float]] = {}
+    calls: dict[str, Timed] = {}
     backends: dict[str, str] = {}
     measured = dict(peaks)
     for name, implementation in implementations.items():
@@ -189,7 +190,7 @@ def compare(
 
     def timed(name: str) -> None:
         time.sleep(rest)
-        times[name].append(calls[name]() / per)
+        times[name].append(calls[name].seconds() / per)
 
     def time_peers() -> None:
         for name in right:
@@ -206,7 +207,8 @@ def compare(
     for name in errors:
         median, low, high = quantiles_us(times[name])
         row = Result(op, shape, name, dtypes[name], median, low, high, errors[name], name in right, measured.get(name))
-        row = replace(row, backend=backends.get(name, ""))
+        host = calls[name].host / per * 1e6 if timing is Timing.COLD and times[name] else 0.0
+        row = replace(row, backend=backends.get(name, ""), host_us=host if median and host > median else None)
         if details is not None and times[name]:
             row = replace(row, details=details(name))
         results.append(_rated(row, cost, ceiling, cold))
@@ -357,6 +359,8 @@ def table(results: Sequence[Result], goals: Sequence[Goal] = ()) -> str:
             reached = ratio(results, row.impl)
             verdict = "met" if reached is not None and reached >= wanted[row.impl] else "MISSED"
             line += f"  goal {wanted[row.impl]:g}x: {verdict}"
+        if row.host_us is not None:
+            line += f"  and the host {_shown(row.host_us)}"
         lines.append(line.rstrip())
     return "\n".join(lines)
 
@@ -463,7 +467,9 @@ def write_results(directory: Path, results: Mapping[str, Sequence[Result | dict[
     for bench, rows in results.items():
         path = folder / f"{bench}.json"
         records = [row if isinstance(row, dict) else asdict(row) for row in rows]
-        cases = [{key: value for key, value in row.items() if key != "details" or value} for row in records]
+        cases = [
+            {key: value for key, value in row.items() if value or key not in ("details", "host_us")} for row in records
+        ]
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, path)

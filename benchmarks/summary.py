@@ -37,6 +37,8 @@ def against_the_best(result: dict[str, Any]) -> list[str]:
             theirs = f"{peer['impl']}{kernel} | {peer['median_us'] / case['median_us']:.2f}x"
         ceiling = "" if share is None else f"{share:.0%}"
         ran, ours = case.get("backend", ""), f"{case['median_us']:,.1f}"
+        if case.get("host_us"):
+            ours += f" (host {case['host_us']:,.0f})"
         lines.append(f"| `{case['op']}` | {case['shape']} | {ran} | {ours} | {ceiling} | {theirs} |")
     return [*lines, ""]
 

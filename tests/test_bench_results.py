@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from limits import HANG
 
 from benchmarks.harness import read_results
+from fb_kernels import timing
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = """
@@ -71,3 +74,36 @@ def test_compiled_peers_are_read_beside_the_others(tmp_path: Path) -> None:
     write("decode_compiled", "fb", "compiled")
     found = {name: [case["impl"] for case in result["cases"]] for name, result in read_results(tmp_path).items()}
     assert found == {"decode": ["fb", "compiled"], "head": ["fb", "eager", "floor", "compiled"]}
+
+
+@pytest.mark.parametrize("host", [2e-6, 580e-6, 4e-3, 1.0])
+def test_the_hosts_work_is_not_the_gpus(monkeypatch: pytest.MonkeyPatch, host: float) -> None:
+    """A call of 20 us on a GPU, launched when the host has worked for it, behind flushes of 360 us."""
+    now, busy = 0.0, 0.0  # the host's clock; until when the GPU has work
+
+    def launch(seconds: float, before: float = 5e-6) -> None:
+        nonlocal now, busy
+        now += before
+        busy = max(busy, now) + seconds
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+        def record(self) -> None:
+            self.at = max(busy, now)
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1e3 * (other.at - self.at)
+
+        def synchronize(self) -> None:
+            nonlocal now
+            now = max(busy, now)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: Event(True).synchronize())
+    monkeypatch.setattr(timing, "_flusher", lambda: SimpleNamespace(zero_=lambda: launch(360e-6)))
+    monkeypatch.setattr(timing, "_flush_seconds", timing._flush_seconds.__wrapped__)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    timed = timing.timer(lambda: launch(20e-6, before=host), "cuda")
+    assert timed.host == pytest.approx(host)
+    seen = timed.seconds()
+    assert seen == pytest.approx(20e-6) if host < timing.HIDDEN else seen > 0.9 * host
