@@ -21,7 +21,7 @@ def against_the_best(result: dict[str, Any]) -> list[str]:
     )
     lines = [
         f"*{result['device']}, torch {result['torch']}, triton {result['triton']}, commit "
-        f"{harness.shown_commit(result)}, {result['date']}{ceilings}*",
+        f"{harness.commit_and_changes(result)}, {result['date']}{ceilings}*",
         "",
         "| op | shape | ran | ours, us | of the ceiling | best peer | its time / ours |",
         "|---|---|---|---|---|---|---|",

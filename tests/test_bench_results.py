@@ -13,7 +13,7 @@ import pytest
 import torch
 from limits import HANG
 
-from benchmarks.harness import read_results
+from benchmarks.harness import named, read_results
 from fb_kernels import timing
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,3 +107,8 @@ def test_the_hosts_work_is_not_the_gpus(monkeypatch: pytest.MonkeyPatch, host: f
     assert timed.host == pytest.approx(host)
     seen = timed.seconds()
     assert seen == pytest.approx(20e-6) if host < timing.HIDDEN else seen > 0.9 * host
+
+
+def test_the_kernels_that_take_most_of_a_call_are_named_with_their_shares() -> None:
+    assert named({"copy": 5.0, "product": 60.0, "norm": 31.0, "sum": 4.0}) == "product 60%, norm 31%"
+    assert named({"alone": 2.0}) == "alone"

@@ -275,9 +275,14 @@ def test_a_gpus_page_counts_what_is_right_and_names_what_did_not_run(tmp_path: P
         "rms_norm, triton, N=8 D=2: not run: no room; free some\n"
     )
     made = dict.fromkeys(("device", "driver", "cuda", "torch", "triton", "date", "commit"), "0123456789abc+")
+    other = {"date": "2026-02-02", "changed": ["docs/a.md", "csrc/b.cu"]}
     (tmp_path / "h100" / "scorer.json").write_text(json.dumps(made | {"cases": []}))
+    (tmp_path / "h100" / "decode.json").write_text(json.dumps(made | other | {"cases": []}))
     page = gpu_status.page(tmp_path)
-    assert any("commit 0123456789+" in line for line in page)
+    assert any("commit 0123456789+ (changed files not recorded)" in line for line in page)
+    assert "2026-02-02" not in str(page)  # its kernels are no commit's
+    (tmp_path / "h100" / "decode.json").write_text(json.dumps(made | {"changed": ["docs/a.md"], "cases": []}))
+    assert "commit 0123456789+ (docs/a.md)" in str(gpu_status.page(tmp_path))
     assert "| `commit` | right at 1 of 1, used at 1 | right at 1 of 1 |  |" in page
     assert "| `rms_norm` |  |  | right at 0 of 2 |" in page
     assert "- rms_norm, triton, N=8 D=2: not run: no room" in page
