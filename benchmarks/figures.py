@@ -14,7 +14,7 @@ import typer
 from benchmarks import command, cost, event, gpu_status, reference, roofline, serving, soak, speedups, stages, targets
 from benchmarks.evidence import DROPPED, TAKEOVER, Cells, page, times_below
 from benchmarks.gpu_status import against_the_best, cost_table
-from benchmarks.harness import OURS, read_results, shown_commit
+from benchmarks.harness import OURS, of_its_commit, read_results, shown_commit
 from benchmarks.paper import figures as report_figures
 from benchmarks.paper import orderings, published
 from benchmarks.paper.cells import LEGEND, marked
@@ -326,8 +326,9 @@ def quantiles(worlds: Sequence[Run]) -> list[str]:
 
 
 def load(root: Path, device: str) -> dict[str, dict[str, Any]]:
-    """{bench: its result file}; empty where the device has none."""
-    return read_results(root / "benchmarks" / "results" / device)
+    """{bench: its result file}, without those of kernels that no commit has."""
+    results = read_results(root / "benchmarks" / "results" / device)
+    return {name: result for name, result in results.items() if of_its_commit(result)}
 
 
 def plot_names(root: Path, device: str) -> list[str]:

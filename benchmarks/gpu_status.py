@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import roofline, targets
-from benchmarks.harness import OURS, read_results, shown_commit
+from benchmarks.harness import OURS, commit_and_changes, of_its_commit, read_results
 from fb_core.page import markdown_table
 
 CHECK = "check.txt"  # as `python -m fb_kernels.env --check` printed it
@@ -67,7 +67,7 @@ def against_the_best(result: dict[str, Any]) -> list[str]:
     )
     lines = [
         f"*{result['device']}, torch {result['torch']}, triton {result['triton']}, commit "
-        f"{shown_commit(result)}, {result['date']}{ceilings}*",
+        f"{commit_and_changes(result)}, {result['date']}{ceilings}*",
         "",
         "| op | shape | ran | ours, us | of the ceiling | best peer | its time / ours |",
         "|---|---|---|---|---|---|---|",
@@ -83,6 +83,8 @@ def against_the_best(result: dict[str, Any]) -> list[str]:
             theirs = f"{peer['impl']}{kernel} | {peer['median_us'] / case['median_us']:.2f}x"
         ceiling = "" if share is None else f"{share:.0%}"
         ran, ours = case.get("backend", ""), f"{case['median_us']:,.1f}"
+        if case.get("host_us"):
+            ours += f" (host {case['host_us']:,.0f})"
         lines.append(f"| `{case['op']}` | {case['shape']} | {ran} | {ours} | {ceiling} | {theirs} |")
     return [*lines, ""]
 
@@ -117,13 +119,14 @@ def missing(results: Mapping[str, Mapping[str, Any]], device: str) -> list[str]:
 
 def of_device(folder: Path) -> list[str]:
     """A device's section."""
-    device, results, check = folder.name, read_results(folder), folder / CHECK
+    device, check = folder.name, folder / CHECK
+    results = {name: result for name, result in read_results(folder).items() if of_its_commit(result)}
     lines = [f"## {device.upper()}", ""]
     if not results and not check.is_file():
         return [*lines, NOTHING.format(device=device.upper()), ""]
     made = {
         f"{result['device']}, driver {result['driver']}, CUDA {result['cuda']}, torch {result['torch']}, triton "
-        f"{result['triton']}, commit {shown_commit(result)}, {result['date'][:10]}"
+        f"{result['triton']}, commit {commit_and_changes(result)}, {result['date'][:10]}"
         for result in results.values()
     }
     lines += [f"*{'; '.join(sorted(made))}*", ""]
