@@ -120,7 +120,7 @@ WHEELS := build/wheels
 gpu-wheels: $(STAMP)
 	rm -rf $(WHEELS)
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
-		--implementation cp --platform manylinux2014_x86_64 \
+		--implementation cp --platform manylinux2014_x86_64 --platform manylinux_2_24_x86_64 \
 		--constraint $(CONSTRAINTS) --requirement benchmarks/gpu_wheels.txt --dest $(WHEELS)
 	ls -l $(WHEELS)
 

@@ -27,6 +27,7 @@ MINUTES = {"first": 8, "second": 3}
 GRACE, LEAST = 3, 10  # seconds to say where a command was interrupted; in which something can be measured
 SETTINGS = {"TRITON_INTERPRET": "0", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 ATTENTION = "test_branch_attention[13-1-128 or test_branch_attention[13-4-128"
+PEERS = "eager|cuDNN calls|FlashAttention-3"
 HEAD = "test_linear_logprob[1664 or test_linear_logprob[8192"
 STEPS = "test_decode_step or test_rerank_event"
 GROUPS = "test_group[ or test_groups[4-"
@@ -76,7 +77,7 @@ def first(folder: Path) -> list[Part]:
         Part(40, {"check": module("fb_kernels.env", "--check")}),
         Part(20, {"floors": bench("neighbours", "10752 or 16384 or test_commit", results)}),
         Part(20, calls),  # of kernels whose parts wait for each other, and which may hang
-        Part(35, {"attention": bench("branch_attention", ATTENTION, results, "--peers", "eager")}),
+        Part(45, {"attention": bench("branch_attention", ATTENTION, results, "--peers", PEERS)}),
         Part(
             20,
             {"attention_gluon": bench("branch_attention", ATTENTION, gluon, *ours)},
@@ -89,8 +90,8 @@ def first(folder: Path) -> list[Part]:
         Part(45, {"kernels": bench("decode scorer", f"{STEPS} or {GROUPS}", results, "--kernels", *ours)}),
         Part(25, {"training": bench("training", "test_training_step", results, *ours)}),
         Part(25, {"counters": [*NCU, *module("benchmarks.counters")]} if shutil.which("ncu") else {}),
-        Part(65, {"scorer": bench("scorer", f"{GROUPS} or test_sample", results, "--peers", "repeated")}),
-        Part(40, tests),
+        Part(60, {"scorer": bench("scorer", f"{GROUPS} or test_sample", results, "--peers", "repeated")}),
+        Part(35, tests),
     ]
 
 
