@@ -117,11 +117,7 @@ class PairSettings(Section):
 
     @classmethod
     def load(cls, file: Path | None = None, **given: str | None) -> Self:
-        """Load a YAML file, or make the settings from what is given.
-
-        Args:
-            file: the file; None for none.
-            given: settings that override the file's; None for not given.
+        """Load a YAML file, if one is named; settings that are given and not None override its own.
 
         Raises:
             OSError: no such file.
