@@ -15,7 +15,7 @@ BUILD_CUDA = FB_BUILD_CUDA=$${FB_BUILD_CUDA:-$(1)}
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install test quick test-real test-servers demo bench figures docs aot ptx wheel kernels-hub tune gpu-wheels gpu-check gpu-sanitize check clean
+.PHONY: install test quick test-real test-servers demo bench figures docs aot ptx wheel kernels-hub tune gpu-wheels gpu-library gpu-check gpu-results gpu-sanitize check clean
 
 install: $(STAMP)
 
@@ -120,16 +120,28 @@ WHEELS := build/wheels
 gpu-wheels: $(STAMP)
 	rm -rf $(WHEELS)
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
-		--implementation cp --platform manylinux2014_x86_64 \
+		--implementation cp --platform manylinux2014_x86_64 --platform manylinux_2_24_x86_64 \
 		--constraint $(CONSTRAINTS) --requirement benchmarks/gpu_wheels.txt --dest $(WHEELS)
 	ls -l $(WHEELS)
 
-# On a machine with a GPU, with that machine's own Python: GPU_PYTHON=python3 VISIT=10|30|60 (minutes). Results go to
-# benchmarks/results/<device>, the log to build/gpu_check (benchmarks/GPU.md).
+# The compiled kernels of a machine with a GPU, made where nvcc is: fb_kernels/libfb_kernels.so, for sm_80 and sm_90a.
+gpu-library: $(STAMP)
+	FB_BUILD_CUDA=force FB_BUILD_CPU=skip $(BIN)/python -c 'import setup; setup.build_in_place()'
+
+# On a machine with a GPU, with that machine's own Python: GPU_PYTHON=python3, VISIT=first, then VISIT=second. All that is
+# written comes back in $OUT/visit.tar.gz, in build by default (benchmarks/GPU.md).
 GPU_PYTHON ?= $(BIN)/python
+VISIT ?= first
 
 gpu-check:
-	PYTHON=$(GPU_PYTHON) benchmarks/gpu_check.sh
+	PYTHON=$(GPU_PYTHON) $(GPU_PYTHON) -m benchmarks.visit $(VISIT)
+
+# What a visit has measured, from build/visit.tar.gz to where it is committed.
+gpu-results: $(STAMP)
+	tar -xzf build/visit.tar.gz -C build
+	cp -r build/visit/results/. benchmarks/results
+	for device in build/visit/results/*; do cp build/visit/check.txt benchmarks/results/$${device##*/}; done
+	$(BIN)/python -m benchmarks.tune --visit build/visit --output fb_kernels/tuned
 
 gpu-sanitize:
 	status=0; for tool in memcheck racecheck; do for file in $(filter-out %scorer_gpu.py %runtime_gpu.py,$(wildcard tests/gpu/test_*_gpu.py)); do \

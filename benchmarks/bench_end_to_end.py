@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
-from benchmarks import peers, shapes, summary
+from benchmarks import gpu_status, peers, shapes
 from benchmarks.bench_decode import NEVER, PROMPT, Ours, decoder, settled, tokens
 from benchmarks.harness import OURS, Implementation
 from fb_core import (
@@ -104,4 +104,4 @@ def test_end_to_end(compare: Callable, new: int) -> None:
             f"tokens compared, up to the first near tie or event: {', '.join(f'{len(x)}' for x in expected.values())}"
         ],
     )
-    print(*summary.cost_table([asdict(row) for row in results]), sep="\n")
+    print(*gpu_status.cost_table([asdict(row) for row in results]), sep="\n")

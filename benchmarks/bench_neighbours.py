@@ -88,10 +88,13 @@ PROJECTIONS = {  # of a layer, and the head: inputs, outputs, what is fused with
 }
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("name", PROJECTIONS)
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [(name, rows) for rows in (1, 16, *shapes.PACKED_ROWS) for name in PROJECTIONS if rows <= 16 or name != "head"],
+)
 @torch.no_grad()
 def test_skinny_linear(compare: Callable, name: str, rows: int) -> None:
+    """Packed rows are cuBLAS's: their product alone is what a layer's products take at least."""
     inputs, outputs, beside = PROJECTIONS[name]
     x, weight = randn(rows, inputs), randn(outputs, inputs) / inputs**0.5
     norm, residual = 1 + randn(inputs) / 8, randn(rows, outputs, seed=1)
@@ -184,8 +187,9 @@ def test_branch_attention_qkv(compare: Callable, held: int, rows: int) -> None:
 
 
 @pytest.mark.skipif(not shapes.ON_GPU, reason="what matters here are launches")
-def test_commit(compare: Callable) -> None:
-    """The end of a step against the same with tensor operations; the state is halted, so all calls are equal."""
+@pytest.mark.parametrize("timing", LATENCY)
+def test_commit(compare: Callable, timing: Timing) -> None:
+    """The end of a step, and what a launch takes; the state is halted, so all calls are equal."""
     state = DecodeState(
         torch.zeros(1, 64, dtype=torch.int64, device=DEVICE),
         *(torch.ones(1, dtype=torch.int32, device=DEVICE) for _ in range(3)),
@@ -207,11 +211,12 @@ def test_commit(compare: Callable) -> None:
             return ours()
 
     runs = {OURS: ours, "tensor operations": by_tensors}
+    runs |= {"an empty kernel": partial(state.halt.mul_, 1), "an empty graph": lambda: state.halt}
     compare(
         "commit_",
         "B=1",
         {key: Implementation(run, torch.ones_like(state.halt)) for key, run in runs.items()},
         rounds=100,
-        timing=Timing.GRAPH_WARM,
+        timing=timing,
         dtype=torch.int64,
     )

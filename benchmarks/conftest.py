@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -25,7 +27,7 @@ from fb_kernels import backend
 from fb_kernels.timing import Timing
 
 RESULTS = pytest.StashKey[dict[str, list[Result | dict[str, str]]]]()
-PEERS = ("all", "eager", "compiled")
+PEERS = {"all": (True, False), "eager": (False,), "compiled": (True,), "ours": ()}  # by whether they are compiled
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,9 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="write <device>/<bench>.json to DIR after every case; <bench>_compiled.json if only compiled peers run",
     )
-    parser.addoption(
-        "--peers", choices=PEERS, default=PEERS[0], help="peers that use torch.compile, the others, or all"
-    )
+    known = "compiled: those that use torch.compile; eager: the others; all; ours: none; or a pattern of their names"
+    parser.addoption("--peers", default="all", help=known)
     parser.addoption("--kernels", action="store_true", help="time nothing; write each one's longest-running kernel")
 
 
@@ -71,12 +72,25 @@ def ran() -> Iterator[Mapping[str, str]]:
 
 def asked(implementations: Mapping[str, Implementation], peers: str) -> dict[str, Implementation]:
     """Ours, and the peers that the command line asks for."""
-    kept = {"all": (True, False), "eager": (False,), "compiled": (True,)}[peers]
+    kept, named = PEERS.get(peers, ()), "$^" if peers in PEERS else peers
     return {
         name: implementation
         for name, implementation in implementations.items()
-        if name == harness.OURS or implementation.compiled in kept
+        if name == harness.OURS or implementation.compiled in kept or re.search(named, name)
     }
+
+
+def earlier(directory: Path | None, bench: str) -> list[Result | dict[str, str]]:
+    """What the same commit has measured before, as in a run of other cases; all is written together."""
+    path = directory / harness.device_name() / f"{bench}.json" if directory is not None else None
+    result = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    return result["cases"] if result.get("commit") == harness.machine()["commit"] else []
+
+
+def told(row: Result | dict[str, str]) -> tuple[str, ...]:
+    """What tells a row from others of its file."""
+    found = row if isinstance(row, dict) else vars(row)
+    return tuple(found[name] for name in ("op", "shape", "impl"))
 
 
 @pytest.fixture
@@ -88,8 +102,9 @@ def compare(
 
     def write(suffix: str, rows: Sequence[Result | dict[str, str]]) -> None:
         bench = request.path.stem.removeprefix("bench_") + suffix
-        kept = request.config.stash[RESULTS].setdefault(bench, [])
-        kept.extend(rows)
+        files, measured = request.config.stash[RESULTS], {told(row) for row in rows}
+        before = files[bench] if bench in files else earlier(directory, bench)
+        files[bench] = kept = [*(row for row in before if told(row) not in measured), *rows]
         if directory is not None:
             harness.write_results(directory, {bench: kept})
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from benchmarks import command
-from benchmarks.theme import Theme, pictured
+from benchmarks.theme import DARK, LIGHT, Theme, pictured
 from fb_core.atomic import write_file
 
 ROOT = Path(__file__).parent.parent
@@ -112,10 +112,11 @@ def figure(event: dict[str, Any], theme: Theme) -> Figure:
 
 def draw(root: Path = ROOT) -> None:
     """docs/event.svg and docs/event-dark.svg."""
-    picture = figure(json.loads((root / EVENT).read_text()))
-    assert picture is not None
-    for name, data in (("event", picture.light), ("event-dark", picture.dark)):
-        write_file(root / "docs" / f"{name}.svg", data.encode())
+    event = json.loads((root / EVENT).read_text())
+    for name, theme in (("event", LIGHT), ("event-dark", DARK)):
+        picture = figure(event, theme=theme)
+        assert picture is not None
+        write_file(root / "docs" / f"{name}.svg", picture.encode())
 
 
 def main(

@@ -30,7 +30,7 @@ from torch import Tensor
 from benchmarks import command
 from benchmarks.paper.methods.takeover import takeover
 from benchmarks.paper.nested_runs import work_through
-from benchmarks.theme import Theme, pictured
+from benchmarks.theme import Theme, alone, pictured
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline import statistics
 from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, RerankerStage, ValueStage
@@ -532,7 +532,7 @@ def report(records: Sequence[Mapping[str, Any]], docs: Path) -> None:
     write_file(docs / "evidence.md", page(cells, before).encode())
     picture = figure(cells)
     assert picture is not None
-    write_file(docs / "evidence" / "cells.svg", picture.alone.encode())
+    write_file(docs / "evidence" / "cells.svg", alone(picture).encode())
 
 
 def main(

@@ -13,12 +13,14 @@ import typer
 
 from benchmarks import command, cost, event, gpu_status, reference, roofline, serving, soak, speedups, stages, targets
 from benchmarks.evidence import DROPPED, TAKEOVER, Cells, page, times_below
-from benchmarks.harness import OURS, read_results, shown_commit
+from benchmarks.gpu_status import against_the_best, cost_table
+from benchmarks.harness import OURS, of_its_commit, read_results, shown_commit
 from benchmarks.paper import figures as report_figures
-from benchmarks.paper import orderings, published
+from benchmarks.paper import published
 from benchmarks.paper.cells import LEGEND, marked
+from benchmarks.paper.orderings import ordering_lines
 from benchmarks.paper.rows import Result, Run, Timed, read_tables
-from benchmarks.summary import against_the_best, cost_table
+from benchmarks.theme import alone
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.settings.config import RunSettings
@@ -244,19 +246,7 @@ def _tokens(row: Result) -> str:
 
 def paper_orderings(worlds: Sequence[Run]) -> list[str]:
     """The paper's orderings in every world, those that are reversed in one first."""
-    columns = {SHOWN.get(run.name, run.name): run.results for run in worlds}
-    named_orderings = orderings.by_words(columns)
-    counts = "; ".join(f"{head}: {orderings.counted(named_orderings, [head])}" for head in columns)
-    rows = []
-    for words, by_head in named_orderings.items():
-        if all(ordering.difference is None for ordering in by_head.values()):
-            continue  # measured nowhere
-        cells = [
-            f"{ordering.shown} {ordering.verdict()}" if (ordering := by_head.get(head)) else "" for head in columns
-        ]
-        rows.append([words, next(iter(by_head.values())).published, *map(str.strip, cells)])
-    head = ["", "paper, pp", *(f"{head}, pp [95%]" for head in columns)]
-    return [f"Verdicts: {counts}.", "", *markdown_table(head, rows), "", f"*{orderings.NOTE}*"]
+    return ordering_lines({SHOWN.get(run.name, run.name): run.results for run in worlds})
 
 
 def times(worlds: Sequence[Run]) -> list[str]:
@@ -278,7 +268,7 @@ def draw_worlds(root: Path) -> None:
         picture = report_figures.frontier(run)
         if picture is not None:
             file = (root / TABLES).parent / f"frontier-{SHOWN.get(run.name, run.name)}.svg"
-            write_file(file, picture.alone.encode())
+            write_file(file, alone(picture).encode())
 
 
 def render_evidence(text: str, root: Path = ROOT) -> str:
@@ -326,8 +316,9 @@ def quantiles(worlds: Sequence[Run]) -> list[str]:
 
 
 def load(root: Path, device: str) -> dict[str, dict[str, Any]]:
-    """{bench: its result file}; empty where the device has none."""
-    return read_results(root / "benchmarks" / "results" / device)
+    """{bench: its result file}, without those of kernels that no commit has."""
+    results = read_results(root / "benchmarks" / "results" / device)
+    return {name: result for name, result in results.items() if of_its_commit(result)}
 
 
 def plot_names(root: Path, device: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import roofline, targets
-from benchmarks.harness import OURS, read_results, shown_commit
+from benchmarks.harness import OURS, commit_and_changes, of_its_commit, read_results
 from fb_core.apps.pipeline.page import markdown_table
 
 CHECK = "check.txt"  # as `python -m fb_kernels.env --check` printed it
@@ -57,6 +57,60 @@ def timed(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return markdown_table(["what", "shapes", "kernels that ran", "timed beside it"], body)
 
 
+def against_the_best(result: dict[str, Any]) -> list[str]:
+    """Ours with its share of the ceiling, and the best peer; one line per case, in Markdown."""
+    reached = result.get("ceilings")
+    ceilings = (
+        ""
+        if reached is None
+        else (f"; copy {reached['copy_tbps']:.2f} TB/s, bf16 product {reached['bf16_tflops']:.0f} TFLOP/s")
+    )
+    lines = [
+        f"*{result['device']}, torch {result['torch']}, triton {result['triton']}, commit "
+        f"{commit_and_changes(result)}, {result['date']}{ceilings}*",
+        "",
+        "| op | shape | ran | ours, us | of the ceiling | best peer | its time / ours |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    best = roofline.best_peers(result["cases"])
+    for case in result["cases"]:
+        if case["impl"] != OURS or not case["median_us"]:
+            continue
+        peer, share = best.get((case["op"], case["shape"])), case["fraction_of_ceiling"]
+        theirs = "none ran | "
+        if peer:
+            kernel = f", `{peer['kernel']}`" if peer.get("kernel") else ""
+            theirs = f"{peer['impl']}{kernel} | {peer['median_us'] / case['median_us']:.2f}x"
+        ceiling = "" if share is None else f"{share:.0%}"
+        ran, ours = case.get("backend", ""), f"{case['median_us']:,.1f}"
+        if case.get("host_us"):
+            ours += f" (host {case['host_us']:,.0f})"
+        lines.append(f"| `{case['op']}` | {case['shape']} | {ran} | {ours} | {ceiling} | {theirs} |")
+    return [*lines, ""]
+
+
+def cost_table(cases: Sequence[dict[str, Any]]) -> list[str]:
+    """The cost of whole problems by method, in Markdown, with the columns of the published table."""
+    shapes = dict.fromkeys(case["shape"] for case in cases if case["op"] == "end_to_end" and case.get("details"))
+    lines = []
+    for shape in shapes:
+        rows = {case["impl"]: case for case in cases if case["op"] == "end_to_end" and case["shape"] == shape}
+        greedy = rows["greedy"]["median_us"]
+        lines += [f"| {shape} | calls | mean pool | appended | against greedy | peak GB |", "|---|---|---|---|---|---|"]
+        for impl, row in rows.items():
+            if not row["median_us"] or not greedy:
+                continue
+            counted = row["details"]
+            pool = f"{counted['mean pool']:.1f}" if counted["calls"] else ""
+            peak = "" if row["peak_bytes"] is None else f"{(counted['resident bytes'] + row['peak_bytes']) / 1e9:.1f}"
+            lines.append(
+                f"| {'FutureBridge' if impl == OURS else impl} | {counted['calls']} | {pool} | {counted['appended']} "
+                f"| {row['median_us'] / greedy:.2f}x | {peak} |"
+            )
+        lines.append("")
+    return lines
+
+
 def missing(results: Mapping[str, Mapping[str, Any]], device: str) -> list[str]:
     """The library's targets of which the device has no measurement."""
     rows = [line.split(" | ") for line in targets.table(results, device)[2:]]
@@ -65,13 +119,14 @@ def missing(results: Mapping[str, Mapping[str, Any]], device: str) -> list[str]:
 
 def of_device(folder: Path) -> list[str]:
     """A device's section."""
-    device, results, check = folder.name, read_results(folder), folder / CHECK
+    device, check = folder.name, folder / CHECK
+    results = {name: result for name, result in read_results(folder).items() if of_its_commit(result)}
     lines = [f"## {device.upper()}", ""]
     if not results and not check.is_file():
         return [*lines, NOTHING.format(device=device.upper()), ""]
     made = {
         f"{result['device']}, driver {result['driver']}, CUDA {result['cuda']}, torch {result['torch']}, triton "
-        f"{result['triton']}, commit {shown_commit(result)}, {result['date'][:10]}"
+        f"{result['triton']}, commit {commit_and_changes(result)}, {result['date'][:10]}"
         for result in results.values()
     }
     lines += [f"*{'; '.join(sorted(made))}*", ""]

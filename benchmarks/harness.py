@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fb_kernels import devices
 from fb_kernels import timing as fb_timing
-from fb_kernels.timing import Timing, timer
+from fb_kernels.timing import Timed, Timing, timer
 
 OURS, FLOOR = "fb", "floor"
 COMPILED = "_compiled"  # suffix of a file that has only compiled peers
@@ -96,6 +96,7 @@ class Result:
     tbps: float | None = None
     fraction_of_ceiling: float | None = None
     details: dict[str, float] = field(default_factory=dict)  # other counts, by name
+    host_us: float | None = None  # until a call returns, where that is longer than the GPU works for it
     backend: str = ""  # which implementation ran our ops: one word, or op=word for each if they differ
 
 
@@ -161,7 +162,7 @@ def compare(
     errors: dict[str, float] = {}
     dtypes: dict[str, str] = {}
     right: list[str] = []
-    calls: dict[str, Callable[[], float]] = {}
+    calls: dict[str, Timed] = {}
     backends: dict[str, str] = {}
     measured = dict(peaks)
     for name, implementation in implementations.items():
@@ -189,7 +190,7 @@ def compare(
 
     def timed(name: str) -> None:
         time.sleep(rest)
-        times[name].append(calls[name]() / per)
+        times[name].append(calls[name].seconds() / per)
 
     def time_peers() -> None:
         for name in right:
@@ -206,7 +207,8 @@ def compare(
     for name in errors:
         median, low, high = quantiles_us(times[name])
         row = Result(op, shape, name, dtypes[name], median, low, high, errors[name], name in right, measured.get(name))
-        row = replace(row, backend=backends.get(name, ""))
+        host = calls[name].host / per * 1e6 if timing is Timing.COLD and times[name] else 0.0
+        row = replace(row, backend=backends.get(name, ""), host_us=host if median and host > median else None)
         if details is not None and times[name]:
             row = replace(row, details=details(name))
         results.append(_rated(row, cost, ceiling, cold))
@@ -229,7 +231,7 @@ def _backend(ran: Mapping[str, str]) -> str:
 def kernels_of(
     op: str, shape: str, implementations: Mapping[str, Implementation], timing: Timing
 ) -> list[dict[str, str]]:
-    """The longest-running GPU kernel of each implementation that runs here, by the profiler."""
+    """The longest-running GPU kernels of each implementation that runs here, by the profiler."""
     kernels = []
     for name, implementation in implementations.items():
         try:
@@ -242,11 +244,21 @@ def kernels_of(
 
 
 def longest_kernel(run: Callable[[], Output]) -> str:
-    """The name of the kernel in which a call spends most of its GPU time."""
+    """The kernels that take 90 % of a call's GPU time, longest first, each with its share."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    return max(profiler.key_averages(), key=lambda event: event.self_device_time_total).key[:120]
+    return named({event.key: event.self_device_time_total for event in profiler.key_averages()})
+
+
+def named(times: Mapping[str, float]) -> str:
+    """The longest of several kernels that together take 90 % of the time, with their shares; a single one by name."""
+    total, kept, seen = sum(times.values()), [], 0.0
+    for name, spent in sorted(times.items(), key=lambda item: -item[1]):
+        if seen < 0.9 * total:
+            kept.append((name[:120], spent / total))
+        seen += spent
+    return ", ".join(name if share > 0.995 else f"{name} {share:.0%}" for name, share in kept)
 
 
 def _device_of(implementation: Implementation) -> str:
@@ -357,6 +369,8 @@ def table(results: Sequence[Result], goals: Sequence[Goal] = ()) -> str:
             reached = ratio(results, row.impl)
             verdict = "met" if reached is not None and reached >= wanted[row.impl] else "MISSED"
             line += f"  goal {wanted[row.impl]:g}x: {verdict}"
+        if row.host_us is not None:
+            line += f"  and the host {_shown(row.host_us)}"
         lines.append(line.rstrip())
     return "\n".join(lines)
 
@@ -408,6 +422,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "commit": _commit(),
+        "changed": changed(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -440,13 +455,20 @@ def _processor() -> str:
 
 def _commit() -> str:
     """The checked-out commit, with "+" if files other than results differ from it."""
-    others = ["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"]
-    commands = (["git", "rev-parse", "HEAD"], others)
+    return (_git("rev-parse", "HEAD") or "unknown") + "+" * bool(changed())
+
+
+def changed() -> list[str]:
+    """The files other than results that differ from the checked-out commit."""
+    return [line[3:] for line in (_git("status", "--porcelain", "--", ".", ":!benchmarks/results") or "").splitlines()]
+
+
+def _git(*arguments: str) -> str | None:
     try:
-        done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True) for command in commands]
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done[0].stdout.strip() + ("+" if done[1].stdout.strip() else "")
+        return None
+    return done.stdout.rstrip()
 
 
 def device_name() -> str:
@@ -463,7 +485,9 @@ def write_results(directory: Path, results: Mapping[str, Sequence[Result | dict[
     for bench, rows in results.items():
         path = folder / f"{bench}.json"
         records = [row if isinstance(row, dict) else asdict(row) for row in rows]
-        cases = [{key: value for key, value in row.items() if key != "details" or value} for row in records]
+        cases = [
+            {key: value for key, value in row.items() if value or key not in ("details", "host_us")} for row in records
+        ]
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, path)
@@ -475,6 +499,17 @@ def shown_commit(result: Mapping[str, Any], digits: int = 10) -> str:
     """The first digits of the commit that was measured, with the `+` of a tree with changes of its own."""
     commit = result["commit"]
     return commit[:digits] + "+" * commit.endswith("+")
+
+
+def commit_and_changes(result: Mapping[str, Any]) -> str:
+    """The commit, and in which files the tree that was measured differed from it; older results have no such list."""
+    names = ", ".join(result["changed"]) if "changed" in result else "changed files not recorded"
+    return shown_commit(result) + (f" ({names})" if result["commit"].endswith("+") else "")
+
+
+def of_its_commit(result: Mapping[str, Any]) -> bool:
+    """Whether the kernels were those of the commit that a result names, as far as is recorded."""
+    return not any(name.startswith(("fb_kernels/", "csrc/")) for name in result.get("changed", ()))
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:

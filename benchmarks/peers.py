@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -281,10 +282,24 @@ def _lower_right(case: Branches) -> Tensor:
 
 
 def _two_flash_calls(case: Branches) -> Attend:
-    """One call per group over its prefix, one causal call per branch over itself, merged by their log-sum-exp."""
-    k, kv_heads = case.candidates, case.prefix_k.shape[1]
     on_gpu = case.q.device.type == "cuda"
-    flash = torch.ops.aten._scaled_dot_product_flash_attention if on_gpu else _cpu_flash(case.q.shape[1] // kv_heads)
+    repeat = case.q.shape[1] // case.prefix_k.shape[1]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention if on_gpu else _cpu_flash(repeat)
+    return _two_calls(case, lambda q, k, v, causal: flash(q, k, v, 0.0, causal))
+
+
+def _two_cudnn_calls(case: Branches) -> Attend:
+    _require_cuda(case, "cuDNN")
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return _two_calls(case, lambda q, k, v, causal: cudnn(q, k, v, None, True, 0.0, causal))
+
+
+def _two_calls(case: Branches, call: Callable[..., Any]) -> Attend:
+    """One call per group over its prefix, one causal call per branch over itself, merged by their log-sum-exp.
+
+    `call(q, k, v, causal)` of [n, heads, rows, E] gives (out, lse[n, heads, rows] or [n, heads, rows, 1], ...).
+    """
+    k = case.candidates
     batch = lambda x, n: x.unflatten(0, (n, -1)).transpose(1, 2)  # noqa: E731  [n, heads, rows, E]
 
     def run() -> Tensor:
@@ -293,8 +308,8 @@ def _two_flash_calls(case: Branches) -> Attend:
             (case.groups, case.prefix_k, case.prefix_v, False),
             (case.groups * k, case.k, case.v, True),
         ):
-            out, lse, *_ = flash(batch(case.q, n), batch(keys, n), batch(values, n), 0.0, causal)
-            parts += [out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)]
+            out, lse, *_ = call(batch(case.q, n), batch(keys, n), batch(values, n), causal)
+            parts += [out.transpose(1, 2).flatten(0, 1), lse.flatten(2).transpose(0, 1).flatten(1)]
         return merge_attention_states(*parts)[0]
 
     return run
@@ -309,7 +324,7 @@ def _cpu_flash(repeat: int) -> Callable[..., Any]:
 
 
 def _two_varlen_calls(case: Branches, call: Callable[..., tuple[Tensor, Tensor]]) -> Attend:
-    """As `_two_flash_calls`, packed: `call(q, k, v, cu_q, cu_k, max_q, max_k, causal)` gives (out, lse[Hq, T])."""
+    """As `_two_calls`, packed: `call(q, k, v, cu_q, cu_k, max_q, max_k, causal)` gives (out, lse[Hq, T])."""
     rows = case.candidates * case.length
     over_prefix = (case.offsets(case.groups, rows), case.offsets(case.groups, case.prefix), rows, case.prefix, False)
     own = case.offsets(case.branches, case.length)
@@ -347,6 +362,21 @@ def _flash_attn_varlen(case: Branches) -> Attend:
     def call(*arguments: Any) -> tuple[Tensor, Tensor]:
         *tensors, causal = arguments
         out, lse, _ = function(*tensors, causal=causal, return_attn_probs=True)
+        return out, lse
+
+    return _two_varlen_calls(case, call)
+
+
+def _flash_attention_3(case: Branches) -> Attend:
+    """FlashAttention-3, by the wheel `fa3-fwd` or one that is built from its source."""
+    name = "flash_attn_interface" if find_spec("flash_attn_interface") else "fa3_fwd_interface"
+    function = importlib.import_module(name).flash_attn_varlen_func
+    names = inspect.signature(function).parameters
+    options = {name: True for name in ("return_attn_probs", "return_softmax_lse") if name in names}
+
+    def call(*arguments: Any) -> tuple[Tensor, Tensor]:
+        *tensors, causal = arguments
+        out, lse, *_ = function(*tensors, causal=causal, **options)
         return out, lse
 
     return _two_varlen_calls(case, call)
@@ -404,8 +434,10 @@ ATTENTION: dict[str, Callable[[Branches], Attend]] = {
     "SDPA flash, repeated prefix": _sdpa_flash,
     "SDPA cuDNN, repeated prefix": _sdpa_cudnn,
     "two flash calls, merged": _two_flash_calls,
+    "two cuDNN calls, merged": _two_cudnn_calls,
     "torch varlen twice, merged": _torch_varlen,
     "flash-attn varlen twice, merged": _flash_attn_varlen,
+    "FlashAttention-3 varlen twice, merged": _flash_attention_3,
     "flash-attn with kvcache, shared pages": _flash_attn_kvcache,
     "flex attention, block mask": _flex,
 }

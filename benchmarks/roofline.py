@@ -25,7 +25,14 @@ SWEEPS = {  # file: (size on the x axis, what it is, ops)
     "candidates": ("K", "candidates", ("branch_attention",)),
     "rows": ("N", "rows", ("linear_logprob",)),
 }
-BOUNDS = (FLOOR, "the matrix product alone", "the weights, read by a sum", "engine in process")
+BOUNDS = (
+    FLOOR,
+    "the matrix product alone",
+    "the weights, read by a sum",
+    "engine in process",
+    "an empty kernel",
+    "an empty graph",
+)
 YARDSTICKS = ("one greedy step", "greedy")  # other work, for comparison
 LOOP = ("decode_step", "rerank_event", "end_to_end")  # ops of the decode loop
 Case = Mapping[str, Any]

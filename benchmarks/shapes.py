@@ -23,6 +23,8 @@ HIDDEN, WIDTH, VOCABULARY = (2048, 6144, 151_936) if ON_GPU else (256, 512, 8192
 HEADS, KV_HEADS, HEAD_DIM = (16, 8, 128) if ON_GPU else (8, 4, 64)
 ROWS = (16, 4096) if ON_GPU else (4, 64)  # rows of a decode step and of a packed forward
 
+PACKED_ROWS = (10_752, 16_384) if ON_GPU else ()
+
 # Columns and vocabulary of the LM head, and the rows of which log-probs are taken, without and with gradients.
 LM_HEAD = (2048 if ON_GPU else 512, 151_936)
 LOGPROB_ROWS = (1664, 8192, 13, 128) if ON_GPU else (1664,)
@@ -40,17 +42,19 @@ WIDE = torch.float32 if ON_GPU else torch.float64  # dtype of the truth that suc
 SCORED = [(1024, 128), (2048, 128)] if ON_GPU else [(512, 64), (1024, 128)]  # (P, H)
 PACKED = [(g, p, 128) for p in (1024, 2048) for g in (3, 4)] if ON_GPU else [(3, 512, 64)]  # (G, P, H)
 TRAJECTORIES = [(g, 2048, 128) for g in (3, 4)] if ON_GPU else [(4, 1024, 64)]  # (G, T, H)
-SAMPLE = (72, 3, (512, 4096), 128) if ON_GPU else (8, 3, (64, 512), 32)  # trajectories, states of each, tokens, H
+SAMPLE = (24, 3, (512, 4096), 128) if ON_GPU else (8, 3, (64, 512), 32)  # trajectories, states of each, tokens, H
 POOLS = (8, 16)  # smallest and largest pool of the sample
 CACHED = (1024, 4096) if ON_GPU else (512, 1024)  # prefixes of one-token branches
 
-# Deployment: tokens of context, new tokens per problem, and the large model, Qwen3-32B on a GPU.
+# Deployment: tokens of context, new tokens per problem, and the large model, Qwen3-32B on a GPU that holds it.
 CONTEXTS = (256, 2048) if ON_GPU else (256, 1024)
 PROBLEMS = (500, 1200) if ON_GPU else (250,)
 EVENTS = 4.8  # per problem, as published
+LARGE = {"hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 25_600, "num_attention_heads": 64}
+if ON_GPU and torch.cuda.get_device_properties(0).total_memory < 120e9:  # Qwen3-8B
+    LARGE = {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12_288, "num_attention_heads": 32}
 LLM = (
-    {"hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 25_600, "vocab_size": 151_936}
-    | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
+    LARGE | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
     if ON_GPU
     else {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2304, "vocab_size": 32_000}
     | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096}

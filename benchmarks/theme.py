@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib import style
 from matplotlib.figure import Figure
@@ -27,7 +27,6 @@ class Theme:
     others: str
     good: str
     bad: str
-    series: tuple[str, ...]
 
 
 LIGHT = Theme(
@@ -39,7 +38,6 @@ LIGHT = Theme(
     others="#0072b2",
     good="#0072b2",
     bad="#d55e00",
-    series=("#d55e00", "#0072b2", "#009e73", "#a8457f", "#b07d00", "#3a3f46", "#2f8fc4"),
 )
 DARK = Theme(
     ground="#14171b",
@@ -50,36 +48,27 @@ DARK = Theme(
     others="#56b4e9",
     good="#56b4e9",
     bad="#ff8c42",
-    series=("#ff8c42", "#56b4e9", "#2fc79a", "#e493c1", "#f0c04a", "#c9d0d8", "#8fa8ff"),
 )
 
 
-class Picture(NamedTuple):
-    """A figure as SVG, for a light and for a dark background."""
-
-    light: str
-    dark: str
-
-    @property
-    def alone(self) -> str:
-        """One file with its own background, in the colours of the reader's scheme where that shows it."""
-        dark = {getattr(LIGHT, part.name): getattr(DARK, part.name) for part in fields(Theme) if part.name != "series"}
-        dark = dict(zip(LIGHT.series, DARK.series, strict=True)) | dark
-        rules = "".join(
-            f'[style*="{property}: {light}"]{{{property}:{colour}!important}}'
-            for light, colour in dark.items()
-            for property in ("fill", "stroke")
-        )
-        night = f"@media(prefers-color-scheme:dark){{svg{{background:{DARK.ground}}}{rules}}}"
-        style = f"svg{{background:{LIGHT.ground}}}{night}"
-        end = self.light.index(">") + 1
-        return f"{self.light[:end]}<style>{style}</style>{self.light[end:]}"
+def alone(svg: str) -> str:
+    """A picture in light colours with its own background, in the reader's scheme where a program shows that."""
+    dark = {getattr(LIGHT, part.name): getattr(DARK, part.name) for part in fields(Theme)}
+    rules = "".join(
+        f'[style*="{property}: {light}"]{{{property}:{colour}!important}}'
+        for light, colour in dark.items()
+        for property in ("fill", "stroke")
+    )
+    night = f"@media(prefers-color-scheme:dark){{svg{{background:{DARK.ground}}}{rules}}}"
+    end = svg.index(">") + 1
+    return f"{svg[:end]}<style>svg{{background:{LIGHT.ground}}}{night}</style>{svg[end:]}"
 
 
-def pictured(draw: Callable[..., Figure | None]) -> Callable[..., Picture | None]:
-    """Make a drawing function (data, theme, ...) return its drawing in both themes; its bytes repeat."""
+def pictured(draw: Callable[..., Figure | None]) -> Callable[..., str | None]:
+    """Make a drawing function (data, theme, ...) return SVG, in light colours unless asked; its bytes repeat."""
 
-    def svg(data: Any, theme: Theme, *more: Any) -> str | None:
+    @wraps(draw)
+    def svg(data: Any, *more: Any, theme: Theme = LIGHT) -> str | None:
         with style.context(["default", _style(theme)]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # such a character is drawn as a box
             figure = draw(data, theme, *more)
@@ -90,12 +79,7 @@ def pictured(draw: Callable[..., Figure | None]) -> Callable[..., Picture | None
         saved = file.getvalue()
         return saved[saved.index(b"<svg") :].decode()  # without a document type's address
 
-    @wraps(draw)
-    def both(data: Any, *more: Any) -> Picture | None:
-        light, dark = (svg(data, theme, *more) for theme in (LIGHT, DARK))
-        return None if light is None or dark is None else Picture(light, dark)
-
-    return both
+    return svg
 
 
 def _style(theme: Theme) -> dict[str, Any]:

@@ -2,18 +2,24 @@
 
 Public ops are called at the sizes of `benchmarks.shapes` while the table that `fb_kernels.tuning` reads is replaced.
 The replacement notes which entries a call looks up, and answers with the candidate under test. Each entry is searched
-one parameter at a time from its default, over all calls that look it up; a candidate counts only if every result stays
-right. Launches that beat the default go to the user's file of `fb_kernels.devices`, or with `--output fb_kernels/tuned`
-to the package's. Each op is searched in a separate process, which a bad candidate may ruin.
+one parameter at a time from the launch in use, over all calls that look it up; a candidate counts only if every result
+stays right. What beats the default goes to the user's file of `fb_kernels.devices`, or with `--output
+fb_kernels/tuned` to the package's. Each op is searched in a separate process, which a bad candidate may ruin.
+
+Gluon's form is not searched, since it might hang: `--gluon OP` calls it once and writes a file that asks for it, with
+which a visit (`benchmarks.visit`) times it. `--visit FOLDER` writes the forms that were faster there, and what a search
+found there; given an OP, it then searches the launches of that form at the sizes that were timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -21,6 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,10 +35,8 @@ from torch import Tensor
 
 from benchmarks import bench_linear_logprob, bench_neighbours, harness, shapes
 from benchmarks.harness import Output
-from fb_kernels import BranchLayout, backend, branch_attention, devices, linear_logprob, tuning
+from fb_kernels import backend, branch_attention, devices, linear_logprob, tuning
 from fb_kernels import calls as fb_calls
-from fb_kernels.branch_attention import triton as attention_kernels
-from fb_kernels.linear_logprob import triton as kernels
 from fb_kernels.testing import poisoned_memory
 from fb_kernels.timing import elapsed
 from fb_kernels.tuning import Launch
@@ -46,9 +51,9 @@ LIMITS = {
     "STAGES": (2, 6),  # of gluon.py
     "TILES": (1, 32),  # likewise: one of 32 bits per tile
 }
-CAP = 50.0
-CHOICES = ("fused", "gluon")  # 0 or 1
-SIZES = ("WIDTH", "HALF")  # given by the shape, not searched
+CHOICES = ("fused",)  # 0 or 1
+FIXED = ("WIDTH", "HALF", "gluon")  # given by the shape, or chosen after a visit
+LONG = (1664, 8192)  # rows of the LM head for which both forms are timed
 BLOCKS = (1, 1 << 14)  # limits of all other parameters
 
 
@@ -61,7 +66,8 @@ class Table:
 
     def get(self, key: str, default: Launch) -> Launch:
         self.defaults.setdefault(key, dict(default))
-        return self.chosen.get(key, default)
+        launch = self.chosen.get(key, default)
+        return launch if launch.keys() == default.keys() else default
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -93,7 +99,10 @@ class Call:
 Function = Callable[..., Output]
 
 
-def neighbour(op: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
+Case = tuple[Function, tuple[Tensor, ...], int]  # what is called, its floats, how many of them have gradients
+
+
+def neighbour(op: str) -> Iterator[Case]:
     for rows in shapes.ROWS:
         call = bench_neighbours.neighbour(op, rows)
 
@@ -103,104 +112,88 @@ def neighbour(op: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
         yield function, tuple(call.floats.values()), len(call.gradients) if op in TRAINED else 0
 
 
-def head(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
-    """Each form alone first; the choice between them is searched last, and so compares the best of each."""
-    if shapes.ON_GPU and not finishes(one_gluon_call):
-        kernels.HAS_GLUON = False  # in this op's process only
-    for rows in (13, 128, 1664, 8192) if shapes.ON_GPU else (4,):
+def head(_: str, counts: Sequence[int] = (13, 128, *LONG)) -> Iterator[Case]:
+    for rows in counts if shapes.ON_GPU else (4,):
         hidden, weight, target = bench_linear_logprob.inputs(rows)
-
-        def function(hidden: Tensor, weight: Tensor, target: Tensor = target) -> Output:
-            return linear_logprob(hidden, weight, target)
-
-        for form in ("fused", "chunked", "gluon"):  # without "gluon" on this GPU, "fused" runs again
-            choice = mock.patch.object(tuning, "linear_logprob_form", lambda *_, form=form: form)
-            yield choice(function), (hidden, weight), 0
-        yield function, (hidden, weight), 1
+        yield partial(linear_logprob, target=target), (hidden, weight), int(counts != LONG)
 
 
-def one_gluon_call() -> None:
-    hidden, weight, target = bench_linear_logprob.inputs(128)
-    with mock.patch.object(tuning, "linear_logprob_form", return_value="gluon"), torch.no_grad():
-        linear_logprob(hidden, weight, target).cpu()
-
-
-def finishes(function: Callable[[], object], seconds: float = 120.0) -> bool:
-    """Whether a function returns, in a separate process: kernels whose parts wait for each other may hang."""
-    process = get_context("spawn").Process(target=function, daemon=True)
-    process.start()
-    process.join(seconds)
-    process.kill()
-    return process.exitcode == 0
-
-
-def attention(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
-    """The benchmarked sizes; some also with a window, with a soft-cap, and with keys that are not 16-byte aligned.
-
-    Long branches first run with each of their kernels alone, as in `head`.
-    """
-    if shapes.ON_GPU and not finishes(one_gluon_attention):
-        attention_kernels.HAS_GLUON = False  # in this op's process only
-    for size in shapes.BRANCHES:
-        case = shapes.Branches.random(*size)
-        floats = (case.q, case.k, case.v, case.prefix_k, case.prefix_v)
-        function = partial(attended, layout=case.layout, window=None, softcap=None)
-        for form in ("tile", "gluon"):
-            choice = mock.patch.object(tuning, "branch_attention_form", lambda *_, form=form: form)
-            yield choice(function), floats, 0
+def attention(_: str) -> Iterator[Case]:
     trained = shapes.TRAINED_BRANCHES + shapes.LONG_TRAINED_BRANCHES
-    plain = list(dict.fromkeys(shapes.BRANCHES + shapes.ONE_TOKEN_BRANCHES + trained))
-    last = [shapes.BRANCHES[-1], shapes.ONE_TOKEN_BRANCHES[-1]]
-    sizes = [(size, None, None, False) for size in plain]
-    sizes += [
-        (size, *form, False) for size in last for form in ((size[2] // 2, None), (None, CAP), (size[2] // 2, CAP))
-    ]
-    sizes += [(size, None, None, True) for size in dict.fromkeys([*last, trained[0], trained[-1]])]
-    for size, window, softcap, unaligned in sizes:
-        case = shapes.Branches.random(*size)
-        floats, layout = (case.q, case.k, case.v, case.prefix_k, case.prefix_v), case.layout
-
-        function = partial(attended, layout=layout, window=window, softcap=softcap)
-        learns = size in trained and window is None and softcap is None
-        yield function, tuple(map(shifted, floats)) if unaligned else floats, 5 if learns else 0
+    for size in dict.fromkeys(shapes.BRANCHES + shapes.ONE_TOKEN_BRANCHES + trained):
+        yield branches(size, 5 if size in trained else 0)
 
 
-def one_gluon_attention() -> None:
-    case = shapes.Branches.random(1, 128, 1000)
-    with mock.patch.object(tuning, "branch_attention_form", return_value="gluon"), torch.no_grad():
-        branch_attention(case.q, case.k, case.v, case.prefix_k, case.prefix_v, case.layout).cpu()
-
-
-def attended(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    *,
-    layout: BranchLayout,
-    window: int | None,
-    softcap: float | None,
-) -> Output:
-    return branch_attention(q, k, v, prefix_k, prefix_v, layout, window=window, softcap=softcap)
-
-
-def shifted(x: Tensor) -> Tensor:
-    """The same values, starting one element after a 16-byte boundary."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+def branches(size: tuple[int, int, int], trained: int = 0) -> Case:
+    case = shapes.Branches.random(*size)
+    floats = (case.q, case.k, case.v, case.prefix_k, case.prefix_v)
+    return partial(branch_attention, layout=case.layout), floats, trained
 
 
 TRAINED = ("rms_norm", "qk_norm_rope", "swiglu", "merge_attention_states", "candidate_head")
-OPS: dict[str, Callable[[str], Iterator[tuple[Function, tuple[Tensor, ...], int]]]] = {
-    **dict.fromkeys(bench_neighbours.SIZES, neighbour),
-    "linear_logprob": head,
-    "branch_attention": attention,
+Ops = Mapping[str, Callable[[str], Iterator[Case]]]
+OPS: Ops = dict.fromkeys(bench_neighbours.SIZES, neighbour) | {"linear_logprob": head, "branch_attention": attention}
+TIMED: Ops = {  # the sizes at which a visit times both forms
+    "linear_logprob": partial(head, counts=LONG),
+    "branch_attention": lambda _: map(branches, shapes.BRANCHES),
 }
 
 
-def calls(op: str) -> Iterator[Call]:
+def form_of(op: str, shape: str, dtype: str) -> tuple[str, Launch]:
+    """The entry by which a benchmarked case chooses its kernel, and its default."""
+    table, of = Table(), {name: int(value) for name, value in re.findall(r"\b([A-Z])=(\d+)", shape)}
+    with table.used():
+        if op == "linear_logprob":
+            tuning.linear_logprob_form(getattr(torch, dtype), of["N"], of["V"], of["D"])
+        else:
+            tuning.branch_attention_form(getattr(torch, dtype), 128, 2)  # Qwen3-1.7B's heads
+    ((key, default),) = table.defaults.items()
+    return key, default
+
+
+def ask_for_gluon(op: str, folder: Path) -> Path:
+    """After one call of an op's Gluon kernel, write a file that asks for it where both forms are timed."""
+    function, floats, _ = branches((1, 128, 1000)) if op == "branch_attention" else next(head(op, (128,)))
+    with mock.patch.object(tuning, f"{op}_form", return_value="gluon"), torch.no_grad():
+        carriers(function(*floats))[0].cpu()
+    shown = [f"N={rows} D={bench_linear_logprob.HIDDEN} V={bench_linear_logprob.VOCABULARY}" for rows in LONG]
+    forms = dict(form_of(op, shape, "bfloat16") for shape in shown)
+    return write(folder, {key: default | {"gluon": 1} for key, default in forms.items()}, set())
+
+
+def visited(folder: Path) -> tuple[dict[str, Any], dict[str, Launch]]:
+    """(about the machine, launches that were faster) of a visit: Gluon's form where it was right and faster.
+
+    Raises:
+        ValueError: results of no commit or of several, or of several devices.
+    """
+    cases: dict[str, dict[tuple[str, str], dict[str, Any]]] = {"results": {}, "gluon": {}}
+    abouts, found = [], {}
+    for form, op in itertools.product(cases, TIMED):
+        for path in folder.glob(f"{form}/*/{op}.json"):
+            abouts.append(json.loads(path.read_text()))
+            rows = [row for row in abouts[-1]["cases"] if row["impl"] == harness.OURS]
+            cases[form] |= {(row["op"], row["shape"]): row for row in rows}
+    for path in sorted(folder.glob("tuned/*.json")):
+        abouts.append(json.loads(path.read_text()))
+        found = abouts[-1]["launches"]
+    if len({(about["device"], about["commit"]) for about in abouts}) != 1:
+        commits = ", ".join(sorted({about["commit"] for about in abouts})) or "none"
+        raise ValueError(f"{folder}: expected results of one commit on one device, got {commits}; measure them again")
+    ratios: dict[str, list[float]] = {}
+    launches: dict[str, Launch] = {}
+    for (op, shape), row in cases["gluon"].items():
+        key, default = form_of(op, shape, row["dtype"])
+        usual = cases["results"].get((op, shape), {}).get("median_us")
+        ratios.setdefault(key, []).append(row["median_us"] / usual if usual and row["median_us"] else math.inf)
+        launches[key] = default | {"gluon": 1}
+    faster = {key for key, each in ratios.items() if math.prod(each) < GAIN ** len(each)}
+    return abouts[0], found | {key: launch for key, launch in launches.items() if key in faster}
+
+
+def calls(op: str, ops: Ops = OPS) -> Iterator[Call]:
     """The op's forward and, if it has one, backward at every size, with truth from the reference in float64."""
-    for function, floats, trained in OPS[op](op):
+    for function, floats, trained in ops[op](op):
         for run in (forward, backward) if trained else (forward,):
             prepared = run(function, floats, trained)
             with backend.override("reference"):
@@ -233,7 +226,7 @@ def carriers(outputs: Output) -> tuple[Tensor, ...]:
 
 def candidates(name: str, value: int) -> list[int]:
     """The values next to the present one."""
-    if name in SIZES:
+    if name in FIXED:
         return []
     if name in CHOICES:
         return [1 - value]
@@ -242,16 +235,16 @@ def candidates(name: str, value: int) -> list[int]:
     return [other for other in near if low <= other <= high]
 
 
-def search(op: str, seconds: float) -> tuple[dict[str, Launch], set[str], list[str]]:
-    """Search one op's entries for so many seconds, without the time to compute the truth.
+def search(op: str, seconds: float, timed: bool = False) -> tuple[dict[str, Launch], set[str], list[str]]:
+    """Search one op's entries for so many seconds, without the time to compute the truth, from what is known here.
 
     Returns:
         (launches that beat their default, all keys that were looked up, lines to be printed).
     """
-    table, lines = Table(), []
+    table, lines = Table(dict(devices.launches(harness.device_name()))), []
     users: dict[str, list[Call]] = {}
     with table.used():
-        for call in calls(op):
+        for call in calls(op, TIMED if timed else OPS):
             table.defaults, seen = {}, table.defaults
             if not call.right():
                 lines.append(f"{op}: wrong with its default launch at one size, which is left out")
@@ -269,13 +262,13 @@ def search(op: str, seconds: float) -> tuple[dict[str, Launch], set[str], list[s
             if ruined():
                 lines.append(f"{op}: a candidate ruined the process; what was found before it is kept")
                 break
-    better = {key: launch for key, launch in table.chosen.items() if launch != table.defaults[key]}
+    better = {key: table.chosen[key] for key, default in table.defaults.items() if table.get(key, default) != default}
     return better, set(table.defaults), lines
 
 
 def improve(table: Table, key: str, used_by: list[Call], stop: float) -> str:
     """Search one entry, one parameter at a time, until nothing helps or time is up; the best stays in the table."""
-    best = dict(table.defaults[key])
+    best = dict(table.get(key, table.defaults[key]))
     table.chosen[key] = best
     before = [call.seconds() for call in used_by]
     ratio, tried, moved = 1.0, {tuple(best.items())}, True
@@ -316,15 +309,19 @@ def ruined() -> bool:
     return False
 
 
-def write(folder: Path, better: Mapping[str, Launch], looked_up: set[str]) -> Path:
-    """Write the launches found to the device's file; keys that were searched without success are removed."""
-    name = harness.device_name()
+def write(
+    folder: Path, better: Mapping[str, Launch], looked_up: set[str], measured: Mapping[str, Any] | None = None
+) -> Path:
+    """Write the launches found to the device's file; keys that were searched without success are removed.
+
+    `measured` is about the device, if it is not this one.
+    """
+    about = measured or harness.machine()
+    name = devices.file_name(about["device"]) if measured else harness.device_name()
     path = folder / f"{name}.json"
     before = json.loads(path.read_text(encoding="utf-8")).get("launches", {}) if path.exists() else {}
     launches = {key: launch for key, launch in before.items() if key not in looked_up} | dict(better)
-    about = {
-        name: value for name, value in harness.machine().items() if name in ("device", "torch", "triton", "commit")
-    }
+    about = {key: about[key] for key in ("device", "torch", "triton", "commit")}
     return devices.write(folder, name, about, launches=launches)
 
 
@@ -333,24 +330,34 @@ def main() -> None:
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"all by default: {', '.join(OPS)}")
     parser.add_argument("--seconds", type=float, default=120.0, help="for each op (default: %(default)s)")
     parser.add_argument("--output", type=Path, help=f"folder of <device>.json (default: {devices.folder()})")
+    parser.add_argument("--gluon", choices=TIMED, metavar="OP", help="call its Gluon kernel and ask for it")
+    parser.add_argument("--visit", type=Path, metavar="FOLDER", help="write what was faster in a visit")
     options = parser.parse_args()
-    unknown = set(options.ops) - set(OPS)
+    folder = options.output or devices.folder()
+    known = TIMED if options.visit else OPS
+    unknown = set(options.ops) - set(known)
     if unknown:
-        parser.error(f"op: expected some of {', '.join(OPS)}, got {', '.join(sorted(unknown))}")
+        parser.error(f"op: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
     if harness.DEVICE != "cuda" and options.output is None:
         parser.error(
             "expected a CUDA device, got none; times of interpreted kernels say nothing, give --output for them"
         )
-    for op in options.ops or OPS:
+    if options.visit:
+        try:
+            about, launches = visited(options.visit)
+        except (OSError, ValueError) as reason:
+            parser.error(f"--visit: {reason}")
+        print(f"wrote {write(folder, launches, set(), about)}", *launches.items(), sep="\n", flush=True)
+    if options.gluon:
+        print(f"wrote {ask_for_gluon(options.gluon, folder)}")
+    for op in options.ops or (() if options.visit or options.gluon else OPS):
         try:
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                better, looked_up, lines = process.submit(search, op, options.seconds).result()
+                better, looked_up, lines = process.submit(search, op, options.seconds, bool(options.visit)).result()
         except (BrokenProcessPool, RuntimeError) as reason:
             print(f"{op}: given up: {type(reason).__name__}: {reason}", flush=True)
             continue
-        print(
-            *lines, f"{op}: wrote {write(options.output or devices.folder(), better, looked_up)}", sep="\n", flush=True
-        )
+        print(*lines, f"{op}: wrote {write(folder, better, looked_up)}", sep="\n", flush=True)
 
 
 if __name__ == "__main__":

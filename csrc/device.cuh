@@ -336,15 +336,21 @@ inline int set_zero(void* address, int64_t bytes, Stream) {
   return 0;
 }
 
+// On a host stream 1 stands for one that captures, others but null for streams of their own.
 inline int is_capturing(Stream stream, bool* result) {
-  *result = stream != nullptr;
+  *result = stream == reinterpret_cast<Stream>(1);
+  return 0;
+}
+
+inline int id_of(Stream stream, uint64_t* id) {
+  *id = reinterpret_cast<uint64_t>(stream);
   return 0;
 }
 
 template <typename... Parameters, typename... Arguments>
 int launch_clusters(void (*kernel)(Parameters...), int cluster, int grid, int block, int shared_bytes, Stream stream,
                     Arguments... arguments) {
-  return emulation::run(stream != nullptr, grid, cluster, block, shared_bytes,
+  return emulation::run(stream == reinterpret_cast<Stream>(1), grid, cluster, block, shared_bytes,
                         [=] { kernel(static_cast<Parameters>(arguments)...); });
 }
 
@@ -388,6 +394,14 @@ inline int is_capturing(Stream stream, bool* result) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(stream, &status);
   *result = status == cudaStreamCaptureStatusActive;
+  return error;
+}
+
+// Never 0, and never that of another stream of this process. 0 or an error.
+inline int id_of(Stream stream, uint64_t* id) {
+  unsigned long long found = 0;
+  const cudaError_t error = cudaStreamGetId(stream, &found);
+  *id = found + 1;
   return error;
 }
 

@@ -41,11 +41,7 @@ def signature(
 ) -> tuple | None:
     """All that checks of a call may depend on, if it needs only its result; None for any other call.
 
-    Args:
-        tensors: plain tensors without gradients, or None; of these types, shapes and devices count.
-        floats: Python floats, or None.
-        ints: Python ints, or None.
-        others: what else counts.
+    Of plain tensors without gradients, types, shapes and devices count; floats and ints are Python's; each may be None.
     """
     if (
         torch.compiler.is_compiling()
@@ -90,16 +86,11 @@ class Op:
         compiled: bool = False,
         cpu: bool = False,
     ) -> None:
-        """Define the operator and register its implementations and its fake.
+        """Define the operator, whose signature is in the schema language, and register implementations and fake.
 
-        Args:
-            name: the operator's name.
-            signature: its arguments and results in the schema language.
-            fake: gives the shapes and dtypes of the results.
-            folder: of its files; by default `name`. The function `name` of `reference.py` is the plain PyTorch one.
-            triton: whether the folder's `triton.py` has a function `name`.
-            compiled: whether its `cuda.py` has one.
-            cpu: whether its `cpu.py` has one.
+        The fake gives the shapes and dtypes of the results. The function `name` of the folder's `reference.py` is the
+        plain PyTorch one; `triton`, `compiled` and `cpu` say whether `triton.py`, `cuda.py` and `cpu.py` have one. By
+        default the folder has the operator's name.
         """
         self.name = name
         self.kinds = [kind for kind, has in (("cuda", compiled), ("triton", triton), ("cpu", cpu)) if has]
@@ -150,13 +141,9 @@ class Op:
     def differentiate(
         self, *, to: Container[str], setup_context: Callable, backward: Callable, by: Op | None = None
     ) -> None:
-        """Register the gradient to some arguments; others that require one are refused.
+        """Register the gradient to some arguments, by name; others that require one are refused.
 
-        Args:
-            to: the arguments' names.
-            setup_context: saves what the gradient needs.
-            backward: the gradient.
-            by: the operator that computes it, if any; it has no gradient of its own.
+        `by` is the operator that computes it, if any; it has no gradient of its own.
         """
 
         def setup(ctx: Any, inputs: tuple, output: Any) -> None:

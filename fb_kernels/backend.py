@@ -54,12 +54,9 @@ _with: dict[str, set[str]] = {kind: set() for kind in KERNELS}  # stems and oper
 
 
 def chosen(stem: str, device: str, op: str = "") -> tuple[str, str]:
-    """(backend, reason): what runs an op on a device; its arguments may still send it to another.
+    """(backend, reason): what runs the op of a folder on "cpu" or "cuda"; its arguments may still send it to another.
 
-    Args:
-        stem: its folder.
-        device: "cpu" or "cuda".
-        op: one of the folder's operators; by default what any of them has counts.
+    `op` is one of the folder's operators; by default what any of them has counts.
     """
     wanted = _overrides.get(stem, _overrides[""])
     if wanted == "reference":

@@ -22,48 +22,28 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Timed:
-    """One way to compute the op.
+    """One way to compute the op."""
 
-    Attributes:
-        name: of an implementation ("cuda", "triton", "cpu", "reference") or of a way in plain torch.
-        ours: whether it is an implementation of the op.
-        used: whether a call of the op runs it here.
-        fault: why it was not timed; empty if it was.
-        seconds: median time of a call; on a GPU from a cold cache.
-    """
-
-    name: str
-    ours: bool = False
-    used: bool = False
-    fault: str = ""
-    seconds: float | None = None
+    name: str  # of an implementation ("cuda", "triton", "cpu", "reference") or of a way in plain torch
+    ours: bool = False  # whether it is an implementation of the op
+    used: bool = False  # whether a call of the op runs it here
+    fault: str = ""  # why it was not timed; empty if it was
+    seconds: float | None = None  # median time of a call; on a GPU from a cold cache
 
 
 @dataclass(frozen=True)
 class Results:
-    """The results for an op at one shape.
+    """The results for an op at one shape."""
 
-    Attributes:
-        op: its public name.
-        shape: the size in words.
-        device: its name.
-        dtype: of the floats.
-        flops: of a call.
-        bytes: minimum bytes that a call reads and writes.
-        copied: seconds that a copy of that many bytes takes on this device.
-        multiplied: seconds that a matrix product with that many operations takes on this device.
-        rows: what was timed, ours first.
-    """
-
-    op: str
-    shape: str
+    op: str  # its public name
+    shape: str  # the size in words
     device: str
-    dtype: str
-    flops: float
-    bytes: float
-    copied: float
-    multiplied: float
-    rows: tuple[Timed, ...]
+    dtype: str  # of the floats
+    flops: float  # of a call
+    bytes: float  # minimum that a call reads and writes
+    copied: float  # seconds that a copy of that many bytes takes on this device
+    multiplied: float  # seconds that a matrix product with that many operations takes on this device
+    rows: tuple[Timed, ...]  # what was timed, ours first
 
     @property
     def floor(self) -> float:
@@ -93,13 +73,10 @@ def dimensions() -> dict[str, dict[str, int]]:
 
 
 def bench(op: str, sizes: Mapping[str, int], dtype: str | None = None, device: str | None = None) -> Results:
-    """Check and time the implementations of an op and ways to do the same in plain torch.
+    """Check and time the implementations of an op, such as "linear_logprob", and ways to do the same in plain torch.
 
-    Args:
-        op: a public name, such as "linear_logprob".
-        sizes: by dimension, at least 1 each; a dimension that is left out has its default.
-        dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU and float32 on a CPU.
-        device: "cpu" or "cuda"; by default a GPU if there is one.
+    Sizes are by dimension, at least 1 each; a dimension that is left out has its default. The device, "cpu" or "cuda",
+    is a GPU by default if there is one, the dtype bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
         ValueError: an unknown op, dimension, dtype or device, or a device that is not there.

@@ -31,36 +31,22 @@ RAGGED = (0, 6, 14)  # offsets of groups of six and eight, in the place of two g
 
 @dataclass(frozen=True)
 class Call:
-    """One call; `names` are those of its tensors, `state.halt` or `kv_out.0` where one lies inside an argument.
+    """One call; `names` are those of its tensors, `state.halt` or `kv_out.0` where one lies inside an argument."""
 
-    Attributes:
-        op: the public function's name.
-        arguments: by name.
-        written: tensors that the op writes to.
-        gradients: tensors that gradients reach.
-        outputs: the results that carry them.
-        least: of floats that no cast makes narrower.
-        shape: the size in words.
-        scales: for each result, the magnitude at which ulps count; None for that of its rows.
-        flops: of the call.
-        bytes: minimum bytes read and written, with floats of 2 bytes.
-        part: the rows that are checked, if the whole definition takes long.
-        plain: ways to do the same in plain torch, by name; they take the arguments.
-        launches: the least that Triton's kernels move in the call and its backward, in bytes by name.
-    """
-
-    op: str
-    arguments: dict[str, Any]
-    written: tuple[str, ...] = ()
-    gradients: tuple[str, ...] = ()
-    outputs: tuple[int, ...] = (0,)
-    least: dict[str, torch.dtype] = field(default_factory=dict)
-    shape: str = ""
-    scales: tuple[float | None, ...] = ()
-    flops: float = 0.0
-    bytes: float = 0.0
-    part: Part | None = None
+    op: str  # the public function's name
+    arguments: dict[str, Any]  # by name
+    written: tuple[str, ...] = ()  # tensors that the op writes to
+    gradients: tuple[str, ...] = ()  # tensors that gradients reach
+    outputs: tuple[int, ...] = (0,)  # the results that carry them
+    least: dict[str, torch.dtype] = field(default_factory=dict)  # of floats that no cast makes narrower
+    shape: str = ""  # the size in words
+    scales: tuple[float | None, ...] = ()  # for each result, the magnitude at which ulps count; None for its rows'
+    flops: float = 0.0  # of the call
+    bytes: float = 0.0  # minimum bytes read and written, with floats of 2 bytes
+    part: Part | None = None  # the rows that are checked, if the whole definition takes long
+    # ways to do the same in plain torch, by name; they take the arguments
     plain: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    # the least that Triton's kernels move in the call and its backward, in bytes by name
     launches: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -136,46 +122,30 @@ class Call:
 
 
 class Part(NamedTuple):
-    """Some rows of a call's results.
+    """Some rows of a call's results."""
 
-    Attributes:
-        alone: makes of the call one of these rows.
-        of: takes the same rows of whole results.
-    """
-
-    alone: Callable[[Call], Call]
-    of: Callable[[Sequence[Tensor]], list[Tensor]]
+    alone: Callable[[Call], Call]  # makes of the call one of these rows
+    of: Callable[[Sequence[Tensor]], list[Tensor]]  # takes the same rows of whole results
 
 
 @dataclass(frozen=True)
 class Calls:
-    """A public function and how it is called.
+    """A public function and how it is called."""
 
-    Attributes:
-        op: its name.
-        shaped: a call in float32; its positional parameters are dimensions, each with a default.
-        definition: what a call returns, then what it writes, by `naive.py`, in the dtype of its arguments.
-        sizes: dimensions of the calls that are compared with the definition, at each of SIZES that has others.
-        checked: such calls at one of SIZES, if they are not one of those dimensions.
-        compiled: the calls whose Triton kernels are compiled ahead of time; None for `shaped()` in bfloat16.
-        takes: its tensors with their shapes; those in brackets may be None.
-        gives: its results.
-        cpu: dtypes of its kernel for CPU tensors.
-        cuda: dtypes of its CUDA kernel.
-        optional: further arguments that gradients reach, which `shaped` does not pass.
-    """
-
-    op: str
-    shaped: Callable[..., Call]
+    op: str  # its name
+    shaped: Callable[..., Call]  # a call in float32; its positional parameters are dimensions, each with a default
+    # what a call returns, then what it writes, by `naive.py`, in the dtype of its arguments
     definition: Callable[[Call], list[Tensor]]
+    # dimensions of the calls that are compared with the definition, at each of SIZES that has others
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    checked: Callable[[str], Iterable[Call]] | None = None
+    checked: Callable[[str], Iterable[Call]] | None = None  # such calls at one of SIZES, if not of those dimensions
+    # the calls whose Triton kernels are compiled ahead of time; None for `shaped()` in bfloat16
     compiled: Callable[[], Iterable[Call]] | None = None
-    takes: str = ""
-    gives: str = ""
-    cpu: str = ""
-    cuda: str = ""
-    optional: tuple[str, ...] = ()
+    takes: str = ""  # its tensors with their shapes; those in brackets may be None
+    gives: str = ""  # its results
+    cpu: str = ""  # dtypes of its kernel for CPU tensors
+    cuda: str = ""  # dtypes of its CUDA kernel
+    optional: tuple[str, ...] = ()  # further arguments that gradients reach, which `shaped` does not pass
 
     def dimensions(self) -> dict[str, int]:
         """Those of `shaped`, with their defaults."""

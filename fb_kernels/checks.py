@@ -203,10 +203,7 @@ def _repeats(value: Tensor) -> bool:
 def _reaches(terms: list[tuple[int, int, int]], goal: int, left: list[int] | None = None) -> bool:
     """Whether strides, each times a number within its bounds, can sum to the goal; true if the search gets too long.
 
-    Args:
-        terms: (stride, least, most), the largest stride first.
-        goal: the sum.
-        left: steps of the search that are left.
+    Terms are (stride, least, most), the largest stride first; `left` counts the steps of the search that are left.
     """
     left = [SEARCH] if left is None else left
     left[0] -= 1

@@ -81,13 +81,7 @@ def _why_not(loaded: ctypes.CDLL | str, device: str) -> str:
 def launch(op: str, like: Tensor, **arguments: Any) -> bool:
     """Call `fb_<op>` on the current stream of a tensor's device; False where it does not take these sizes.
 
-    Args:
-        op: the C function's name without its prefix; errors name it.
-        like: a tensor on the device.
-        arguments: what it takes beside the stream: tensors and None for pointers, numbers for the rest.
-
-    Raises:
-        RuntimeError: an error code from the launch.
+    It takes tensors and None for pointers, numbers for the rest. An error code from the launch is a RuntimeError.
     """
     loaded = library()
     assert not isinstance(loaded, str)

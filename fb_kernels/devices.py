@@ -62,14 +62,10 @@ def write(
     launches: Launches | None = None,
     off: Mapping[str, str] | None = None,
 ) -> Path:
-    """Replace the launches, or what is switched off, in `<directory>/<device>.json`; the other part stays.
+    """Replace all launches, or all that is switched off, in `<directory>/<device>.json`; None keeps what it has.
 
-    Args:
-        directory: of the file; made if missing.
-        device: name of the file.
-        about: further entries of the file, about the machine that measured.
-        launches: all launches for the file; None keeps those it has.
-        off: all that the file switches off, {op/kind: why}; None keeps what it has.
+    `off` is {op/kind: why}; `about` are further entries, about the machine that measured. The directory is made if it
+    is missing.
 
     Raises:
         ValueError: an existing file with other contents than these.

@@ -30,27 +30,16 @@ LIMIT = 150.0  # seconds for an op's process: with cold caches it mostly compile
 
 @dataclass(frozen=True)
 class Row:
-    """The result for one kernel in one call.
+    """The result for one kernel in one call."""
 
-    Attributes:
-        op: its folder.
-        shape: the size that was timed, in words.
-        kernel: "cuda", "triton", "cpu" or "reference".
-        fault: what is wrong with its results; empty if they are right.
-        absent: why it did not run; empty if it did.
-        microseconds: of a call, from a cold cache on a GPU.
-        share: of this device's ceiling, set by a copy and a matrix product.
-        used: whether calls use it from now on.
-    """
-
-    op: str
-    shape: str
-    kernel: str
-    fault: str = ""
-    absent: str = ""
-    microseconds: float | None = None
-    share: float | None = None
-    used: bool = False
+    op: str  # the folder
+    shape: str  # the size that was timed, in words
+    kernel: str  # "cuda", "triton", "cpu" or "reference"
+    fault: str = ""  # what is wrong with its results; empty if they are right
+    absent: str = ""  # why it did not run; empty if it did
+    microseconds: float | None = None  # of a call, from a cold cache on a GPU
+    share: float | None = None  # of this device's ceiling, set by a copy and a matrix product
+    used: bool = False  # whether calls use it from now on
 
     @property
     def right(self) -> bool:

@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from limits import HANG
 
-from benchmarks.harness import read_results
+from benchmarks import conftest, harness
+from benchmarks.harness import Implementation, named, read_results
+from fb_kernels import timing
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = """
@@ -71,3 +75,60 @@ def test_compiled_peers_are_read_beside_the_others(tmp_path: Path) -> None:
     write("decode_compiled", "fb", "compiled")
     found = {name: [case["impl"] for case in result["cases"]] for name, result in read_results(tmp_path).items()}
     assert found == {"decode": ["fb", "compiled"], "head": ["fb", "eager", "floor", "compiled"]}
+
+
+def test_a_run_of_other_cases_adds_to_the_file_of_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = harness.Result("swiglu", "N=2", "fb", "float32", 1.0, 1.0, 1.0, 0.0, True)
+    harness.write_results(tmp_path, {"toy": [first]})
+    (before,) = conftest.earlier(tmp_path, "toy")
+    assert conftest.told(before) == conftest.told(first) == ("swiglu", "N=2", "fb")
+    assert conftest.earlier(tmp_path, "other") == conftest.earlier(None, "toy") == []
+    monkeypatch.setattr(harness, "_commit", lambda: "another")
+    assert conftest.earlier(tmp_path, "toy") == []
+
+
+def test_peers_are_chosen_by_kind_or_by_name() -> None:
+    kinds = {"fb": False, "repeated cache": False, "torch.compile": True}
+    made = {name: Implementation(list, torch.ones(1), compiled=kind) for name, kind in kinds.items()}
+    asked = {peers: [*conftest.asked(made, peers)][1:] for peers in ("all", "eager", "compiled", "ours", "peated|x")}
+    assert asked["all"] == ["repeated cache", "torch.compile"]
+    assert (asked["eager"], asked["compiled"]) == (["repeated cache"], ["torch.compile"])
+    assert (asked["ours"], asked["peated|x"]) == ([], ["repeated cache"])
+
+
+@pytest.mark.parametrize("host", [2e-6, 580e-6, 4e-3, 1.0])
+def test_the_hosts_work_is_not_the_gpus(monkeypatch: pytest.MonkeyPatch, host: float) -> None:
+    """A call of 20 us on a GPU, launched when the host has worked for it, behind flushes of 360 us."""
+    now, busy = 0.0, 0.0  # the host's clock; until when the GPU has work
+
+    def launch(seconds: float, before: float = 5e-6) -> None:
+        nonlocal now, busy
+        now += before
+        busy = max(busy, now) + seconds
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+        def record(self) -> None:
+            self.at = max(busy, now)
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1e3 * (other.at - self.at)
+
+        def synchronize(self) -> None:
+            nonlocal now
+            now = max(busy, now)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: Event(True).synchronize())
+    monkeypatch.setattr(timing, "_flusher", lambda: SimpleNamespace(zero_=lambda: launch(360e-6)))
+    monkeypatch.setattr(timing, "_flush_seconds", timing._flush_seconds.__wrapped__)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    timed = timing.timer(lambda: launch(20e-6, before=host), "cuda")
+    assert timed.host == pytest.approx(host)
+    seen = timed.seconds()
+    assert seen == pytest.approx(20e-6) if host < timing.HIDDEN else seen > 0.9 * host
+
+
+def test_the_kernels_that_take_most_of_a_call_are_named_with_their_shares() -> None:
+    assert named({"copy": 5.0, "product": 60.0, "norm": 31.0, "sum": 4.0}) == "product 60%, norm 31%"
+    assert named({"alone": 2.0}) == "alone"

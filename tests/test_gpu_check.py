@@ -1,137 +1,210 @@
-"""The script of a visit to a GPU machine: parts that fail or hang leave the others their time."""
+"""A visit to a GPU, rehearsed without one: its minutes, kills after every part, `make gpu-check` from a bare Python."""
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import shutil
 import subprocess
-from itertools import chain
+import sys
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from limits import HANG
 
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu_check.sh"
-PYTHON = """#!/usr/bin/env bash
+from benchmarks import visit
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = f"""#!/usr/bin/env bash
 case "$*" in
-  *test_fails_gpu*) echo "one thing is wrong"; exit 3 ;;
-  *test_hangs_gpu*) sleep 60 ;;
-  *summary*) echo "a table of $(ls "$3")" ;;
-  *get_device_capability*) echo "sm_90" ;;
-  *build_in_place*) test "$FB_BUILD_CUDA" = force && sleep 1; echo "built" ;;
-  *"benchmarks.aot --list"*) echo rms_norm rms_norm_backward swiglu ;;
-  *benchmarks.aot*) sleep 1; echo "$3 for $5, 9 compiled" ;;
-  *--check*) printf 'op  right\nswiglu  yes\n' ;;
-  *"--peers compiled"*) echo "compiled peers of $3" ;;
-  *"pip install"*) for last; do :; done; echo "$last" > "$(dirname "$0")/installed" ;;
-  *bench_*) echo "{}" > "${@: -1}/written.json"; echo "measured" ;;
-  *) echo "3 passed" ;;
+  *benchmarks.visit*) exec {sys.executable} -E -S "$@" ;;
+  *"pip install"*) echo "$*" > installed ;;
+  *build_in_place*) echo "built" > built ;;
+  *aot*swiglu*) echo "one thing is wrong"; exit 3 ;;
+  *--check*) printf 'op  right\\nswiglu  yes\\n' ;;
+  *) echo "$FB_KERNELS_DEVICES $PYTHONPATH" ;;
 esac
+"""
+COLLECT = """
+import sys, types, torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(total_memory=float(sys.argv[1]))
+import pytest
+from pathlib import Path
+from benchmarks import shapes, visit
+
+class Count:
+    def pytest_collection_finish(self, session):
+        self.count = len(session.items)
+
+for part in [*visit.first(Path("x")), *visit.second(Path("x"))]:
+    for name, command in part.commands.items():
+        if "pytest" in command:
+            given = [word for word in command[command.index("pytest") + 1 :] if word != "-n4"]
+            code = pytest.main([*given, "--collect-only", "-qq"], plugins=[count := Count()])
+            print("collected", name, count.count if code == 0 else code)
+print("collected", "LLM", shapes.LLM["num_hidden_layers"])
 """
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """The script among GPU tests of its own, and a Python that only says so."""
-    for name in ("fails", "hangs", "works"):
-        path = tmp_path / "tests" / "gpu" / f"test_{name}_gpu.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+class Killed(Exception):
+    """In the place of a signal."""
+
+
+class Machine:
+    """A clock, and commands that take all the time they may."""
+
+    def __init__(self, lives: int) -> None:
+        self.now, self.lives, self.ran = 0.0, lives, []
+
+    def clock(self) -> float:
+        return self.now
+
+    def perform(self, commands: visit.Commands, seconds: float, folder: Path, devices: str) -> dict[str, str]:
+        for name in commands:
+            (folder / f"{name}.txt").write_text("half of")
+        if len(self.ran) == self.lives:
+            raise Killed
+        self.now += seconds
+        self.ran.append([*commands])
+        for name in commands:
+            (folder / f"{name}.txt").write_text(f"all, with {devices}")
+        return dict.fromkeys(commands, "ok")
+
+
+def held(tar: Path) -> set[str]:
+    """The commands whose output the tar has, as told by its record."""
+    with tarfile.open(tar) as archive:
+        record = archive.extractfile("visit/visit.json")
+        assert record is not None
+        known = json.load(record)
+        assert {f"visit/{name}.txt" for name in known} <= {*archive.getnames()}
+    return {*known}
+
+
+@pytest.fixture(autouse=True)
+def counters_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visit.shutil, "which", lambda _: "ncu")
+
+
+@pytest.mark.parametrize("which", visit.MINUTES)
+def test_a_visit_is_as_long_as_it_says_and_goes_on_where_it_was_killed(which: str, tmp_path: Path) -> None:
+    """After every part it is killed and the machine lost; the tar alone comes back."""
+    limit, folder, tar = 60 * visit.MINUTES[which], tmp_path / "build" / "visit", tmp_path / "out" / "visit.tar.gz"
+    parts = getattr(visit, which)(folder)
+    seconds, before = 0.0, set()
+    for part in parts:
+        machine = Machine(lives=1)
+        try:
+            assert visit.visit(parts, limit, folder, tar, perform=machine.perform, clock=machine.clock)
+        except Killed:
+            assert part is not parts[-1]
+        assert machine.ran == [[*part.commands]]
+        seconds += machine.now
+        assert held(tar) - before == {*part.commands}
+        before = held(tar)
+        print(f"{which}: killed after {', '.join(part.commands)}; {seconds:.0f} s; the tar holds {len(before)}")
+        shutil.rmtree(folder)
+    whole, once_more = Machine(lives=99), Machine(lives=0)
+    clean = {"folder": tmp_path / "whole" / "visit", "tar": tmp_path / "whole.tar.gz"}
+    assert visit.visit(parts, limit, **clean, perform=whole.perform, clock=whole.clock)
+    assert whole.now == seconds <= limit
+    assert visit.visit(parts, limit, **clean, perform=once_more.perform, clock=once_more.clock)  # nothing is left
+    print(f"{which}: {seconds / 60:.2f} minutes of {visit.MINUTES[which]}; the tar: {' '.join(sorted(before))}")
+
+
+def test_what_time_or_a_hanging_kernel_leaves_out_is_said_and_runs_next_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, tar, hangs = tmp_path / "build" / "visit", tmp_path / "visit.tar.gz", Machine(lives=99)
+
+    def perform(commands: visit.Commands, seconds: float, *rest: Path) -> dict[str, str]:
+        ended = hangs.perform(commands, seconds, *rest)
+        return ended | {name: "ended at its 20 s" for name in commands if name == "gluon_attention"}
+
+    given = {"folder": folder, "tar": tar, "clock": hangs.clock, "perform": perform}
+    assert not visit.visit(visit.first(folder), 170, **given)
+    said = capsys.readouterr().out
+    assert "gluon_attention: ended at its 20 s" in said
+    assert "attention_gluon: left out, gluon_attention is not ok" in said
+    assert hangs.now == 170
+    assert "head_gluon: not begun, time is over" in said
+    ran = len(hangs.ran)
+    visit.visit(visit.first(folder), 480, **given)
+    assert hangs.ran[ran] == ["head_gluon"]
+    visit.visit(visit.first(folder), 480, **given, chosen=["gluon_attention", "check"])
+    assert hangs.ran[-2:] == [["check"], ["gluon_attention"]]
+
+
+def test_commands_run_beside_each_other_and_end_with_all_that_they_began(tmp_path: Path) -> None:
+    begun, body = (
+        time.monotonic(),
+        "import subprocess, time; print(1, flush=True); subprocess.run(['sleep', '77']); print(2)",
+    )
+    commands: Mapping[str, Sequence[str]] = {
+        "hangs": [sys.executable, "-c", body],
+        "works": ["bash", "-c", "echo $FB_KERNELS_DEVICES"],
+        "fails": ["bash", "-c", "exit 3"],
+    }
+    ended = visit.perform(commands, visit.GRACE + 2, tmp_path, "asked")
+    assert ended == {"hangs": "ended at its 5 s", "works": "ok", "fails": "failed, 3"}
+    assert time.monotonic() - begun < 60
+    assert (tmp_path / "works.txt").read_text() == f"{tmp_path / 'asked'}\n"
+    assert (tmp_path / "hangs.txt").read_text().startswith("1\nTraceback")
+
+
+def test_make_gpu_check_under_a_bare_python(tmp_path: Path) -> None:
     (tmp_path / "benchmarks").mkdir()
-    shutil.copy(SCRIPT, tmp_path / "benchmarks")
-    (tmp_path / "python").write_text(PYTHON)
-    (tmp_path / "python").chmod(0o755)
-    return tmp_path
-
-
-def visit(tree: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    folders = {"OUT": str(tree / "out"), "RESULTS": str(tree / "out" / "results")}
-    environment = os.environ | {"PYTHON": str(tree / "python")} | folders | settings
-    script = str(tree / "benchmarks" / "gpu_check.sh")
-    return subprocess.run([script], env=environment, capture_output=True, text=True, timeout=HANG)
-
-
-def lines(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """{part: how it ended}."""
-    found = re.findall(r"^(\w+): ((?:ok|failed|ended|not begun).*)", done.stdout, re.MULTILINE)
-    assert len(dict(found)) == len(found)
-    return dict(found)
-
-
-def test_what_fails_or_hangs_leaves_the_others_their_time(tree: Path) -> None:
-    done = visit(tree, PARTS="head,tests,decode", LIMIT="30")
-    assert done.returncode == 1
-    assert "--- test_fails: failed, its end:" in done.stdout.replace("failed, 3", "failed")
-    assert "one thing is wrong" in done.stdout
-    rows = lines(done)
-    assert list(rows) == ["head", "test_fails", "test_hangs", "test_works", "contract", "decode"]
-    assert re.fullmatch(r"ok, \d+ s, measured", rows["head"])
-    assert rows["test_fails"].startswith("failed, 3")
-    assert rows["test_hangs"].startswith("ended at its ")
-    assert re.fullmatch(r"ok, \d+ s, 3 passed", rows["test_works"])  # beside the one that hangs
-    assert rows["decode"] == "not begun, 30 s are over"
-    assert done.stdout.rstrip().splitlines()[-1] == "a table of written.json"
-    log = (tree / "out" / "log.txt").read_text()
-    assert "=== test_fails: " in log
-    assert "one thing is wrong" in log
-
-
-def test_compilers_run_beside_each_other_before_all_else(tree: Path) -> None:
-    done = visit(tree, PARTS="build,check")
-    rows = lines(done)
-    assert done.returncode == 0, done.stdout
-    assert list(rows) == ["build", "compile_rms_norm", "compile_rms_norm_backward", "compile_swiglu", "check"]
-    assert rows["compile_swiglu"].endswith("swiglu for sm_90, 9 compiled")
-    assert "op  right\nswiglu  yes\n" in done.stdout
-    pieces = [tree / "out" / "parts" / f"{name}.txt" for name in ("build", "compile_rms_norm", "compile_swiglu")]
-    begun = [path.read_text().partition(":")[0] for path in pieces]
-    assert begun == ["=== build", "=== compile_rms_norm", "=== compile_swiglu"]
-
-
-@pytest.mark.parametrize(("minutes", "last"), [("10", "attention_kernels"), ("30", "decode_compiled"), ("60", "tune")])
-def test_a_longer_visit_does_more(tree: Path, minutes: str, last: str) -> None:
-    for name in ("fails", "hangs"):
-        (tree / "tests" / "gpu" / f"test_{name}_gpu.py").unlink()
-    done = visit(tree, VISIT=minutes)
-    assert done.returncode == 0, done.stdout
-    rows = list(lines(done))
-    assert rows[-1] == last
-    compilers = ["build", "compile_rms_norm", "compile_rms_norm_backward", "compile_swiglu"]
-    begin = [*compilers, "check", "head", "attention", "decode", "scorer"]
-    assert rows[: len(begin)] == begin
-    assert ("test_works" in rows) == (minutes != "10")
-    log = (tree / "out" / "log.txt").read_text()
-    limits = {name: int(limit) for name, limit in re.findall(r"^=== (\w+): at most (\d+) s", log, re.MULTILINE)}
-    assert list(limits) == rows
-    beside = [compilers, [name for name in rows if name in ("test_works", "contract")]]
-    one_by_one = sum(limit for name, limit in limits.items() if name not in chain(*beside))
-    assert one_by_one + sum(max(map(limits.get, names), default=0) for names in beside) <= 60 * int(minutes) - 30
-    assert (tree / "out" / "results" / "written.json").is_file()
-
-
-def test_a_visit_of_another_length_is_refused(tree: Path) -> None:
-    done = visit(tree, VISIT="15")
-    assert done.returncode == 2
-    assert done.stderr == "VISIT: expected 10, 30 or 60 minutes, got 15; choose the shorter one\n"
-
-
-def test_a_part_that_is_not_there_is_named(tree: Path) -> None:
-    done = visit(tree, PARTS="tests,heads")
-    assert done.returncode == 2
-    assert "got heads" in done.stderr
-
-
-def test_wheels_that_were_brought_along_are_used_for_the_visit_alone(tree: Path) -> None:
-    for name in ("fails", "hangs"):
-        (tree / "tests" / "gpu" / f"test_{name}_gpu.py").unlink()
-    wheel = tree / "build" / "wheels" / "peer-1.0-py3-none-any.whl"
+    for name in ("Makefile", "benchmarks/__init__.py", "benchmarks/visit.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for op in ("rms_norm", "swiglu"):
+        (tmp_path / "fb_kernels" / op).mkdir(parents=True)
+        (tmp_path / "fb_kernels" / op / "triton.py").touch()
+    (tmp_path / "fb_kernels" / "libfb_kernels.so").touch()  # carried, so that nothing is built
+    wheel = tmp_path / "build" / "wheels" / "peer-1.0-py3-none-any.whl"
     wheel.parent.mkdir(parents=True)
     wheel.touch()
-    (tree / "python").write_text(PYTHON.replace('echo "3 passed"', 'echo "site $PYTHONPATH"; ls -d "$PYTHONPATH"'))
-    done = visit(tree, PARTS="tests", PYTHONPATH="")
-    assert (tree / "installed").read_text().split() == ["build/wheels/peer-1.0-py3-none-any.whl"]
-    site = lines(done)["contract"].rpartition(", ")[2]  # the last line of what the tests printed
-    assert f"site {site}" in (tree / "out" / "log.txt").read_text()
-    assert site.startswith("/")
-    assert not Path(site).exists()
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OUT": "out"}
+    command = ["make", "gpu-check", f"GPU_PYTHON={python}"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode, done.stderr  # one kernel does not compile
+    assert "compile_swiglu: failed, 3, " in done.stdout
+    assert "one thing is wrong" in done.stdout
+    assert done.stdout.count("failed") == 1, done.stdout
+    assert not (tmp_path / "built").exists()
+    assert str(wheel) in (tmp_path / "installed").read_text()
+    assert {"compile_rms_norm", "check", "attention_gluon", "scorer", "test_runtime"} < held(
+        tmp_path / "out" / "visit.tar.gz"
+    )
+    logs = tmp_path / "build" / "visit"
+    assert (logs / "check.txt").read_text() == "op  right\nswiglu  yes\n"
+    folder, site = (logs / "head_gluon.txt").read_text().split()
+    assert folder == str(logs / "asked_head")
+    assert not Path(site).exists()  # the wheels were for this visit alone
+    done = subprocess.run([*command, "VISIT=third"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "invalid choice: 'third'" in done.stderr
+
+
+@pytest.mark.slow
+def test_what_a_visit_chooses_is_there_on_a_gpu() -> None:
+    """All of pytest's selections, at the sizes of an H100, whose memory has no room for the 64 layers of the 32B."""
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-c", COLLECT, "85e9"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=outer | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, timeout=HANG
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("collected ")]
+    found = {name: int(count) for _, name, count in lines}
+    tests = {name: found.pop(name) for name in [*found] if name.startswith("test_")}
+    assert len(tests) == 4
+    assert min(tests.values()) > 0
+    rest = {name: found.pop(name) for name in ("kernels", "training", "scorer", "backward", "end_to_end", "LLM")}
+    assert found == {"floors": 11, "attention": 6, "attention_gluon": 6, "head": 2, "head_gluon": 2, "decode": 4}
+    assert rest == {"kernels": 8, "training": 1, "scorer": 5, "backward": 9, "end_to_end": 1, "LLM": 36}

@@ -9,13 +9,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import harness
+from benchmarks import counters, harness
 from benchmarks.shapes import Branches
 from fb_kernels import backend, tuning
 from fb_kernels import timing as fb_timing
@@ -284,6 +285,17 @@ def test_a_case_is_told_the_kernel_that_ran(tmp_path: Path) -> None:
     harness.write_results(tmp_path, {"op": timed, "op_kernels": rows})
     (result,) = harness.read_results(tmp_path / "1").values()
     assert [case["kernel"] for case in result["cases"]] == ["kernel_of_7", ""]
+
+
+@ONCE
+@pytest.mark.usefixtures("pretended_gpu")
+def test_kernels_are_compiled_before_their_counters_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, partial(said.append, name))
+    counters.main("cpu", "small")
+    assert said == ["start", "stop"] * (len(said) // 2)
+    assert len(said) // 2 >= len(counters.SIX)
 
 
 @ONCE

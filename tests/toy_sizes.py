@@ -27,6 +27,7 @@ SIZES: dict[str, Any] = {
     "KV_HEADS": 2,
     "HEAD_DIM": 16,
     "ROWS": (2, 20),
+    "PACKED_ROWS": (20,),
     "SLM": MODEL,
     "LLM": MODEL,
     "SMALL": MODEL,

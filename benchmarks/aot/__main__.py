@@ -26,7 +26,6 @@ from benchmarks.aot.compiler import (
     every_variant,
     launches,
     representative,
-    with_executed,
 )
 from benchmarks.aot.executed import executed
 
@@ -99,7 +98,7 @@ def main() -> None:
         if options.executed and variant == "aligned" and row.target and (tile := launch.tile) and tile.run:
             counts = executed(launch.name, row.instructions, tile.run)
             note = f"  {counts}; without: {row.predicted_us:.2f} us, {row.of_rate:.0%}"
-            row = with_executed(row, launch, counts.of_rate(tile))
+            row = counts.predicted(row, tile, launch.case.costs[launch.name], launch.arch)
         if row.per_unit is not None:
             per_unit[key(row)] = math.ceil(100 * row.per_unit) / 100
         count, faults = count + 1, faults + bool(row.faults)

@@ -22,7 +22,7 @@ from fb_kernels._op import Op
 from fb_kernels.calls import Call, Calls
 
 OWN = {module.name for module in pkgutil.iter_modules(benchmarks.aot.__path__)}
-OWN -= {"calls", "compiler", "executed", "__main__"}
+OWN -= {"calls", "compiler", "executed", "measured", "__main__"}
 
 
 def ops() -> list[str]:

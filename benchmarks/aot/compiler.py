@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -311,11 +311,6 @@ def _from_instructions(tile: Tile, code: MachineCode, warps: int) -> tuple[float
     inside, after = tile.turns * code.main.instructions, code.epilogue if tile.overlaps else 0
     products = tile.turns * tile.flops / PRODUCTS / REACHED
     return (inside + after) / tile.units, products / (products + (after if tile.overlaps else inside) * warps / ISSUED)
-
-
-def with_executed(row: Compiled, launch: Launch, of_rate: float) -> Compiled:
-    """The row with the time that another fraction of the reached rate of products predicts."""
-    return replace(row, of_rate=of_rate, predicted_us=_predict(launch, row.warps, row.registers, row.shared, of_rate))
 
 
 def _predict(launch: Launch, warps: int, registers: int, shared: int, of_rate: float) -> float | None:

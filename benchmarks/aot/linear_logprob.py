@@ -23,18 +23,18 @@ VOCABULARY, WIDTH = 151_936, 2048
 def cases() -> Iterator[Case]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     for rows in (13, 32, 64, 128, 1664, 8192):
-        yield _case(rows, VOCABULARY, WIDTH, bf16, "fused")
+        yield case(rows, VOCABULARY, WIDTH, bf16, "fused")
     for rows in (13, 128, 1664, 8192):
-        yield _case(rows, VOCABULARY, WIDTH, bf16, "chunked")
+        yield case(rows, VOCABULARY, WIDTH, bf16, "chunked")
     for form in GLUON:
-        yield _case(1664, VOCABULARY, WIDTH, bf16, form)
-        yield _case(8192, VOCABULARY, WIDTH, bf16, form, bias=True)
+        yield case(1664, VOCABULARY, WIDTH, bf16, form)
+        yield case(8192, VOCABULARY, WIDTH, bf16, form, bias=True)
     for form in ("fused", "chunked", *GLUON):
         if form != "gluon":
-            yield _case(1664, VOCABULARY, WIDTH, fp32, form)
-        yield _case(1664, VOCABULARY, WIDTH, fp16, form, softcap=30.0, bias=True)
-    yield _case(13, VOCABULARY, WIDTH + 8, bf16, "fused", softcap=30.0, bias=True)  # a width that no block size divides
-    yield _case(1664, VOCABULARY, WIDTH + 8, bf16, "fused", softcap=30.0, bias=True)
+            yield case(1664, VOCABULARY, WIDTH, fp32, form)
+        yield case(1664, VOCABULARY, WIDTH, fp16, form, softcap=30.0, bias=True)
+    yield case(13, VOCABULARY, WIDTH + 8, bf16, "fused", softcap=30.0, bias=True)  # a width that no block size divides
+    yield case(1664, VOCABULARY, WIDTH + 8, bf16, "fused", softcap=30.0, bias=True)
     partials = torch.empty(3, 8, 1664, device="meta")
     yield Case(
         "linear_logprob",
@@ -44,7 +44,7 @@ def cases() -> Iterator[Case]:
     )
 
 
-def _case(
+def case(
     rows: int, vocab: int, width: int, dtype: torch.dtype, form: str, softcap: float | None = None, bias: bool = False
 ) -> Case:
     """Forward and, in the chunked case, backward."""

@@ -61,7 +61,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
     out: Annotated[Path, typer.Option(help="Folder for the report, its figures and rows.")] = Path("report"),
 ) -> None:
-    """Write one HTML report that compares runs side by side."""
+    """Write one Markdown page that compares runs side by side."""
     written = write_report([gather(PaperSettings.of_run(run), run) for run in runs], out)
     print("Written: " + ", ".join(map(str, written)))
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.paper import intervals
-from benchmarks.paper.cells import Columns, number, percent, table
+from benchmarks.paper.cells import table
 from benchmarks.paper.rollouts import HeldOutRolloutStage, token_kind
 from benchmarks.paper.rows import finished
 from fb_core.apps.pipeline import statistics
@@ -23,7 +23,6 @@ from fb_core.apps.pipeline.choose import RerankerStage, reranked
 from fb_core.apps.pipeline.collect import StateStage, TrajectoryStage
 from fb_core.apps.pipeline.files import Artefact, table_bytes
 from fb_core.apps.pipeline.models import chosen_reranker, models_of
-from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.pipeline.records import NATS, Examples, Group, Rollout
 from fb_core.apps.pipeline.run import Output, Stage, run_stage
 from fb_core.apps.pipeline.scores import ScoreStage
@@ -220,29 +219,7 @@ def _ratio(part: Tally, whole: Tally) -> Interval | None:
     return intervals.share_interval(part, whole) if whole.any() else None
 
 
-SCORES: Columns = {
-    "states": lambda row: number(row["states"]),
-    "pairwise accuracy, % [95%]": lambda row: percent(row["pairwise"]),
-    "pairs": lambda row: number(row["pairs"]),
-    "top-1 success, % [95%]": lambda row: percent(row["top1"]),
-    "minus the SLM's, pp [95%]": lambda row: percent(row["top1_minus_slm"], signed=True),
-    "minus the LLM's, pp [95%]": lambda row: percent(row["top1_minus_llm"], signed=True),
-    "top-1 success, mixed states, % [95%]": lambda row: percent(row["top1_mixed"]),
-    "mixed states": lambda row: number(row["mixed_states"]),
-}
-POOLS: Columns = {
-    "states": lambda row: number(row["states"]),
-    "mean pool size": lambda row: number(row["mean_size"], 2),
-    "covered, % [95%]": lambda row: percent(row["coverage"]),
-    "covered, mixed states, % [95%]": lambda row: percent(row["coverage_mixed"]),
-    "mixed states": lambda row: number(row["mixed_states"]),
-}
-
-
 def agreement_table(settings: RunSettings, run: Path) -> str:
     """Agreement and coverage on the held-out states in Markdown."""
     states = judged_states(settings, run)
-    events: Columns = {"events": lambda row: row["kind"], "score|": lambda row: row["score"], **SCORES}
-    pools: Columns = {"pool": lambda row: row["pool"], **POOLS}
-    tables = table("", agreement_rows(states), events), table("", coverage_rows(states), pools)
-    return "\n\n".join("\n".join(markdown_table(shown.head, shown.rows, shown.sides)) for shown in tables)
+    return f"{table(agreement_rows(states))}\n\n{table(coverage_rows(states))}"

@@ -1,9 +1,8 @@
-"""The report's figures: each takes rows and returns SVG for a light and a dark page, None without data."""
+"""The report's figures: each takes rows and returns SVG, None without data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,15 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from benchmarks.paper.rows import BY_METHOD, DEPLOYED, Result, Run, Timed, in_order
+from benchmarks.paper.rows import DEPLOYED, Result, Run, Timed, in_order
 from benchmarks.paper.tables import PUBLISHED
 from benchmarks.theme import Theme, pictured
-from fb_core.apps.pipeline.models import LABELS
 from fb_core.apps.pipeline.statistics import Interval
 from fb_core.apps.settings.config import AVERAGE
 from fb_core.terminal import escaped
 
 WIDTH = 8.4  # inches, the width of the text on a desktop page
 LONGEST_LABEL, LONGEST_METHOD = 50, 36  # characters
-MARKERS = "osD^vPX*"
-DASHES = ("-", "--", "-.", ":")
 TIME = "time as a multiple of greedy decoding's in the same loop"
 COSTS = ("LLM tokens", "LLM calls", "LLM positions", TIME)
 
@@ -99,7 +95,9 @@ def forest(rows_by_head: Panels, theme: Theme) -> Figure | None:
     for axis, (head, rows) in zip(axes, rows_by_head.items(), strict=True):
         for row in rows:
             assert row.accuracy
-            _dot(axis, row.accuracy, labels.index(row.label), *_look(theme, row.key))
+            (mean, reach), (marker, colour) = _percent(row.accuracy), _look(theme, row.key)
+            y = labels.index(row.label)
+            axis.errorbar(mean, y, xerr=reach, fmt=marker, color=colour, markersize=4.5, capsize=2)
             if row.key == "greedy":
                 axis.axvline(100 * row.accuracy.mean, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
         axis.set_title(_shown(head), fontsize=9, loc="left")
@@ -107,76 +105,6 @@ def forest(rows_by_head: Panels, theme: Theme) -> Figure | None:
         axis.set_yticks(range(len(labels)), shown)
         axis.set_ylim(len(labels) - 0.5, -0.5)
         axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    return figure
-
-
-def _dot(axis: Axes, interval: Interval, y: int, marker: str, colour: str) -> None:
-    mean, reach = _percent(interval)
-    axis.errorbar(mean, y, xerr=reach, fmt=marker, color=colour, markersize=4.5, capsize=2)
-
-
-@pictured
-def agreement(rows: Sequence[Mapping[str, Any]], theme: Theme) -> Figure | None:
-    """Pairwise accuracy of each score against rollouts of validation problems, one panel per kind of event."""
-    rows = [row for row in rows if row["where"] == "validation" and row["pairwise"]]
-    if not rows:
-        return None
-    scores, kinds = (list(dict.fromkeys(row[name] for row in rows)) for name in ("score", "kind"))
-    figure, axes = _panels(len(kinds), 4, 0.3 * len(scores) + 0.9, sharey=True)
-    for axis, kind in zip(axes, kinds, strict=True):
-        for row in rows:
-            if row["kind"] == kind:
-                look = _look(theme, PUBLISHED if row["score"] == "reranker" else row["score"])
-                _dot(axis, Interval(*row["pairwise"]), scores.index(row["score"]), *look)
-        axis.axvline(50, color=theme.faint, linestyle=":", linewidth=1.2, zorder=1)
-        axis.set(xlim=(-3, 103), xticks=(0, 50, 100), ylim=(len(scores) - 0.5, -0.5))
-        axis.set_xlabel(f"pairwise accuracy, %\n({_shown(kind)} events)")
-        axis.set_yticks(range(len(scores)), [_shown(score) for score in scores])
-    return figure
-
-
-@pictured
-def curve(run: Run, theme: Theme, table: str, name: str) -> Figure | None:
-    """Accuracy by the number that a table varies, a panel per benchmark, greedy decoding as a dashed line.
-
-    Args:
-        run: with the table and that of the methods.
-        theme: of the page.
-        table: its name.
-        name: of the number.
-    """
-    rows = [row for row in run.of(table) if row.accuracy and row.x is not None]
-    if len({row.x for row in rows}) < 2:
-        return None
-    groups = by_benchmark(rows)
-    series = [row.key if table in BY_METHOD else PUBLISHED for row in rows]
-    order = list(dict.fromkeys(series))
-    tried = [key for key in order if len({row.x for row, own in zip(rows, series, strict=True) if own == key}) > 1]
-    figure, axes = _panels(len(groups), 2, 3.4, sharey=True)
-    for axis, (benchmark, inside) in zip(axes, groups.items(), strict=True):
-        for key, colour, dashes in zip(tried, cycle(theme.series[2:]), cycle(DASHES)):
-            own = [row for row in inside if table not in BY_METHOD or row.key == key]
-            points = {row.x: row.accuracy for row in own if row.x is not None and row.accuracy}
-            xs, means, lows, highs = (
-                sorted(points),
-                *([100 * points[x][part] for x in sorted(points)] for part in range(3)),
-            )
-            colour = _look(theme, key)[1] if key in (PUBLISHED, "direct") else colour  # as in all figures
-            label = _shown(own[0].label if table in BY_METHOD else LABELS["published"])
-            axis.plot(xs, means, color=colour, marker=MARKERS[tried.index(key) % 8], linestyle=dashes, label=label)
-            axis.fill_between(xs, lows, highs, color=colour, alpha=0.12, linewidth=0)
-        for row in run.of("methods"):
-            if row.key == "greedy" and row.benchmark == benchmark and row.accuracy:
-                level = 100 * row.accuracy.mean
-                axis.axhline(level, color=theme.faint, linestyle="--", linewidth=1, label=_shown(row.label))
-        ticks = sorted({row.x for row in inside if row.x is not None})
-        if ticks[0] > 0 and ticks[-1] > 3 * ticks[0]:
-            axis.set_xscale("log", base=2)
-            axis.xaxis.set_minor_locator(NullLocator())
-        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.set(xlabel=name, ylabel=f"accuracy on {_shown(benchmark)}, %")
-    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
     return figure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
@@ -108,7 +109,12 @@ def filtered(plan: Plan) -> Part:
         return []
     counts, paper = manifest["counts"], Published(plan.settings)
     return [
-        {"condition": words, "states": counts.get(name, 0), "published": paper.states(name)}
+        {
+            "condition": words,
+            "states": counts.get(name, 0),
+            "share": counts.get(name, 0) / max(1, counts["admitted"]),
+            "published": paper.states(name),
+        }
         for name, words in FILTERS.items()
     ]
 
@@ -138,7 +144,7 @@ def agreement(plan: Plan) -> Part:
         rows += [{"where": name, **row} for row in agreement_rows(judged_states(settings, folder))]
     for row in rows:
         if row["kind"] == "all" and (figures := Published(plan.settings).row("agreement", row["score"])):
-            row["published"] = figures.get("pairwise" if row["where"] == "validation" else row["where"])
+            row["published, %"] = figures.get("pairwise" if row["where"] == "validation" else row["where"])
     return rows
 
 
@@ -148,7 +154,7 @@ def coverage(plan: Plan) -> Part:
     rows = [{"where": name, **row} for name, source in sources for row in coverage_rows(judged_states(*source))]
     for row in rows:
         if figures := Published(plan.settings).row("coverage", row["pool"]):
-            row["published"] = {"size": figures["size"], "coverage": figures.get(row["where"])}
+            row["published"] = {"size": figures["size"], "coverage, %": figures.get(row["where"])}
     return rows
 
 
@@ -192,24 +198,25 @@ def future_quality(plan: Plan) -> Part:
 
 
 def changed_outcomes(plan: Plan) -> Part:
-    """The problems whose verdict differs from greedy decoding's, losses before gains.
+    """How many verdicts differ from greedy decoding's, and how many do not.
 
-    Each is with the step and kind of the first event at which the SLM's own token was not taken, if there is one.
+    The changed ones are counted by the kind of the first event at which the SLM's own token was not taken, if there is
+    one.
     """
     rows = {key: list(decoded(plan, plan.method(key))) for key in ("greedy", *COMPARED)}
     greedy = {(row.benchmark, row.problem): row for row in rows["greedy"]}
     tokenizer = models_of(plan.settings.models).tokenizer
-    changes: Part = []
+    changes = Counter[tuple[str, str, str]]()
     for key in COMPARED if greedy else ():
         for row in rows[key]:
-            first = greedy[row.benchmark, row.problem]
+            first, change, kind = greedy[row.benchmark, row.problem], "none", ""
             if row.correct != first.correct:
                 step = parting_event(first, row)
-                kind = None if step is None else token_kind(tokenizer.decode([first.tokens[step]]))
-                where = {"method": plan.method(key).label, "gained": row.correct, "kind": kind, "step": step}
-                changes.append({"benchmark": row.benchmark, "problem": row.problem, "seed": row.seed, **where})
-    changes.sort(key=lambda change: (change["gained"], change["kind"] is None, change["kind"] or ""))
-    return changes
+                change = "wrong → right" if row.correct else "right → wrong"
+                kind = "no event" if step is None else token_kind(tokenizer.decode([first.tokens[step]]))
+            changes[plan.method(key).label, change, kind] += 1
+    names = ("method", "change", "kind of event", "answers")
+    return [dict(zip(names, (*what, count), strict=True)) for what, count in sorted(changes.items())]
 
 
 def parting_event(greedy: Row, row: Row) -> int | None:

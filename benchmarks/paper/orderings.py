@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.paper.cells import above, below, flipped, made_with, percent, said
-from benchmarks.paper.figures import by_benchmark
-from benchmarks.paper.page import Block, Paragraph, Span, Text
+from benchmarks.paper.cells import above, below, flipped, literal, percent
 from benchmarks.paper.published import averages
-from benchmarks.paper.rows import Result, Run
+from benchmarks.paper.rows import Result
 from benchmarks.paper.tables import PUBLISHED
-from fb_core.apps.pipeline.page import Table
+from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.pipeline.statistics import Interval
 
-VERDICTS: dict[str, Literal["good", "bad", "faint"]] = {
-    "reversed": "bad",
-    "holds": "good",
-    "not decided": "faint",
-    "not measured": "faint",
-}
+VERDICTS = ("reversed", "holds", "not decided", "not measured")
 UNPAIRED = "†"
 NOTE = (
     "Differences are left side minus right side; the paper's are of its averages over five benchmarks (Qwen3-1.7B, "
@@ -96,6 +90,11 @@ class Ordering(NamedTuple):
         """The difference in percentage points, marked if it is not paired."""
         return percent(self.difference, signed=True) + UNPAIRED * (not self.paired)
 
+    @property
+    def cell(self) -> str:
+        """The difference, if it was measured, with the verdict."""
+        return f"{self.shown} {self.verdict()}".strip()
+
     def verdict(self) -> str:
         """One of `VERDICTS`."""
         if self.difference is None:
@@ -105,7 +104,7 @@ class Ordering(NamedTuple):
         return "holds" if above(self.difference) or (self.may_be_equal and self.difference.low == 0) else "not decided"
 
 
-def _difference(rows: Mapping[str, Result], left: str, right: str) -> tuple[Interval | None, bool]:
+def difference(rows: Mapping[str, Result], left: str, right: str) -> tuple[Interval | None, bool]:
     """The difference of two rows of one table and benchmark, and whether it is paired."""
     left_row, right_row = rows.get(left), rows.get(right)
     if left_row and (interval := left_row.minus.get(BESIDE.get(right, right))):
@@ -140,7 +139,7 @@ def orderings(rows: Sequence[Result]) -> Iterator[Ordering]:
                 )
                 name = name or NAMES.get(ours, ours)
                 words = f"{name} > {NAMES.get(right, right)}"
-                yield Ordering(words, paper[left] - paper[right], *_difference(by_key, ours, right))
+                yield Ordering(words, paper[left] - paper[right], *difference(by_key, ours, right))
     yield from _horizons([row for row in rows if row.table == "horizons" and row.x is not None])
 
 
@@ -157,53 +156,39 @@ def _horizons(rows: Sequence[Result]) -> Iterator[Ordering]:
             above_, under = (averages().get(f"horizon-{result.x:g}") for result in (longer, shorter))
             paper = None if above_ is None or under is None else above_ - under
             words = f"horizon {longer.x:g} {sign} horizon {shorter.x:g}"
-            difference = _difference({result.key: result for result in rows}, longer.key, shorter.key)
-            yield Ordering(words, paper, *difference, may_be_equal=longer is row)
+            minus = difference({result.key: result for result in rows}, longer.key, shorter.key)
+            yield Ordering(words, paper, *minus, may_be_equal=longer is row)
 
 
-def by_words(columns: Mapping[str, Sequence[Result]]) -> dict[str, dict[str, Ordering]]:
-    """The orderings by words and column, first those that are reversed in a column.
+def ordering_lines(columns: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Markdown on which of the paper's orderings hold, those that are reversed first; unmeasured ones are counted.
 
     Args:
-        columns: the rows of one benchmark each.
+        columns: the rows of one benchmark each, by a head such as its name.
     """
     named_orderings: dict[str, dict[str, Ordering]] = {}
-    for head, rows in columns.items():
-        for ordering in orderings(rows):
+    counts = {head: Counter[str]() for head in columns}
+    for head, own in columns.items():
+        for ordering in orderings(own):
             named_orderings.setdefault(ordering.words, {})[head] = ordering
-    return dict(
-        sorted(named_orderings.items(), key=lambda item: "reversed" not in map(Ordering.verdict, item[1].values()))
+            counts[head][ordering.verdict()] += 1
+    said = (
+        f"{literal(head)}: {', '.join(f'{verdict} {counted[verdict]}' for verdict in VERDICTS)}"
+        for head, counted in counts.items()
     )
-
-
-def counted(named_orderings: Mapping[str, Mapping[str, Ordering]], heads: Sequence[str]) -> str:
-    """How many orderings have each verdict in some columns."""
-    verdicts = [by_head[head].verdict() for by_head in named_orderings.values() for head in heads if head in by_head]
-    return ", ".join(f"{verdict} {verdicts.count(verdict)}" for verdict in VERDICTS)
-
-
-def ordering_blocks(run: Run) -> list[Block]:
-    """Which of the paper's orderings hold in a run, on each of its benchmarks."""
-    groups = by_benchmark(run.results)
-    if not groups:
-        return []
-    named_orderings, names = by_words(groups), list(groups)
-    body: list[list[Text]] = []
-    against: list[str] = []
-    for words, by_name in named_orderings.items():
-        body.append([words, next(iter(by_name.values())).published])
-        for name in names:
-            ordering = by_name.get(name, Ordering(words, None, None))
-            verdict = ordering.verdict()
-            body[-1] += [ordering.shown, Span(verdict, VERDICTS[verdict])]
-            if verdict == "reversed":
-                where = f" on {name}" if len(names) > 1 else ""
-                beside = f"paper {ordering.published}, here " if ordering.published else ""
-                against.append(f"{words}{where} ({beside}{ordering.shown} pp)")
-    head = ["", "paper, pp", *(text for name in names for text in (f"{name}, pp [95%]", ""))]
-    note = f"{NOTE} {made_with(run, run.of('methods'))}"
-    return [
-        *([Paragraph(said({"Reversed": against}))] if against else []),
-        Paragraph(f"Verdicts on the paper's orderings: {counted(named_orderings, names)}."),
-        Table("The paper's orderings in this run", head, body, note, "lr" + "rl" * len(names)),
+    measured = [
+        (words, by_head)
+        for words, by_head in named_orderings.items()
+        if any(ordering.difference is not None for ordering in by_head.values())
     ]
+    measured.sort(key=lambda item: "reversed" not in map(Ordering.verdict, item[1].values()))
+    rows = [
+        [
+            words,
+            next(iter(by_head.values())).published,
+            *(by_head[head].cell if head in by_head else "" for head in columns),
+        ]
+        for words, by_head in measured
+    ]
+    heads = ["", "paper, pp", *(f"{literal(head)}, pp [95%]" for head in columns)]
+    return [f"Verdicts: {'; '.join(said)}.", "", *markdown_table(heads, rows), "", f"*{NOTE}*"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks.paper.methods import label_of
 from benchmarks.paper.nested_runs import FOLDER
@@ -115,9 +115,8 @@ class Table:
     Attributes:
         name: on the command line.
         title: of its section in the report.
-        varies: what differs between its rows; the first sentence is the section's brief description.
+        varies: what differs between its rows; the section's brief description.
         rows: makes the rows of a run, in order, including the run's own and other borrowed ones.
-        figure: the kind of figure in its section; `caption` is its caption.
         beside: rows that others are compared with, besides `REFERENCES`.
         judged: whether its rerankers are compared with the rollouts.
     """
@@ -126,8 +125,6 @@ class Table:
     title: str
     varies: str
     rows: Callable[[Plan], list[Variant]]
-    figure: Literal["accuracy", "curve"] | None = None
-    caption: str = ""
     beside: tuple[Beside, ...] = ()
     judged: bool = False
 
@@ -260,8 +257,6 @@ TABLES = {
             "Horizon",
             "How many tokens of the future the target uses.",
             _horizons,
-            "curve",
-            "Accuracy by horizon with 95% intervals; the dashed line is greedy decoding of the SLM.",
         ),
         Table(
             "futures",
@@ -271,8 +266,6 @@ TABLES = {
             "each other only in their answers. The cross-state future differs from the verified one only in the state "
             "that it comes from, the shuffled one only in the order of its tokens.",
             _futures,
-            "accuracy",
-            "Accuracy by kind of future, with 95% intervals.",
             beside=(  # greedy futures are compared with the greedy one, samples with the correct sample
                 Beside("verified", "future-verified"),
                 Beside("first correct sample", "future-sampled", ("future-unverified", "future-incorrect")),
@@ -299,8 +292,6 @@ TABLES = {
             "Request quantiles",
             "The request quantile; states, futures and rerankers are made anew at each.",
             _quantiles,
-            "curve",
-            "Accuracy by request quantile with 95% intervals; the dashed line is greedy decoding of the SLM.",
             judged=True,
         ),
     )

@@ -102,7 +102,6 @@ class Loop:
 
     Args:
         pair: its SLM has a native decoder.
-        intervention: how events are made.
         policy: when the device halts for an event; gives `top_k` and `ask`.
         rows: maximum number of sequences that run together.
         length: maximum tokens of a sequence.

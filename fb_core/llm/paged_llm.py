@@ -27,12 +27,8 @@ class PagedLLM(LocalLLM):
 
     A query that extends an earlier one computes only its new tokens, and so does one that begins with full pages of
     another. The least recently used sequences make room for new ones. Safe to share between threads as a `LocalLLM` is.
-    A decoder makes it for itself and has checked its prompts: only their lengths, which grow, are checked here.
-
-    Args:
-        model: a causal LM of the Llama family in eval mode.
-        length: maximum tokens of a query.
-        count: number of pages, enough for at least one query.
+    A decoder makes it for itself and has checked its prompts: only their lengths, which grow, are checked here. The
+    pages must be enough for at least one query of `length` tokens.
     """
 
     def __init__(

@@ -69,10 +69,7 @@ def _check_loaded(path: str, model: PreTrainedModel, loaded: dict[str, Any]) -> 
 def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[PreTrainedModel, Tokenizer]:
     """A causal LM in eval mode and its tokenizer, from a folder or the hub; safetensors only, no code of its own.
 
-    Args:
-        path: the folder or hub id.
-        device: "auto" for a GPU if there is one.
-        dtype: the name of a torch dtype, or "auto" for the checkpoint's own.
+    The dtype is torch's, by name, or "auto" for the checkpoint's own; the device "auto" is a GPU if there is one.
 
     Raises:
         OSError: nothing usable there.

@@ -25,14 +25,8 @@ def chat_ids(
 ) -> list[int]:
     """Token ids of a conversation, up to the answer: by the chat template, or as plain text without one.
 
-    Args:
-        tokenizer: the model's own.
-        messages: role and content of each.
-        thinking: whether the answer begins with thinking, for templates that can switch it.
-        check: called with the text before it is tokenized; may refuse it.
-
-    Raises:
-        ValueError: a text that the tokenizer has no ids for.
+    With `thinking` the answer begins with it, where the template can switch that. `check` gets the text before it is
+    tokenized, and may refuse it; a text that the tokenizer has no ids for is a ValueError.
     """
     plain = not getattr(tokenizer, "chat_template", None)
     text = "\n".join(message["content"] for message in messages)

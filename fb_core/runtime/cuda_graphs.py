@@ -14,11 +14,7 @@ class Graphs:
     """Computations over tensors at fixed addresses: captured once and replayed on a GPU, called plainly elsewhere.
 
     All graphs share one memory pool. That is safe, since they run one after another and results that are kept are
-    copied to tensors outside the pool.
-
-    Args:
-        device: where the tensors are.
-        capture: whether to capture; a capture takes as long as hundreds of replays.
+    copied to tensors outside the pool. A capture takes as long as hundreds of replays.
     """
 
     def __init__(self, device: torch.device, capture: bool = True) -> None:
@@ -33,10 +29,8 @@ class Graphs:
     def ready(self, key: Hashable, compute: Callable[[], object]) -> Callable[[], object]:
         """What runs the computation: `compute` itself, or a replay of its graph, which is captured now if missing.
 
-        Args:
-            key: names the computation.
-            compute: reads and writes the same tensors every time, without a host sync. A capture runs it several times,
-                which must do no harm.
+        It reads and writes the same tensors every time, without a host sync. A capture runs it several times, which
+        must do no harm.
         """
         if not self.captures:
             return compute

@@ -41,7 +41,6 @@ class Text:
     """The text of an answer, piece by piece: together the tokenizer's own text of all its ids, up to a stop.
 
     Args:
-        tokenizer: of the ids.
         stops: strings that end the answer and are not part of it; special tokens may be in them.
         stop_ids: ids that end the answer and are not part of it.
         skip_special: whether special tokens are left out of the text.

@@ -16,9 +16,6 @@ class Pages:
 
     A page that no sequence holds keeps its tokens until another sequence needs it; the page that was given back first
     is reused first.
-
-    Args:
-        count: number of pages.
     """
 
     def __init__(self, count: int) -> None:

@@ -47,16 +47,9 @@ class Packed(NamedTuple):
 
 
 class PagedModel:
-    """A model's native decoder and head, with keys and values of many sequences in pages.
+    """A model's native decoder and head, with keys and values of sequences of up to `length` tokens in `count` pages.
 
-    Args:
-        model: a causal LM of the Llama family (`fb_core.models.native`).
-        length: maximum tokens of a sequence.
-        count: number of pages.
-        capture: whether forwards on a GPU are captured.
-
-    Raises:
-        ValueError: a model without a native decoder.
+    With `capture` forwards on a GPU are captured. A model without a native decoder is a ValueError.
     """
 
     def __init__(self, model: CausalLM, length: int, count: int, capture: bool = True) -> None:
@@ -84,14 +77,10 @@ class PagedModel:
         self.kv = PrefixKV(list(zip(self.keys, self.values, strict=True)))
 
     def refresh(self) -> bool:
-        """Read the model again, with its current values; another dtype or device does not fit the pages.
+        """Read the model again; returns whether the pages still hold what it computes, by a `Reading` of it.
 
-        Returns:
-            whether the pages still hold what the model computes, judged by a `Reading` of its parameters; if not,
-            no page is shared any more.
-
-        Raises:
-            ValueError: a model without a native decoder, or one whose dtype or device has changed.
+        If not, no page is shared any more. A model without a native decoder is a ValueError, and so is another dtype or
+        device, which does not fit the pages.
         """
         decoder = NativeDecoder.of(self.model)
         if decoder is None:
@@ -176,12 +165,8 @@ class PagedModel:
     def extend(self, parts: Sequence[Part], every: bool = False) -> Tensor:
         """Run new tokens of some sequences, one or more each, in as few forwards of up to `CHUNK` rows as possible.
 
-        Args:
-            parts: the new tokens.
-            every: whether the result has a row for every token; such forwards are not captured.
-
-        Returns:
-            [G, D]: the residual stream after the last token of each, or [N, D] after every token.
+        Returns the residual stream after the last token of each [G, D]; with `every` after each token [N, D], and then
+        forwards are not captured.
         """
         self.order()
         if every:

@@ -186,7 +186,7 @@ def lockstep(
     *,
     shared: bool = False,
 ) -> list[Running]:
-    """Continue many prompts together, one token at a time, in left-padded batches of similar lengths.
+    """Continue many prompts together, one token at a time, in left-padded batches of similar lengths; a row for each.
 
     Args:
         model: a causal LM in eval mode.
@@ -195,9 +195,6 @@ def lockstep(
         choose: gives the next token of every row.
         batch_tokens: maximum tokens of one batch, padding and new ones included.
         shared: equal prompts of a batch are one row of its first forward; not for a caller with hooks on the forward.
-
-    Returns:
-        one row per prompt, in order.
     """
     rows = [Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
     device = model.device

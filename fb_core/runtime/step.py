@@ -63,12 +63,8 @@ class DecodeStep:
     values again and changes nothing. So a step may be enqueued before the host has read the last outcome, and the other
     rows go on. Rows without a sequence compute values that are never used.
 
-    Args:
-        model: computes the step.
-        vocabulary: how many of its ids count.
-        top_k: number of largest logits that the entropy is taken over.
-        ends: ids at which a row halts.
-        rows: maximum number of sequences.
+    `vocabulary` is how many of the model's ids count, `top_k` how many of the largest logits the entropy is taken over;
+    a row halts at the ids of `ends`.
     """
 
     def __init__(self, model: PagedModel, vocabulary: int, top_k: int, ends: frozenset[int], rows: int) -> None:

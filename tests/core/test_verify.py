@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from limits import HANG
 
+from fb_core.verify import verifier as verify
 from fb_core.verify.judges import LONGEST_CONTENT, boxed
 from fb_core.verify.verifier import Verifier
-from fb_core.verify import verifier as verify
 
 LIMIT = 0.5  # seconds of CPU for one answer
 HANGING = r"\boxed{9^{9^{9^{9}}}}"

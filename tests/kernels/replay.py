@@ -11,7 +11,7 @@ import struct
 import sys
 from pathlib import Path
 
-STREAMS = (0, 1)  # one that is not null stands for one that captures: the launch is replayed, with counters of its own
+STREAMS = (0, 1)  # 1 stands for one that captures: the launch is replayed, with counters of its own
 LINE = 64  # bytes to which memory is aligned
 
 

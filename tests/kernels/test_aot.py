@@ -249,3 +249,17 @@ command.main()
     assert done.returncode == faults, done.stderr
     assert ("instructions a unit, above 1.00" in done.stdout) == bool(faults)
     assert f"{faults} with a fault" in done.stdout
+
+
+@pytest.mark.slow
+def test_model_of_time_against_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Cases that its constants were not fitted to, and the head, are predicted within 15%."""
+    command = [sys.executable, "-m", "benchmarks.aot.measured", str(ROOT / "benchmarks" / "results" / "h100")]
+    done = subprocess.run(command, env=FOREIGN, capture_output=True, text=True)
+    with capsys.disabled():
+        print("\n" + done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout.count("| fit |"), done.stdout.count("| check |")) == (5, 6)
+    fitted = re.findall(r"(\S+) \(the fit: (\S+)\)", done.stdout)
+    assert len(fitted) == 3
+    assert all(float(used) == pytest.approx(float(fit), rel=0.02) for used, fit in fitted)

@@ -679,18 +679,19 @@ def test_compiled_rows_may_lie_apart() -> None:
         check(OP, case, case.run(**views, **{"layout.block_table": table}), [])
 
 
+@pytest.mark.parametrize("stream", [1, 2])  # on a host 1 stands for one that captures
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its library takes host pointers")
-def test_a_captured_compiled_launch_leaves_its_counters_as_it_found_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_launch_leaves_kept_counters_as_it_found_them(stream: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = in_16_bits([([1] * 5, 0, 300), ([1], 0, 9)], heads=FEW)
 
-    class Capturing:  # a host's stream that is not null stands for one that captures
+    class OnStream:
         def __getattr__(self, name: str) -> Any:
             found = getattr(emulation.library(), name)
-            return (lambda **given: found(**given | {"stream": 1})) if name == "fb_branch_attention" else found
+            return (lambda **given: found(**given | {"stream": stream})) if name == "fb_branch_attention" else found
 
     with running("cuda"):
         want = case.run()
-        monkeypatch.setattr(cuda, "library", Capturing)
+        monkeypatch.setattr(cuda, "library", OnStream)
         for _ in range(3):
             assert same(case.run(), want)
 

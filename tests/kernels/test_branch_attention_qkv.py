@@ -174,19 +174,20 @@ def test_compiled_rows_and_slots_may_lie_apart(rows: int) -> None:
         check(OP, case, case.with_(**padded).run(), [])
 
 
+@pytest.mark.parametrize("stream", [1, 2])  # on a host 1 stands for one that captures
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its library takes host pointers")
-def test_a_captured_launch_leaves_its_counters_as_it_found_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_leaves_kept_counters_as_it_found_them(stream: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several blocks for a key head the last to arrive merges, at every replay."""
     case = in_16_bits(rows=5, held=200, spare=5, kv_heads=1)
 
-    class Capturing:  # a host's stream that is not null stands for one that captures
+    class OnStream:
         def __getattr__(self, name: str) -> Any:
             found = getattr(emulation.library(), name)
-            return (lambda **given: found(**given | {"stream": 1})) if name == "fb_branch_attention_qkv" else found
+            return (lambda **given: found(**given | {"stream": stream})) if name == "fb_branch_attention_qkv" else found
 
     with running("cuda"):
         want = case.fresh().run()[0]
-        monkeypatch.setattr(cuda, "library", Capturing)
+        monkeypatch.setattr(cuda, "library", OnStream)
         for _ in range(3):
             assert torch.equal(case.fresh().run()[0], want)
 

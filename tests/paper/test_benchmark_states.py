@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from paper_runs import TRAINED, settings
-from report_runs import Page
+from report_runs import rows_of, section
 from runs import contents, linked, receipts
 from typer.testing import CliRunner
 
@@ -108,10 +108,11 @@ def test_they_stand_beside_the_validation_problems(run, tmp_path):
     assert {"SLM", "LLM", "Direct-B_8", "reranker"} == {row["score"] for row in rows}
     known = [("validation", judged_states(CHOSEN, run)), ("demo:plans", states)]
     assert found.parts["coverage"] == [{"where": name, **row} for name, of in known for row in coverage_rows(of)]
-    page = Page(render([found]).html())
-    shown = {tuple(row[:2]) for table in page.tables for row in table}
-    assert {("reranker", "validation"), ("reranker", "demo:plans")} <= shown
-    assert "All events, demo:plans." in page.text
+    shown = section(render([found], {}), "Agreement with rollouts")
+    assert {("reranker", "validation"), ("reranker", "demo:plans")} <= {
+        (row["score"], row["where"]) for row in rows_of(shown)
+    }
+    assert "At all events, demo:plans." in shown
 
 
 def test_a_benchmark_without_an_admitted_state_has_no_rows(trained, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ import pytest
 import yaml
 from limits import HANG
 from paper_runs import TRAINED, settings
+from report_runs import rows_of as shown_rows
+from report_runs import section
 from runs import children_of, contents, ended, linked, receipts
 from typer.testing import CliRunner
 from warm import futurebridge, start_futurebridge
@@ -295,15 +298,15 @@ def test_a_text_parts_at_the_event_whose_token_differs(tokens, step):
     assert parting_event(greedy, Row(**known, **counts, tokens=tokens, events=[event])) == step
 
 
-def test_changed_problems_are_told_by_the_event_at_which_the_texts_part(made, found, chosen):
+def test_changed_answers_are_counted_by_the_event_at_which_the_texts_part(made, found, chosen):
     run, _, _ = made
     rows = {}
     for key in ("greedy", "published"):
         for file in sorted((run / "variants" / key / "comparison").glob("*.jsonl")):
             for row in map(json.loads, file.read_text().splitlines()):
                 rows.setdefault(key, {})[row["problem"], row["seed"]] = row
-    wanted = []
-    for (problem, seed), row in rows["published"].items():
+    wanted = Counter()
+    for (problem, _), row in rows["published"].items():
         greedy = rows["greedy"][problem, None]
         if (row["verdict"] == "correct") != (greedy["verdict"] == "correct"):
             both = zip(greedy["tokens"], row["tokens"], strict=False)
@@ -311,12 +314,13 @@ def test_changed_problems_are_told_by_the_event_at_which_the_texts_part(made, fo
             event = next(event for event in row["events"] if event["step"] == step)
             assert event["pool"][0] == greedy["tokens"][step] != event["pool"][event["choice"]]
             kind = token_kind(models_of(chosen.models).tokenizer.decode([greedy["tokens"][step]]))
-            wanted.append((problem, seed, row["verdict"] == "correct", step, kind))
-    assert wanted
+            wanted["wrong → right" if row["verdict"] == "correct" else "right → wrong", kind] += 1
+        else:
+            wanted["none", ""] += 1
+    assert len(wanted) > 1
     changes = found.parts["changes"]
     assert {row["method"] for row in changes} == {"Published recipe"}
-    names = ("problem", "seed", "gained", "step", "kind")
-    assert sorted(tuple(row[name] for name in names) for row in changes) == sorted(wanted)
+    assert {(row["change"], row["kind of event"]): row["answers"] for row in changes} == wanted
 
 
 def test_a_new_ablation_is_one_entry(made, chosen, monkeypatch):
@@ -336,8 +340,8 @@ def test_a_new_ablation_is_one_entry(made, chosen, monkeypatch):
     assert (ours.label, new.label) == ("all events", "one event")
     assert new.accuracy == statistics.average_interval([list(outcomes(run, "events-1")[0].values())])
     assert set(new.minus) == {"greedy", "direct", "published"}
-    (section,) = [section for section in render([found]).sections if section.title == "Number of events"]
-    assert [block.caption for block in section.blocks if hasattr(block, "rows")] == ["Number of events on demo:plans"]
+    shown = shown_rows(section(render([found], {}), "Number of events"))
+    assert [row["label"] for row in shown] == ["all events", "one event"]
 
 
 def test_a_benchmark_has_its_own_events_and_tokens(trained, tmp_path):
@@ -607,7 +611,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     assert done.returncode == 0, done.stderr
     assert "not made" not in done.stdout
     assert not list(run.rglob(PROBLEM))
-    assert (run / "report" / "report.html").stat().st_size > 10_000
+    assert (run / "report" / "report.md").stat().st_size > 10_000
     found = gather(chosen, run)
     assert {row.table for row in found.results} == set(TABLES)
     for row in found.results:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from report_runs import read, render, table, tiny
+from report_runs import read, render, rows_of, section, tiny
 
-from benchmarks.paper.orderings import ordering_blocks, orderings
-from benchmarks.paper.page import Paragraph
+from benchmarks.paper.orderings import ordering_lines, orderings
 from benchmarks.paper.published import averages
 from benchmarks.paper.rows import Result
 
@@ -16,14 +15,14 @@ def rows_read(rows: list[dict]) -> tuple[Result, ...]:
 
 
 def test_a_loss_is_told_where_a_win_would_be():
-    def paragraphs(shift: float) -> list[str]:
-        return [block.text for block in ordering_blocks(read(tiny(shift=shift))) if isinstance(block, Paragraph)]
+    def lines(shift: float) -> list[str]:
+        return ordering_lines({"b": read(tiny(shift=shift)).results})
 
-    against, counts = paragraphs(0.6)
-    assert against.startswith("Reversed: published recipe > takeover (paper +2.0, here -63.4 [")  # before the counts
-    assert "published recipe > direct LLM score (paper +3.2, here -" in against
-    assert counts.startswith("Verdicts on the paper's orderings: reversed ")
-    assert "published recipe > direct LLM score" not in paragraphs(0.0)[0]
+    counts, _, _, _, first, *_ = lines(0.6)
+    assert counts.startswith("Verdicts: b: reversed ")
+    assert first.startswith("| published recipe > takeover | +2.0 | -63.4 [")
+    assert first.endswith("] reversed |")
+    assert not [line for line in lines(0.0) if line.startswith("| published recipe > d") and "reversed" in line]
 
 
 def test_orderings_are_the_papers_and_none_is_against_its_averages():
@@ -127,4 +126,5 @@ def test_a_wrong_sample_is_held_against_a_right_one():
     assert found["first correct sample > incorrect sample"].difference == (0.1, 0.05, 0.2)
     assert found["first correct sample > incorrect sample"].paper == pytest.approx(50.38 - 46.1)
     assert "verified future > incorrect sample" not in found
-    assert "minus first correct sample, pp [95%]" in table(render({"name": "n", "results": rows}), "Futures on b").head
+    shown = rows_of(section(render({"name": "n", "results": rows}), "Futures"))
+    assert shown[1]["minus first correct sample"] == "-0.1 [-0.2, -0.05]"

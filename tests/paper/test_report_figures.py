@@ -13,7 +13,6 @@ from matplotlib import style
 from matplotlib.text import Text
 from report_runs import (
     METHODS,
-    SWEPT,
     around,
     everywhere,
     read,
@@ -25,48 +24,38 @@ from benchmarks.paper import figures
 from benchmarks.paper.rows import Run
 
 
-def drawn_with(name: str, found: Run) -> list:
+def drawn_with(name: str, found: Run):
     """What a figure is made of."""
-    methods = figures.panels([found], "methods")
-    return {
-        "forest": [methods],
-        "agreement": [found.parts.get("agreement", ())],
-        "curve": [found, "quantiles", "request quantile"],
-        "horizons": [found, "horizons", "horizon"],
-        "frontier": [found],
-    }[name]
+    return figures.panels([found], "methods") if name == "forest" else found
 
 
-DRAWN = {"forest": "forest", "agreement": "agreement", "curve": "curve", "horizons": "curve", "frontier": "frontier"}
+DRAWN = ("forest", "frontier")
 
 
 def drawn(name: str, found: Run):
     """A figure by itself, laid out."""
-    data, *more = drawn_with(name, found)
     with style.context(["default", theme._style(theme.LIGHT)]):
-        figure = inspect.unwrap(getattr(figures, DRAWN[name]))(data, theme.LIGHT, *more)
+        figure = inspect.unwrap(getattr(figures, name))(drawn_with(name, found), theme.LIGHT)
         figure.draw_without_rendering()
     return figure
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_figures_are_svg_by_themselves_in_two_themes(name):
-    draw, found = getattr(figures, DRAWN[name]), read(tiny())
+def test_figures_are_svg_by_themselves_for_light_and_dark_pages(name):
+    draw, found = getattr(figures, name), read(tiny())
     before = dict(matplotlib.rcParams)
-    picture = draw(*drawn_with(name, found))
-    assert draw(*drawn_with(name, found)) == picture
+    picture = draw(drawn_with(name, found))
+    assert draw(drawn_with(name, found)) == picture
     assert dict(matplotlib.rcParams) == before
-    assert draw(*drawn_with(name, read({"name": "bare"}))) is None
-    for svg in picture:
-        root = ElementTree.fromstring(svg)
-        assert root.tag.endswith("svg")
-        assert not {"script", "image", "text"} & {e.tag.split("}")[1] for e in root.iter()}
-        links = [value for e in root.iter() for key, value in e.attrib.items() if key.split("}")[-1] == "href"]
-        assert all(link.startswith("#") for link in links)
-        assert "dc:date" not in svg
-    assert theme.LIGHT.ink in picture.light
-    assert theme.DARK.ink in picture.dark
-    assert theme.LIGHT.ink not in picture.dark
+    assert draw(drawn_with(name, read({"name": "bare"}))) is None
+    root = ElementTree.fromstring(theme.alone(picture))
+    assert root.tag.endswith("svg")
+    assert not {"script", "image", "text"} & {e.tag.split("}")[1] for e in root.iter()}
+    links = [value for e in root.iter() for key, value in e.attrib.items() if key.split("}")[-1] == "href"]
+    assert all(link.startswith("#") for link in links)
+    assert "dc:date" not in picture
+    assert theme.LIGHT.ink in picture
+    assert theme.DARK.ink in theme.alone(picture)
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -75,8 +64,7 @@ def test_figures_take_hostile_text_and_many_benchmarks(name, recwarn):
     found = tiny(benchmarks=("$a", "b^{", "c"))
     for rows in (found["results"], *found["parts"].values()):
         rows[:] = [everywhere(row, text) for row, text in zip(rows, itertools.cycle(hostile), strict=False)]
-    for svg in getattr(figures, DRAWN[name])(*drawn_with(name, read(found))):
-        ElementTree.fromstring(svg)
+    ElementTree.fromstring(getattr(figures, name)(drawn_with(name, read(found))))
     assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
 
 
@@ -98,23 +86,6 @@ def test_dots_are_the_rows_intervals_in_one_order():
     by_title = {axis.get_title(loc="left"): dots(axis) for axis in axes}
     assert by_title["one"] == wanted
     assert by_title["other"] == {place: ends for place, ends in wanted.items() if place != 1}
-    axes = drawn("agreement", read(tiny())).axes
-    assert dots(axes[0])[0] == (49, 55)
-    assert 0 not in dots(axes[2])  # known nowhere
-
-
-def test_curves_go_through_the_means_of_their_rows():
-    axis = drawn("curve", read(tiny())).axes[0]
-    lines = {line.get_label(): line for line in axis.lines}
-    wanted = [(quantile, 100 * accuracies[1]) for quantile, accuracies in SWEPT.items()]
-    assert np.allclose(lines["Published recipe"].get_xydata(), wanted)
-    assert lines["Greedy"].get_ydata()[0] == pytest.approx(71.2)
-    assert (lines["Published recipe"].get_color(), lines["Direct LLM score"].get_color()) == (
-        theme.LIGHT.ours,
-        theme.LIGHT.others,
-    )
-    (line,) = [one for one in drawn("horizons", read(tiny())).axes[0].lines if one.get_label() == "Published recipe"]
-    assert np.allclose(line.get_xydata(), [(4, 59.2), (16, 95.8)])
 
 
 def test_the_line_of_the_frontier_ends_at_greedy_and_takeover():
@@ -128,7 +99,7 @@ def test_the_line_of_the_frontier_ends_at_greedy_and_takeover():
         assert np.allclose(np.diff(ys) / np.diff(xs), (99.2 - 71.2) / (ends[1] - ends[0]))  # straight; the axis is not
         swept = [one for one in axis.lines if one.get_linestyle() == ":"]
         assert [len(one.get_xdata()) for one in swept] == [2] * (axis is not time)  # R2R's thresholds have no times
-    assert (len(tokens.containers), len(time.containers)) == (len(METHODS), 4)
+    assert (len(tokens.containers), len(time.containers)) == (len(METHODS), 3)
     assert [text.get_text() for text in time.texts][-1] == "Takeover, plain loop"
     colours = {text.get_text(): text.get_color() for text in tokens.texts}
     assert colours["Published recipe"] == theme.LIGHT.ours

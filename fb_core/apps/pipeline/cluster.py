@@ -59,11 +59,7 @@ def work_on_ray(
 ) -> None:
     """Compute and write shards on one worker per GPU of the cluster, or per core if there is no GPU to use.
 
-    Args:
-        make: makes what works on a shard, in each worker.
-        shards: their names.
-        on_gpu: whether the work uses a GPU if there is one.
-        on_done: called with a finished shard and its counts.
+    `make` makes what works on a shard, in each worker; `on_done` gets a finished shard and its counts.
 
     If a worker dies, with its process or its node, its shard goes to another one. Afterwards the workers stay idle
     until the next stage or `dismiss`. Without RAY_ADDRESS in the environment, Ray is started on this machine, on

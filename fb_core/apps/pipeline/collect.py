@@ -39,16 +39,10 @@ def collect(
     on_done: Callable[[int], None] | None = None,
     write: Callable[[Sequence[Tensor], int], list[Tensor]] | None = None,
 ) -> list[Trajectory]:
-    """Greedy SLM outputs, and the entropy at every step from one teacher-forced pass.
+    """Greedy SLM outputs, and the entropy over the `top_k` logits at every step from one teacher-forced pass.
 
-    Args:
-        slm: the small model.
-        problems: what is asked.
-        prompts: one [P] of ids per problem.
-        max_new_tokens: longest output.
-        top_k: size of the softmax that the entropy is taken over.
-        on_done: called with the number of finished problems.
-        write: writes the outputs from prompts and max_new_tokens; the SLM in this process if None.
+    A problem's prompt is [P] ids. `on_done` gets the number of finished problems. `write` writes the outputs from
+    prompts and max_new_tokens; None for the SLM in this process.
     """
     policy = RequestPolicy(float("inf"), top_k)
     outputs = (write or slm.complete_many)(prompts, max_new_tokens)

@@ -51,21 +51,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Receipt:
-    """A finished shard.
+    """A finished shard."""
 
-    Attributes:
-        identity: digest of the stage's identity when it began.
-        files: name -> {"bytes", "sha256"}.
-        counts: what the shard holds, by name.
-        seconds: wall time of the work, summed over processes.
-        device: where it ran, such as "cpu", "server" or "NVIDIA H200".
-    """
-
-    identity: str
-    files: dict[str, dict[str, Any]]
-    counts: dict[str, int]
-    seconds: float
-    device: str
+    identity: str  # digest of the stage's identity when it began
+    files: dict[str, dict[str, Any]]  # name -> {"bytes", "sha256"}
+    counts: dict[str, int]  # what the shard holds, by name
+    seconds: float  # wall time of the work, summed over processes
+    device: str  # where it ran, such as "cpu", "server" or "NVIDIA H200"
 
 
 def table_bytes(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, pa.DataType]) -> bytes:
@@ -91,12 +83,7 @@ def sealed_bytes(value: dict[str, Any]) -> bytes:
 
 
 class Artefact:
-    """One stage's folder.
-
-    Args:
-        run: folder of the whole run.
-        stage: name of the stage, and of its folder.
-    """
+    """One stage's folder: it has the stage's name and lies in the run's."""
 
     def __init__(self, run: Path, stage: str) -> None:
         self.path = run / stage
@@ -145,14 +132,9 @@ class Artefact:
         return manifest
 
     def begin(self, identity: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
-        """Begin the stage, or resume it.
+        """Begin the stage, or resume it; returns the manifest.
 
-        Args:
-            identity: everything that the stage's files depend on.
-            chosen: what was decided for this machine; ignored if the stage has begun, since the manifest holds it.
-
-        Returns:
-            the manifest.
+        `chosen` was decided for this machine; if the stage has begun, what its manifest holds counts.
 
         Raises:
             ValueError: the stage was begun with another identity; the message names the differences.

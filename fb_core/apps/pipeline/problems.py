@@ -36,44 +36,26 @@ Rows = Iterable[tuple[str, Any]]  # (place in the source, row)
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem.
+    """A problem with its gold answer."""
 
-    Attributes:
-        id: unique within its set.
-        text: what is asked.
-        answer: the gold answer, bare.
-    """
-
-    id: str
-    text: str
-    answer: str
+    id: str  # unique within its set
+    text: str  # what is asked
+    answer: str  # the gold one, bare
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A known set of problems; the defaults are those of a user's own file.
+    """A known set of problems; the defaults are those of a user's own file."""
 
-    Attributes:
-        hub_id: the data set on the hub.
-        split: its split.
-        count: number of rows in that split, over all configs.
-        configs: read one after the other; None is the default config.
-        field: the row's field that holds the gold answer.
-        gold: reads the answer from the field's text; returns None if there is none, "" if the set left it empty.
-        expected: what the field should hold, for error messages.
-        unsolved: whether rows with an empty gold answer are left out instead of refused.
-        repeats: number of runs with different seeds that an evaluation averages.
-    """
-
-    hub_id: str = ""
+    hub_id: str = ""  # the data set on the hub
     split: str = ""
-    count: int = 0
-    configs: tuple[str | None, ...] = (None,)
-    field: str = "answer"
-    gold: Callable[[str], str | None] = str.strip
-    expected: str = "an answer"
-    unsolved: bool = False
-    repeats: int = 1
+    count: int = 0  # number of rows in that split, over all configs
+    configs: tuple[str | None, ...] = (None,)  # read one after the other; None is the default config
+    field: str = "answer"  # the row's field that holds the gold answer
+    gold: Callable[[str], str | None] = str.strip  # the answer in its text; None if there is none, "" if left empty
+    expected: str = "an answer"  # what the field should hold, for error messages
+    unsolved: bool = False  # whether rows with an empty gold answer are left out instead of refused
+    repeats: int = 1  # number of runs with different seeds that an evaluation averages
 
 
 def _after_hashes(text: str) -> str | None:

@@ -137,10 +137,7 @@ def _plain(value: Any, column: pa.DataType) -> Any:
 class Examples:
     """The records of one shard from a run's finished stages; each kind is read when first used.
 
-    Args:
-        run: folder of the run.
-        shard: its name.
-        device: of the trajectories' tokens and entropies; all else is on the CPU.
+    The trajectories' tokens and entropies are on the device, all else is on the CPU.
 
     Raises:
         ValueError: on reading: a file is missing, damaged, of another format, or of another run's states.

@@ -39,36 +39,20 @@ class Output(NamedTuple):
 class Stage(ABC):
     """One stage over one run's folder.
 
-    A stage can read only its slice of the settings, and that slice is part of the identity of its files.
-
-    Args:
-        settings: of the whole run.
-        run: its folder.
-        instead: stages that take the place of others under their names, as a variant's own scores.
-
-    Attributes:
-        name: of the stage and its folder.
-        command: the command that runs it.
-        slice: the settings that it reads, by section or key; all stages also read those of the models, but identify
-            the models by hashes.
-        reads: the stages whose files it reads; may depend on the settings.
-        uses: roles whose identity its files depend on, among "slm", "llm", "tokenizer" and "valid_vocab".
-        unit: what its shards count.
-        parallel: whether shards can be worked on in any order and on any worker.
-        writer: the role of the model that does the work; "llm" may be on a server.
-        settings: its slice.
-        is_main: False in a process that only helps another one and writes nothing.
-        on_progress: called with the number of finished units of the current shard.
+    A stage can read only its slice of the settings, and that slice is part of the identity of its files. The stages
+    of `instead` take the place of others under their names, as a variant's own scores.
     """
 
-    name: ClassVar[str]
-    command: ClassVar[str]
+    name: ClassVar[str]  # of the stage and its folder
+    command: ClassVar[str]  # the command that runs it
+    # the settings that it reads, by section or key; all stages also read the models', but identify models by hashes
     slice: ClassVar[Sequence[str]] = ()
-    reads: Sequence[type[Stage]] = ()
+    reads: Sequence[type[Stage]] = ()  # the stages whose files it reads; may depend on the settings
+    # roles whose identity its files depend on, among "slm", "llm", "tokenizer" and "valid_vocab"
     uses: ClassVar[Sequence[str]] = ("slm", "tokenizer")
-    unit: ClassVar[str] = "problems"
-    parallel: ClassVar[bool] = True
-    writer: ClassVar[Literal["slm", "llm"]] = "slm"
+    unit: ClassVar[str] = "problems"  # what its shards count
+    parallel: ClassVar[bool] = True  # whether shards can be worked on in any order and on any worker
+    writer: ClassVar[Literal["slm", "llm"]] = "slm"  # the role of the model that works; "llm" may be on a server
 
     def __init__(
         self, settings: RunSettings, run: Path, instead: Mapping[type[Stage], type[Stage]] = MappingProxyType({})
@@ -78,8 +62,8 @@ class Stage(ABC):
         self.settings = cast(RunSettings, Slice(settings, (*self.slice, "models")))
         self.run = run
         self.folder = Artefact(run, self.name)
-        self.on_progress: Callable[[int], None] = lambda done: None
-        self.is_main = True
+        self.on_progress: Callable[[int], None] = lambda done: None  # takes the finished units of the current shard
+        self.is_main = True  # False in a process that only helps another one and writes nothing
 
     @property
     def served(self) -> bool:
@@ -141,10 +125,7 @@ class Stage(ABC):
         return f"**{self.name}**: {', '.join(counts)}; {clock(manifest['cost']['seconds'])} of work"
 
     def identity(self, models: bool = True) -> dict[str, Any]:
-        """Everything that its files depend on.
-
-        Args:
-            models: whether to include the models' hashes, for which they may have to be downloaded.
+        """Everything that its files depend on; with `models` their hashes, for which they may have to be downloaded.
 
         Raises:
             ValueError: a stage that it reads is not finished, or was made with other settings or models.
@@ -184,15 +165,9 @@ SERVED_AT_ONCE = 4  # shards at once, so that a server stays busy while one shar
 
 
 def run_stage(stage: Stage, engine: Engine = "local", *, is_main: bool = True) -> dict[str, Any]:
-    """Do what is left of a stage and write its final manifest.
+    """Do what is left of a stage and write its final manifest, which is returned; empty if not `is_main`.
 
-    Args:
-        stage: to run.
-        engine: "local" for this process, "ray" for workers of a Ray cluster.
-        is_main: False in a process that only helps another one and writes nothing.
-
-    Returns:
-        the manifest; empty if not `is_main`.
+    The engine "local" is this process, "ray" workers of a Ray cluster.
 
     Raises:
         ValueError: the stage was begun with other settings, models or inputs, or an input is missing or damaged.

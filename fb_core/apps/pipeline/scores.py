@@ -22,12 +22,10 @@ PartKind = Literal["joint", "slm", "llm", "slm-wide"]
 
 
 def part_of(pool: Pool, slm_k: int, kind: PartKind = "joint") -> Pool:
-    """A part of a logged pool, which has more SLM candidates than a decoder takes.
+    """A part of a logged pool, which has more SLM candidates than the `slm_k` that a decoder takes.
 
-    Args:
-        pool: the SLM's likeliest candidates first, then the LLM's that are not among them.
-        slm_k: number of SLM candidates in a decoder's pool.
-        kind: "joint", "slm" or "llm" as a decoder forms it; "slm-wide" for all logged SLM candidates.
+    The SLM's likeliest candidates come first, then the LLM's that are not among them. "joint", "slm" and "llm" are as a
+    decoder forms them; "slm-wide" has all logged SLM candidates.
     """
     ids, bits, logprob = pool.ids.tolist(), pool.sources.tolist(), pool.llm_logprob.tolist()
     small = [index for index, bit in enumerate(bits) if bit & SLM]
@@ -58,13 +56,8 @@ def score_states(
 ) -> list[Tensor]:
     """One float32 [K, horizon] per future: its log-probs after each candidate of its state's pool.
 
-    Args:
-        scorer: over the frozen SLM.
-        futures: one per state, of `horizon` tokens or more; the others are ignored.
-        horizon: tokens of the future to score.
-        on_done: called with the number of finished groups.
-        batch: trajectories between two calls of `on_done`.
-        token_budget: most rows of a packed forward.
+    Futures need `horizon` tokens or more; the others are ignored. `on_done` gets the number of finished groups after
+    every `batch` trajectories; `token_budget` is the most rows of a packed forward.
     """
     members: dict[int, list[int]] = {}
     for index, future in enumerate(futures):

@@ -71,7 +71,6 @@ class Application(Starlette):
     """The server's routes; errors have OpenAI's format, and each request is a line in the access log.
 
     Args:
-        service: answers the requests.
         key: clients must send it as `Authorization: Bearer ...`; None if no key is needed.
         loopback: whether it is reached under this machine's own names alone; without a key, others are refused.
         page: whether `/` is a page on which prompts can be tried.

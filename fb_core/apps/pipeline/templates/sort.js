@@ -6,7 +6,6 @@ for (const table of document.querySelectorAll("table")) {
   for (const head of table.tHead.rows[0].cells) {
     const button = document.createElement("button");
     button.append(...head.childNodes);
-    if (!button.textContent) button.setAttribute("aria-label", "sort");
     head.append(button);
     button.onclick = () => {
       const numeric = head.className === "r";
