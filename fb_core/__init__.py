@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fb_core.decode.decoder import CollaborativeDecoder, Generation, LowLatencyDecoder
     from fb_core.decode.deployment import Deployment, deployment_of
     from fb_core.decode.engine import Engine
+    from fb_core.decode.pair import Pair
     from fb_core.decode.policy import RequestPolicy
     from fb_core.decode.selectors import (
         FutureBridgeSelector,
@@ -50,6 +51,7 @@ _HOMES = {
     "fb_core.decode.engine": ("Engine",),
     "fb_core.llm.http": ("ServerError",),
     "fb_core.llm.local": ("LocalLLM",),
+    "fb_core.decode.pair": ("Pair",),
     "fb_core.decode.policy": ("RequestPolicy",),
     "fb_core.events": ("Event", "Pool"),
     "fb_core.decode.deployment": ("Deployment", "deployment_of"),
@@ -94,6 +96,7 @@ __all__ = [
     "LLMPreference",
     "LocalLLM",
     "LowLatencyDecoder",
+    "Pair",
     "Pool",
     "RandomChoice",
     "Recipe",
