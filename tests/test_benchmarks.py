@@ -51,6 +51,7 @@ def command(folder: Path, device: str, *options: str) -> str:
     ("device", "chosen", "ops"),
     [("cuda", "test", OPS), ("cpu", "llama and dtype1 or linear_logprob or beside_servers", ON_CPUS_ALONE)],
 )
+@pytest.mark.sweep(2)
 def test_every_benchmark_runs(tmp_path: Path, device: str, chosen: str, ops: dict[str, set[str]]) -> None:
     output = command(tmp_path, device, "-k", chosen)
     results = {file.stem: json.loads(file.read_text())["cases"] for file in (tmp_path / "cpu").iterdir()}

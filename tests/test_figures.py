@@ -121,6 +121,7 @@ def test_the_cost_page_takes_the_measured_time_of_a_group() -> None:
     assert f"**{1e3 * cost.GROUP:.1f} ms**" in figures.gpu_headline(figures.load(ROOT, "h100")["scorer"])[0]
 
 
+@pytest.mark.sweep
 def test_plots_are_the_same_every_time_and_see_through(gpu_root: Path) -> None:
     figures.main(gpu_root)
     folder = gpu_root / "docs" / GPU

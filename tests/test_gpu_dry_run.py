@@ -371,6 +371,7 @@ def test_the_stages(tmp_path: Path) -> None:
 
 @ONCE
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_experiments(tmp_path: Path) -> None:
     fewer = {"problems": {"validation": 5}, "train": {"seeds": [0]}, "evaluate": {"limit": 2}, "compare": {"timed": 1}}
     stages.experiments(tmp_path, "cpu", "bfloat16", fewer)

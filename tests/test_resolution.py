@@ -59,6 +59,7 @@ def newest(package: str, tmp_path: Path) -> str:
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("constraints", SETS)
+@pytest.mark.sweep(3)
 def test_every_set_resolves(constraints: str, python: str, machine: str) -> None:
     found = resolve(python, machine, "--constraint", constraints, "--extra", "dev", "--extra", "ray", "--extra", "data")
     fixed = pins(constraints)
@@ -68,6 +69,7 @@ def test_every_set_resolves(constraints: str, python: str, machine: str) -> None
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.sweep(6)
 def test_the_newest_of_everything_resolves(python: str, machine: str) -> None:
     extras = ("run", "gpu", "data", "ray", "lm-eval", "serve", "serve-ray")
     found = resolve(python, machine, *(f"--extra={extra}" for extra in extras))
@@ -95,6 +97,7 @@ def test_a_set_that_does_not_go_together_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_pip_finds_the_default_set_for_this_python(tmp_path: Path) -> None:
     target = ["--only-binary=:all:", f"--no-binary={','.join(SOURCE_ALONE)}", "--target", str(tmp_path)]
     newest_pip = [sys.executable, "-m", "uv", "tool", "run", "--quiet", "--python", sys.executable, "pip"]

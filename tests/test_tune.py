@@ -257,6 +257,7 @@ def test_candidates_are_beside_the_value() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.tune", "swiglu", "--seconds", "1"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "FB_KERNELS_BACKEND": "triton"}

@@ -87,6 +87,7 @@ def test_demo_command_is_installed(installed, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_a_compiler_without_openmp_builds_for_one_thread(tmp_path):
     real = shutil.which("g++") or shutil.which("clang++")
     if real is None:

@@ -17,6 +17,7 @@ IN_A_ROW = 4  # kills of one run, each of the process that went on behind the on
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.sweep(2)
 def test_a_killed_stage_goes_on_to_the_same_bytes(undisturbed, tmp_path, command):
     folders, seconds = undisturbed
     expected = contents(folders[command])

@@ -356,6 +356,7 @@ MORE_HOSTILE = {
     [*HOSTILE.values(), *(pytest.param(t, marks=pytest.mark.slow) for t in MORE_HOSTILE.values())],
     ids=[*HOSTILE, *MORE_HOSTILE],
 )
+@pytest.mark.sweep(3)
 def test_hostile_answers_end_in_a_logged_verdict(
     verifier: Verifier, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -370,6 +371,7 @@ def test_hostile_answers_end_in_a_logged_verdict(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [*HOSTILE.values(), *MORE_HOSTILE.values()], ids=[*HOSTILE, *MORE_HOSTILE])
+@pytest.mark.sweep(4)
 def test_hostile_golds_end_in_a_logged_verdict(verifier: Verifier, text: str, caplog: pytest.LogCaptureFixture) -> None:
     gold = boxed(text) or text
     with caplog.at_level(logging.INFO, logger="fb_core.verify.verifier"):

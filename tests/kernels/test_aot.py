@@ -28,7 +28,9 @@ TOGETHER = {op: [op] for op in SLOW} | {"others": [op for op in OPS if op not in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ops", TOGETHER.values(), ids=TOGETHER)
+@pytest.mark.parametrize(
+    "ops", [pytest.param(ops, id=name, marks=[pytest.mark.sweep] * (name in SLOW)) for name, ops in TOGETHER.items()]
+)
 def test_compiles_without_a_fault(ops: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.aot", *ops, "--arch", "sm_90", "--quick", "--json"],

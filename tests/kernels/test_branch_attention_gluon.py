@@ -340,6 +340,7 @@ def test_a_deadlock_is_seen(mistake: str) -> None:
 
 
 @pytest.mark.parametrize("mistake", UNSURE)
+@pytest.mark.sweep(2)
 def test_what_may_end_in_any_way_does_not_always_end_well(mistake: str) -> None:
     assert {outcome(seed, *UNSURE[mistake]) for seed in range(6)} != {"right"}
 

@@ -115,7 +115,7 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 @promised(EVERY)
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], max_examples=25)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(data=st.data())
 def test_it_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
     """Within rounding, whatever lies around its arguments, which stay as they are; and each time the same."""
@@ -151,6 +151,7 @@ def test_it_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
 
 
 @promised([(op, way) for op, way in EVERY if declared(op, way)[1].also])
+@pytest.mark.sweep(2)
 def test_it_is_the_definition_past_a_block(name: str, way: str) -> None:
     op, taken = declared(name, way)
     for sizes in taken.also:
@@ -314,6 +315,7 @@ def test_an_operator_has_a_gradient_or_refuses() -> None:
 
 
 @promised(EVERY)
+@pytest.mark.sweep(2)
 def test_opcheck(name: str, way: str) -> None:
     """Every operator that a call and its gradients come to, as they call it."""
     op, taken = declared(name, way)

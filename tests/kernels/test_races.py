@@ -198,6 +198,7 @@ SHARING = {  # a small call of each op in which blocks share work
 @pytest.mark.parametrize(
     "mistake", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICKLY)) for each in MISTAKES]
 )
+@pytest.mark.sweep(3)
 def test_a_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
     name, file, pattern, replacement, seen = MISTAKES[mistake]
     runtime()

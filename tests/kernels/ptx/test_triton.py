@@ -58,6 +58,7 @@ def run(name: str, way: str, dtype: torch.dtype, place: int, small: bool) -> tup
 
 
 @pytest.mark.parametrize(("name", "way", "dtype", "place", "small"), calls())
+@pytest.mark.sweep(3)
 def test_it_is_the_definition(
     name: str, way: str, dtype: torch.dtype, place: int, small: bool, executed_kernels: Callable
 ) -> None:
