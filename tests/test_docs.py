@@ -120,7 +120,7 @@ def test_what_ray_serve_gets_is_known() -> None:
 
     (file,) = (block for block in blocks("serving.md", "yaml") if RAY_SERVE in block)
     (application,) = schema.ServeDeploySchema.model_validate(yaml.safe_load(file)).applications
-    (command,) = re.findall(r"^serve run fb_core\.serve\.replicas:app (.+)$", PAGES["serving.md"], re.MULTILINE)
+    (command,) = re.findall(r"^serve run fb_core\.apps\.serve\.replicas:app (.+)$", PAGES["serving.md"], re.MULTILINE)
     assert ReplicaSettings.model_validate(application.args).replicas == 16
     assert ReplicaSettings.model_validate(dict(word.split("=", 1) for word in shlex.split(command))).replicas == 8
     assert application.import_path == "fb_core.apps.serve.replicas:app"

@@ -241,13 +241,13 @@ def test_a_context_runs_once(
 ) -> None:
     _, ours = pair(model, words)
     rows: list[int] = []
-    forward = shared_prefix.hf.packed_forward
+    forward = shared_prefix.packed_forward
 
     def counted(model: PreTrainedModel, ids: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         rows.append(len(ids))
         return forward(model, ids, *arguments, **options)
 
-    monkeypatch.setattr(shared_prefix.hf, "packed_forward", counted)
+    monkeypatch.setattr(shared_prefix, "packed_forward", counted)
     context, letters = "Anna keeps red apples. Ben keeps five hats", (" A", " B", " C", " D")
     asked = requests("loglikelihood", *((context, text) for text in letters), ("Kate", " A"))
     ours.loglikelihood(asked, disable_tqdm=True)

@@ -179,7 +179,7 @@ def test_a_run_without_rollouts_or_scores_says_so(undisturbed, run, tmp_path):
         judge(settings(), undisturbed[0]["score"])
     place = linked(run, tmp_path / "run", "trajectories", "policy", "states", "futures", "held-out-rollouts")
     assert "Direct-B" not in judge(settings(), place)
-    assert "| all | LLM |" in judge(settings(), place)
+    assert "| LLM | all |" in judge(settings(), place)
 
 
 def test_the_command_shows_agreement(run, tmp_path):
@@ -190,7 +190,7 @@ def test_the_command_shows_agreement(run, tmp_path):
     done = CliRunner().invoke(app, called, catch_exceptions=False)
     assert done.exit_code == 0
     assert agreement_table(settings(), place) in done.stdout
-    assert "| all | reranker |" in done.stdout
+    assert "| reranker | all |" in done.stdout
     rows = {row["score"]: row for row in agreement_rows(judged_states(settings(), place)) if row["kind"] == "all"}
     assert rows["reranker"]["states"] == 45
     assert rows["reranker"]["pairs"] == rows["SLM"]["pairs"]

@@ -10,14 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fb_core.atomic import read_file
-from fb_core.runtime.sampling import Sampling
 from fb_core.verify import judges
+
+if TYPE_CHECKING:
+    from fb_core.runtime.sampling import Sampling
 
 
 def _server_url(url: str) -> str:
@@ -136,6 +138,8 @@ class PairSettings(Section):
         The request's attributes of the same names count where they are not None; a `top_k` of -1 is 0. A seed that
         neither names is new.
         """
+        from fb_core.runtime.sampling import Sampling  # with torch, which takes a second
+
         names = ("temperature", "top_p", "top_k", "seed")
         asked = [getattr(request, name, None) for name in names]
         temperature, top_p, top_k, seed = (
