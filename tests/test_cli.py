@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from limits import HANG
 from warm import futurebridge
 
@@ -492,26 +493,51 @@ def test_wrong_options_of_a_pair_are_a_line(options, words):
     assert result.stderr.count("\n") == 1
 
 
-def test_names_of_files_are_those_of_the_current_folder(tmp_path, monkeypatch):
-    """Of a run's settings, of its base and of a pair's, whatever lies beside the file that names them."""
+def test_names_of_files_are_looked_for_beside_the_settings_file(tmp_path, monkeypatch):
+    """Anything else is as it was given: a hub id, a known set, a file of the current folder, what --set says."""
     (tmp_path / "own" / "small").mkdir(parents=True)
-    (tmp_path / "own" / "train.jsonl").touch()
-    (tmp_path / "own" / "base.yaml").touch()
+    for name in ("train.jsonl", "test.jsonl", "a=b.jsonl"):
+        (tmp_path / "own" / name).touch()
     monkeypatch.chdir(tmp_path)
-    Path("base.yaml").write_text(PAIR)
-    Path("own/my.yaml").write_text("base: base.yaml\nproblems: {train: train.jsonl}\n")
-    settings = RunSettings.load("own/my.yaml")
-    assert (settings.models.slm, settings.problems.train) == ("a", "train.jsonl")
-    Path("own/pair.yaml").write_text("slm: small\nllm: demo:plans\n")
-    assert PairSettings.load(Path("own/pair.yaml")).slm == "small"
+    (tmp_path / "own" / "base.yaml").write_text("models: {slm: small, llm: me/large}\nverify: {workers: 3}\n")
+    (tmp_path / "own" / "my.yaml").write_text(
+        "base: base.yaml\nproblems: {train: train.jsonl, held_out: [gsm8k=test.jsonl, math-500, a=b.jsonl]}\n"
+        "evaluate: {benchmarks: [test.jsonl, there.jsonl]}\n"
+    )
+    settings = RunSettings.load("own/my.yaml", ["problems.validation=7"])
+    assert (settings.models.slm, settings.models.llm) == ("own/small", "me/large")
+    assert settings.problems.train == "own/train.jsonl"
+    assert settings.problems.held_out == ("gsm8k=own/test.jsonl", "math-500", "own/a=b.jsonl")
+    assert settings.evaluate.benchmarks == ("own/test.jsonl", "there.jsonl")
+    assert settings.verify.workers == 3
+    assert RunSettings.load("own/my.yaml", ["problems.train=train.jsonl"]).problems.train == "train.jsonl"
+    monkeypatch.chdir(tmp_path / "own")
+    assert RunSettings.load("my.yaml").problems.train == "train.jsonl"
+    (tmp_path / "own" / "pair.yaml").write_text("slm: small\nllm: demo:plans\nadapter: small\n")
+    pair = PairSettings.load(tmp_path / "own" / "pair.yaml")
+    assert (pair.slm, pair.llm, pair.adapter) == (
+        str(tmp_path / "own" / "small"),
+        "demo:plans",
+        str(tmp_path / "own" / "small"),
+    )
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
-def test_a_shipped_name_is_no_path(tmp_path, monkeypatch, make):
-    monkeypatch.chdir(tmp_path)
-    make(Path("tiny"))
-    Path("my.yaml").write_text("base: tiny\n")
-    assert RunSettings.load("my.yaml") == RunSettings.load("tiny")
+def test_known_names_and_names_at_a_server_are_no_paths(tmp_path, make):
+    for name in ("tiny", "qwen3-1.7b", "math-500", "math-train", "gsm8k", "demo:plans", "served"):
+        make(tmp_path / name)
+    file = tmp_path / "my.yaml"
+    sets = {"train": "math-train", "held_out": ["math-500"]}
+    file.write_text(yaml.safe_dump({"base": "tiny", "problems": sets, "evaluate": {"benchmarks": ["gsm8k"]}}))
+    settings = RunSettings.load(str(file))
+    assert (settings.problems.train, settings.problems.held_out) == ("math-train", ("math-500",))
+    assert (settings.evaluate.benchmarks, settings.models.slm) == (("gsm8k",), "demo:plans")
+    served = {"slm": "demo:plans", "llm": "served", "llm_server": {"url": "http://localhost:8000"}}
+    file.write_text(yaml.safe_dump({"models": served}))
+    assert RunSettings.load(str(file)).models.llm == "served"
+    for server in ({"server": "http://localhost:8000"}, {}):
+        file.write_text(yaml.safe_dump({"slm": "demo:plans", "llm": "served"} | server))
+        assert PairSettings.load(file, **({} if server else {"server": "http://localhost:8000"})).llm == "served"
 
 
 def test_a_pair_is_a_file_that_options_override(tmp_path):

@@ -49,6 +49,9 @@ LONGEST_NUMBER = 1000  # characters
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 NOT_IN_IDENTITY = "changes no result"  # marks a setting that is not part of a stage's identity
 AS_BEFORE = "at its default as before there was such a setting"  # marks one that is part of it at other values only
+FOLDERS = ("slm", "llm", "adapter")  # settings that may name a folder beside the file that they are in
+FILES = ("train", "held_out", "benchmarks")  # and those that may name files there
+DATA = (".jsonl", ".json", ".parquet")  # ends of such files; no known set has one
 SHIPPED = dict(sorted((path.stem, path) for path in (Path(__file__).parent / "configs").glob("*.yaml")))
 Settings = TypeVar("Settings", bound=BaseModel)
 Changes = Mapping[str, Mapping[str, Any]]  # new values, by section and key
@@ -130,7 +133,8 @@ class PairSettings(Section):
         options = {name: value for name, value in given.items() if value is not None}
         if file is None:
             return checked(cls, options, "")
-        return checked(cls, _read_yaml(file) | options, str(file))
+        served = {"server": options["server"]} if "server" in options else {}
+        return checked(cls, _beside(_read_yaml(file) | served, file.parent) | options, str(file))
 
     def sampling(self, request: object = None) -> Sampling | None:
         """What a request asks for, or else these settings; None at temperature 0.
@@ -442,7 +446,7 @@ class RunSettings(Section):
             ValueError: not YAML, too large, a key given twice, or settings that do not fit.
         """
         path = _file(source)
-        values = _read_yaml(path)
+        values = _beside(_read_yaml(path), path.parent)
         if "base" in values:
             values = _over(_base(path, values.pop("base")), values)
         return checked(cls, reduce(_over, map(_change, changes), values), source)
@@ -493,12 +497,13 @@ def first_words(name: str) -> str:
     return text.removeprefix("# ").partition("\n")[0].partition(". ")[0].rstrip(".")
 
 
-def _file(source: str) -> Path:
-    """The settings that are shipped under a name, else a file."""
+def _file(source: str, folder: Path = Path()) -> Path:
+    """The settings that are shipped under a name, else a file in a folder, else in the current one."""
     if source in SHIPPED:
         return SHIPPED[source]
-    if (path := Path(source)).is_file():
-        return path
+    for path in (folder / source, Path(source)):
+        if path.is_file():
+            return path
     raise OSError(f"{source}: expected a YAML file or one of {', '.join(SHIPPED)}, got neither; check the name")
 
 
@@ -517,12 +522,31 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
+def _beside(value: Any, folder: Path, key: str = "") -> Any:
+    """The values of a settings file, in which names of what lies in its folder have become paths."""
+    if isinstance(value, dict):
+        served = value.get("server") or value.get("llm_server")  # then llm is a name there
+        return {
+            name: inner if name == "llm" and served else _beside(inner, folder, name) for name, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [_beside(one, folder, key) for one in value]
+    if key not in (*FOLDERS, *FILES) or not isinstance(value, str) or folder == Path() or value.startswith("demo:"):
+        return value
+    is_there = os.path.isdir if key in FOLDERS else os.path.isfile
+    known_set, equals, file = value.rpartition("=")  # as in gsm8k=test.jsonl
+    for before, name in (("", value), (known_set + equals, file)):
+        if name and is_there(folder / name) and (key in FOLDERS or name.lower().endswith(DATA)):
+            return f"{before}{folder / name}"
+    return value
+
+
 def _base(file: Path, name: Any) -> dict[str, Any]:
-    """The settings that a file names as its base: shipped ones, or a file."""
+    """The settings that a file names as its base: shipped ones, or a file, looked for beside it first."""
     if not isinstance(name, str):
         raise ValueError(f"{file}: base: expected a file or a shipped name, got {type(name).__name__}; name one")
-    path = _file(name)
-    values = _read_yaml(path)
+    path = _file(name, file.parent)
+    values = _beside(_read_yaml(path), path.parent)
     if "base" in values:
         raise ValueError(f"{path}: expected a base of {file} without a base of its own, got one; name that one")
     return values
