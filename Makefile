@@ -46,7 +46,7 @@ test: $(STAMP)
 quick: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quick
 
-# And every case of the sweeps, of which `make test` runs a part: an hour on two cores.
+# And every case of the sweeps, of which `make test` runs a part.
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --all
 

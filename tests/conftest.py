@@ -47,8 +47,8 @@ def in_part(item: pytest.Item, cases: Counter[str]) -> bool:
     if (sweep := item.get_closest_marker("sweep")) is None:
         return True
     name = item.nodeid.partition("[")[0]
-    cases[name] += 1
-    return bool(sweep.args) and cases[name] % sweep.args[0] == 1 % sweep.args[0]
+    place, cases[name] = cases[name], cases[name] + 1
+    return bool(sweep.args) and place % sweep.args[0] == 0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
