@@ -80,7 +80,7 @@ bench: $(STAMP)
 
 # The generated tables of README and docs, and plots of GPU results.
 figures: $(STAMP)
-	$(BIN)/python -m benchmarks.figures
+	$(BIN)/python -m benchmarks.pages.figures
 
 # The site, in build/site. A broken link or anchor is an error, and so is a page that no other page lists. It needs an
 # environment of 123 MB, made in a minute: signatures are read off the source, and nothing of the library is imported.
@@ -98,8 +98,8 @@ docs: $(DOCS)/.installed
 # Compiles every Triton kernel for three architectures without a GPU and prints registers, stack, shared memory and predicted
 # time, for kernels with a target from the instructions that they execute; then the kernels of csrc/, if nvcc is found.
 aot: $(STAMP)
-	$(BIN)/python -m benchmarks.aot --executed
-	$(BIN)/python -m benchmarks.nvcc
+	$(BIN)/python -m benchmarks.gpu.aot --executed
+	$(BIN)/python -m benchmarks.gpu.nvcc
 
 # Executes what the compilers make of every kernel for sm_90, without a GPU: all tests of tests/kernels/ptx, of which `make test` runs some.
 # It takes four minutes on two cores, and the first time what nvcc takes, and ends with a table of what was executed.
@@ -145,7 +145,7 @@ gpu-results: $(STAMP)
 	tar -xzf build/visit.tar.gz -C build
 	cp -r build/visit/results/. benchmarks/results
 	for device in build/visit/results/*; do cp build/visit/check.txt benchmarks/results/$${device##*/}; done
-	$(BIN)/python -m benchmarks.tune --visit build/visit --output fb_kernels/tuned
+	$(BIN)/python -m benchmarks.gpu.tune --visit build/visit --output fb_kernels/tuned
 
 gpu-sanitize:
 	status=0; for tool in memcheck racecheck; do for file in $(filter-out %scorer_gpu.py %runtime_gpu.py,$(wildcard tests/gpu/test_*_gpu.py)); do \
@@ -156,7 +156,7 @@ gpu-sanitize:
 # Searches launch configurations on a GPU and writes them to the user's <device>.json, or to the package's with
 # TUNE='--output fb_kernels/tuned'.
 tune:
-	TRITON_INTERPRET=0 $(GPU_PYTHON) -m benchmarks.tune $(TUNE)
+	TRITON_INTERPRET=0 $(GPU_PYTHON) -m benchmarks.gpu.tune $(TUNE)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from benchmarks import harness, peers, shapes
 from benchmarks.harness import OURS, Goal, Implementation
-from benchmarks.live_server import LlamaCpp, write_gguf
+from benchmarks.servers.live_server import LlamaCpp, write_gguf
 from benchmarks.shapes import CANDIDATES
 from fb_core import FutureBridgeSelector, LocalLLM, RequestPolicy, Selector, SLMPreference, TokenReranker
 from fb_core.decode.decoder import LowLatencyDecoder

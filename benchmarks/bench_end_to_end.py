@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
-from benchmarks import gpu_status, peers, shapes
+from benchmarks import peers, shapes
 from benchmarks.bench_decode import NEVER, PROMPT, Ours, decoder, settled, tokens
+from benchmarks.gpu import gpu_status
 from benchmarks.harness import OURS, Implementation
 from fb_core import (
     CollaborativeDecoder,

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks import peers, shapes
 from benchmarks.harness import OURS, Goal, Implementation
-from benchmarks.live_server import Served
+from benchmarks.servers.live_server import Served
 from fb_core import CollaborativeDecoder, FutureBridgeSelector, Generation, LLMPreference, RequestPolicy, ServerLLM
 from fb_core.apps.demo.pairs import load_pair
 from fb_core.events import Event

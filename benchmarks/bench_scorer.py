@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from benchmarks import harness, peers, shapes
 from benchmarks.harness import OURS, Cost, Goal, Implementation
-from benchmarks.live_server import LiveServer, Served
+from benchmarks.servers.live_server import LiveServer, Served
 from benchmarks.shapes import CANDIDATES, ON_GPU
 from fb_core import BranchGroup, CompatibilityScorer
 from fb_core.models.packed import Layout, forward_through_modules, packed_forward

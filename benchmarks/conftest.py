@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from benchmarks import harness, shapes
 from benchmarks.harness import Cost, Goal, Implementation, Result
-from benchmarks.live_server import VLLM, LiveServer, LlamaCpp, Ours, Served, write_gguf
+from benchmarks.servers.live_server import VLLM, LiveServer, LlamaCpp, Ours, Served, write_gguf
 from fb_kernels import backend
 from fb_kernels.timing import Timing
 

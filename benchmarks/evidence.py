@@ -28,9 +28,9 @@ from scipy.stats import binomtest
 from torch import Tensor
 
 from benchmarks import command
+from benchmarks.pages.theme import Theme, alone, pictured
 from benchmarks.paper.methods.takeover import takeover
 from benchmarks.paper.nested_runs import work_through
-from benchmarks.theme import Theme, alone, pictured
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline import statistics
 from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, RerankerStage, ValueStage

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import command
-from benchmarks.figures import ROOT, replace_block
+from benchmarks.pages.figures import ROOT, replace_block
 from fb_core.apps.pipeline.choose import Tried, decide
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.settings.config import ChoiceSettings

@@ -62,12 +62,12 @@ def first(folder: Path) -> list[Part]:
     results, gluon, ours = folder / "results", folder / "gluon", ("--peers", "ours")
     arch = "sm_" + (said("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")[:4].replace(".", "") or "90")
     ops = sorted(path.parent.name for path in (ROOT / "fb_kernels").glob("*/triton.py"))
-    compiled = {f"compile_{op}": module("benchmarks.aot", op, "--arch", arch, "--quick") for op in ops}
+    compiled = {f"compile_{op}": module("benchmarks.gpu.aot", op, "--arch", arch, "--quick") for op in ops}
     if not (ROOT / "fb_kernels" / "libfb_kernels.so").exists():
         compiled["library"] = [PYTHON, "-c", "import setup; setup.build_in_place()"]
     asked = {"attention": "branch_attention", "head": "linear_logprob"}
     calls = {
-        f"gluon_{name}": module("benchmarks.tune", "--gluon", op, "--output", folder / f"asked_{name}")
+        f"gluon_{name}": module("benchmarks.gpu.tune", "--gluon", op, "--output", folder / f"asked_{name}")
         for name, op in asked.items()
     }
     given = ("-n4", "--tb=short", "-p", "no:cacheprovider")
@@ -89,7 +89,7 @@ def first(folder: Path) -> list[Part]:
         Part(60, {"decode": bench("decode", STEPS, results, "--peers", "HF eager|one greedy step")}),
         Part(45, {"kernels": bench("decode scorer", f"{STEPS} or {GROUPS}", results, "--kernels", *ours)}),
         Part(25, {"training": bench("training", "test_training_step", results, *ours)}),
-        Part(25, {"counters": [*NCU, *module("benchmarks.counters")]} if shutil.which("ncu") else {}),
+        Part(25, {"counters": [*NCU, *module("benchmarks.gpu.counters")]} if shutil.which("ncu") else {}),
         Part(60, {"scorer": bench("scorer", f"{GROUPS} or test_sample", results, "--peers", "repeated")}),
         Part(35, tests),
     ]
@@ -99,8 +99,8 @@ def second(folder: Path) -> list[Part]:
     """The forms that won, with other launches; what takes longer."""
     results, search = folder / "results", ("--visit", folder, "--seconds", 10, "--output", folder / "tuned")
     return [
-        Part(42, {"attention_launches": module("benchmarks.tune", "branch_attention", *search)}, devices="tuned"),
-        Part(42, {"head_launches": module("benchmarks.tune", "linear_logprob", *search)}, devices="tuned"),
+        Part(42, {"attention_launches": module("benchmarks.gpu.tune", "branch_attention", *search)}, devices="tuned"),
+        Part(42, {"head_launches": module("benchmarks.gpu.tune", "linear_logprob", *search)}, devices="tuned"),
         Part(30, {"backward": bench("branch_attention", "attention_backward[", results, "--peers", "eager")}),
         Part(65, {"end_to_end": bench("end_to_end", "test_end_to_end[500", results)}),
     ]

@@ -2,7 +2,7 @@
 
 The package may have a file of a device, `fb_kernels/tuned/<device>.json`, and so may the user, whose entries take
 precedence: `<device>.json` in the folder that FB_KERNELS_DEVICES names, else in ~/.cache/futurebridge.
-`benchmarks.tune` writes the launches, `python -m fb_kernels.env --check` the kernels that are switched off:
+`benchmarks.gpu.tune` writes the launches, `python -m fb_kernels.env --check` the kernels that are switched off:
 
     {"launches": {"swiglu/bfloat16/2048": {"BLOCK": 1024, "num_warps": 4}}, "off": {"swiglu/triton": "error 0.3"}}
 """

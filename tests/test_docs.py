@@ -20,7 +20,7 @@ from limits import HANG
 
 import fb_core
 import fb_kernels
-from benchmarks import figures, reference
+from benchmarks.pages import figures, reference
 from docs import signatures
 from fb_core.apps.cli.main import app
 from fb_core.apps.settings.config import PairSettings, RunSettings

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cost, event, figures, gpu_status, roofline, targets
 from benchmarks.evidence import Cells
+from benchmarks.gpu import gpu_status, roofline, targets
+from benchmarks.pages import cost, event, figures
 from benchmarks.paper.rows import Result, Run
 from fb_core.apps.pipeline.statistics import Interval
 

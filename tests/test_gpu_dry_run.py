@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import counters, harness
+from benchmarks import harness
+from benchmarks.gpu import counters
 from benchmarks.shapes import Branches
 from fb_kernels import backend, tuning
 from fb_kernels import timing as fb_timing

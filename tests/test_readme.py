@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from warm import futurebridge
 
-from benchmarks import figures
+from benchmarks.pages import figures
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import harness, shapes, tune
+from benchmarks import harness, shapes
+from benchmarks.gpu import tune
 from fb_kernels import backend, devices, swiglu, timing, tuning
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -259,7 +260,7 @@ def test_candidates_are_beside_the_value() -> None:
 @pytest.mark.slow
 @pytest.mark.sweep
 def test_the_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.tune", "swiglu", "--seconds", "1"]
+    command = [sys.executable, "-m", "benchmarks.gpu.tune", "swiglu", "--seconds", "1"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "FB_KERNELS_BACKEND": "triton"}
     options = {"env": environment, "cwd": ROOT, "capture_output": True, "text": True}
     done = subprocess.run([*command, "--output", str(tmp_path)], **options)

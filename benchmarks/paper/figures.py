@@ -13,9 +13,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
+from benchmarks.pages.theme import Theme, pictured
 from benchmarks.paper.rows import DEPLOYED, Result, Run, Timed, in_order
 from benchmarks.paper.tables import PUBLISHED
-from benchmarks.theme import Theme, pictured
 from fb_core.apps.pipeline.statistics import Interval
 from fb_core.apps.settings.config import AVERAGE
 from fb_core.terminal import escaped

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages.theme import alone
 from benchmarks.paper import figures
 from benchmarks.paper.cells import (
     below,
@@ -23,7 +24,6 @@ from benchmarks.paper.orderings import difference, ordering_lines
 from benchmarks.paper.rows import DEPLOYED, Result, Run, rows_bytes, tables_bytes
 from benchmarks.paper.tables import PUBLISHED, TABLES
 from benchmarks.paper.tables import Table as Experiment
-from benchmarks.theme import alone
 from fb_core.apps.pipeline.statistics import Interval
 from fb_core.atomic import write_file
 

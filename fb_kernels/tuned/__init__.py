@@ -1,1 +1,1 @@
-"""Measured launch configurations: one JSON file a device, written by `benchmarks/tune.py`."""
+"""Measured launch configurations: one JSON file a device, written by `benchmarks/gpu/tune.py`."""

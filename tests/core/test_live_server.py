@@ -18,7 +18,7 @@ from dialects import byte_tokenizer
 from limits import HANG
 from tiny import EOS, tiny
 
-from benchmarks.live_server import CONTEXT, LlamaCpp, write_gguf
+from benchmarks.servers.live_server import CONTEXT, LlamaCpp, write_gguf
 from fb_core import ServerError, ServerLLM
 from fb_core.decode.decoder import CollaborativeDecoder, LowLatencyDecoder
 from fb_core.decode.policy import RequestPolicy

@@ -18,7 +18,7 @@ from serving import Server, until
 from test_live_server import MERGES
 from tiny import tiny
 
-from benchmarks.live_server import CONTEXT, LlamaCpp, write_gguf
+from benchmarks.servers.live_server import CONTEXT, LlamaCpp, write_gguf
 from fb_core.decode.decoder import CollaborativeDecoder
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import LLMPreference

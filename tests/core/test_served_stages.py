@@ -9,7 +9,7 @@ from dialects import byte_tokenizer
 from limits import HANG
 from tiny import tiny
 
-from benchmarks.live_server import CONTEXT, LlamaCpp, write_gguf
+from benchmarks.servers.live_server import CONTEXT, LlamaCpp, write_gguf
 from fb_core import ServerError
 from fb_core.apps.pipeline.collect import PolicyStage, StateStage, TrajectoryStage
 from fb_core.apps.pipeline.files import Artefact

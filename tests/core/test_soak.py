@@ -1,6 +1,6 @@
-"""Hundreds of mixed requests to a real server: right answers, nothing kept. `python -m benchmarks.soak` asks more."""
+"""Hundreds of mixed requests to a real server: right answers, nothing kept (`benchmarks.servers.soak` asks more)."""
 
-from benchmarks.soak import KINDS, soak
+from benchmarks.servers.soak import KINDS, soak
 
 GROWTH = 32 << 20  # bytes of memory that code and buffers in use for the first time may take behind the first requests
 

@@ -144,7 +144,7 @@ def test_its_contract_is_tested(tree: Path) -> None:
 
 def test_it_is_compiled(tree: Path) -> None:
     code = """
-from benchmarks.aot import calls, compiler
+from benchmarks.gpu.aot import calls, compiler
 assert "halve" in calls.ops()
 (case,) = calls.cases("halve")
 hopper = next(arch for arch in compiler.ARCHITECTURES if arch.name == "sm_90")

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from benchmarks import sass
-from benchmarks.aot import calls
+from benchmarks.gpu import sass
+from benchmarks.gpu.aot import calls
 from fb_kernels.linear_logprob.triton import HAS_GLUON
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ TOGETHER = {op: [op] for op in SLOW} | {"others": [op for op in OPS if op not in
 )
 def test_compiles_without_a_fault(ops: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.aot", *ops, "--arch", "sm_90", "--quick", "--json"],
+        [sys.executable, "-m", "benchmarks.gpu.aot", *ops, "--arch", "sm_90", "--quick", "--json"],
         env=FOREIGN,
         capture_output=True,
         text=True,
@@ -86,7 +86,7 @@ def test_a_fault_fails_the_command() -> None:
     code = """
 import sys
 from dataclasses import replace
-from benchmarks.aot import __main__ as command, calls
+from benchmarks.gpu.aot import __main__ as command, calls
 case = calls.cases("swiglu")[0]
 calls.cases = lambda _: [replace(case, matmul=("_swiglu_fwd_kernel",))]
 sys.argv = ["aot", "swiglu", "--arch", "sm_90"]
@@ -102,7 +102,7 @@ def test_more_registers_than_a_multiprocessor_has_are_a_fault() -> None:
     """`maxnreg` allows them, and only the launch would fail."""
     code = """
 from unittest import mock
-from benchmarks.aot import calls, compiler
+from benchmarks.gpu.aot import calls, compiler
 hopper = next(arch for arch in compiler.ARCHITECTURES if arch.name == "sm_90")
 launch = {"BLOCK": 1 << 16, "num_warps": 16, "maxnreg": 255}
 with mock.patch.object(compiler.tuning, "swiglu", return_value=launch):
@@ -117,8 +117,8 @@ assert made.faults == (f"16 warps of {made.registers} registers a thread fit no 
 
 def test_the_quick_choice_has_every_constant_and_type() -> None:
     code = """
-from benchmarks.aot.__main__ import OPS, launched
-from benchmarks.aot.compiler import representative
+from benchmarks.gpu.aot.__main__ import OPS, launched
+from benchmarks.gpu.aot.compiler import representative
 every = list(launched(OPS, ["sm_90", "sm_100"]))
 chosen = list(representative(every))
 def shown(launches):
@@ -139,7 +139,7 @@ def gluon_code(op: str, folder: Path) -> sass.Code:
     code = f"""
 import sys
 from unittest.mock import patch
-from benchmarks.aot import compiler, {op}
+from benchmarks.gpu.aot import compiler, {op}
 hopper = next(arch for arch in compiler.ARCHITECTURES if arch.name == "sm_90")
 case = next(case for case in {op}.cases() if case.shape.endswith("gluon"))
 launch = next(each for each in compiler.launches(case, hopper) if "gluon" in each.name)
@@ -199,8 +199,8 @@ def test_instructions_beyond_the_table_are_a_fault() -> None:
     """Only of a kernel that it has, and beside what else is wrong."""
     code = """
 from dataclasses import fields, replace
-from benchmarks.aot.__main__ import gated, key
-from benchmarks.aot.compiler import Compiled
+from benchmarks.gpu.aot.__main__ import gated, key
+from benchmarks.gpu.aot.compiler import Compiled
 given = {"kernel": "k", "shape": "N=1", "variant": "aligned", "per_unit": 10.0, "faults": ("other",)}
 row = Compiled(**dict.fromkeys(field.name for field in fields(Compiled)) | given)
 assert gated(row, {}) == gated(row, {key(row): 10.0}) == row
@@ -216,7 +216,7 @@ def test_every_kernel_with_tiles_is_in_the_table() -> None:
     """Where it multiplies by HGMMA, without which its instructions are not counted; and the table has no others."""
     code = """
 import json
-from benchmarks.aot.__main__ import OPS, TABLE, launched
+from benchmarks.gpu.aot.__main__ import OPS, TABLE, launched
 most = json.loads(TABLE.read_text(encoding="utf-8"))["most"]
 counted = [launch for launch in launched(OPS, ["sm_90"]) if launch.name in launch.case.tiles]
 wanted = {f"{each.name} {each.case.shape} aligned" for each in counted if each.name in each.case.matmul}
@@ -236,7 +236,7 @@ def test_the_table_is_that_of_one_compiler(version: str, faults: int, tmp_path: 
 import json, sys
 from pathlib import Path
 import triton
-from benchmarks.aot import __main__ as command, branch_attention
+from benchmarks.gpu.aot import __main__ as command, branch_attention
 case = branch_attention.case([([1] * 13, 1024)], "L=1", width=64)
 branch_attention.cases = lambda: [case]
 command.TABLE = Path(sys.argv[1])
@@ -256,7 +256,7 @@ command.main()
 @pytest.mark.slow
 def test_model_of_time_against_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """Cases that its constants were not fitted to, and the head, are predicted within 15%."""
-    command = [sys.executable, "-m", "benchmarks.aot.measured", str(ROOT / "benchmarks" / "results" / "h100")]
+    command = [sys.executable, "-m", "benchmarks.gpu.aot.measured", str(ROOT / "benchmarks" / "results" / "h100")]
     done = subprocess.run(command, env=FOREIGN, capture_output=True, text=True)
     with capsys.disabled():
         print("\n" + done.stdout)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import setup
-from benchmarks import nvcc, sass
+from benchmarks.gpu import nvcc, sass
 
 
 def test_the_compiler_is_found_where_it_may_lie(tmp_path, monkeypatch):

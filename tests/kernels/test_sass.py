@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.sass import MachineCode, functions
+from benchmarks.gpu.sass import MachineCode, functions
 
 BATCH = ["WARPGROUP.ARRIVE", *["HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24"] * 6, "WARPGROUP.DEPBAR.LE gsb0, 0x1"]
 ALONE = [text for _ in range(6) for text in (BATCH[0], BATCH[1], BATCH[-1])]

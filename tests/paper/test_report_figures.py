@@ -19,7 +19,7 @@ from report_runs import (
     tiny,
 )
 
-from benchmarks import theme
+from benchmarks.pages import theme
 from benchmarks.paper import figures
 from benchmarks.paper.rows import Run
 

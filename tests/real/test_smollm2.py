@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.live_server import LlamaCpp
+from benchmarks.servers.live_server import LlamaCpp
 from fb_core import (
     BranchGroup,
     CollaborativeDecoder,

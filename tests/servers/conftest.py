@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.live_server import VLLM, VLLM_COMMAND
+from benchmarks.servers.live_server import VLLM, VLLM_COMMAND
 from tests.real.conftest import folder, gguf_file, large, small, tokenizer  # noqa: F401
 
 KEY = "sk-0123456789"

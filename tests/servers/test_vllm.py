@@ -19,7 +19,7 @@ from test_served_stages import assert_alike
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.live_server import VLLM
+from benchmarks.servers.live_server import VLLM
 from fb_core import (
     CollaborativeDecoder,
     LLMPreference,

@@ -16,7 +16,7 @@ from packaging.version import Version
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from benchmarks.aot.compiler import _Driver
+from benchmarks.gpu.aot.compiler import _Driver
 from fb_kernels import backend, tuning
 from ptx import program
 from ptx.machine import Executed, Launch, Machine, TensorMap

@@ -17,9 +17,9 @@ from test_aot import OPS as COMPILED
 from test_aot import kernels_in, sources_of
 from test_contract import check, evaluate
 
-from benchmarks.aot import linear_logprob
-from benchmarks.aot.compiler import ARCHITECTURES, launches
-from benchmarks.aot.executed import executed as executed_instructions
+from benchmarks.gpu.aot import linear_logprob
+from benchmarks.gpu.aot.compiler import ARCHITECTURES, launches
+from benchmarks.gpu.aot.executed import executed as executed_instructions
 from fb_kernels import tuning
 from fb_kernels.branch_attention import triton_backward
 from ptx.launches import executed

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import roofline, targets
+from benchmarks.gpu import roofline, targets
 from benchmarks.harness import OURS, commit_and_changes, of_its_commit, read_results
 from fb_core.apps.pipeline.page import markdown_table
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.aot [OP ...] [--arch sm_90 ...] [--quick] [--json] [--list]`: compile, a row each.
+"""`python -m benchmarks.gpu.aot [OP ...] [--arch sm_90 ...] [--quick] [--json] [--list]`: compile, a row each.
 
 It fails on a fault. A kernel with more instructions per key or logit than instructions.json allows is faulty too;
 `--record` rewrites that file. With `--executed`, kernels that have a target are executed at small sizes, and their
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import triton
 
-from benchmarks.aot import calls
-from benchmarks.aot.compiler import (
+from benchmarks.gpu.aot import calls
+from benchmarks.gpu.aot.compiler import (
     ARCHITECTURES,
     Compiled,
     Launch,
@@ -27,7 +27,7 @@ from benchmarks.aot.compiler import (
     launches,
     representative,
 )
-from benchmarks.aot.executed import executed
+from benchmarks.gpu.aot.executed import executed
 
 TABLE = Path(__file__).with_name("instructions.json")
 OPS = calls.ops()

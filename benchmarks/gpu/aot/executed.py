@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.aot.compiler import ISSUED, PRODUCTS, REACHED, Architecture, Compiled, Cost, Tile
+from benchmarks.gpu.aot.compiler import ISSUED, PRODUCTS, REACHED, Architecture, Compiled, Cost, Tile
 
-TESTS = Path(__file__).resolve().parents[2] / "tests" / "kernels"
+TESTS = Path(__file__).resolve().parents[3] / "tests" / "kernels"
 CLASSES = {
     "tensor": ("wgmma.mma_async", "mma."),
     "exponential": ("ex2",),

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.serving`: the server with 1 to 64 clients, its engine in-process, and one prompt at a time.
+"""`python -m benchmarks.servers.serving`: the server with 1 to 64 clients, its engine, and one prompt at a time.
 
 Each client sends one streamed request after another. A load of requests is timed as a whole, all ways in turn, and
 every answer is compared with that of its prompt alone. The clients read HTTP without a library: they share the machine
@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks import harness
+from benchmarks.gpu.roofline import COLOURS, GREY, MARKERS, STYLE, save
 from benchmarks.harness import OURS, Result
-from benchmarks.roofline import COLOURS, GREY, MARKERS, STYLE, save
-from benchmarks.server_process import LENGTH, MODEL, NEW, PAIR, THREADS, THRESHOLD, Server, Truth, alone
+from benchmarks.servers.server_process import LENGTH, MODEL, NEW, PAIR, THREADS, THRESHOLD, Server, Truth, alone
 from fb_core import CollaborativeDecoder, Engine, LLMPreference, RequestPolicy
 from fb_core.apps.demo.pairs import DemoPair, load_pair
 from fb_core.apps.pipeline.page import markdown_table

@@ -1,4 +1,4 @@
-"""The library's targets and the measured values: `python -m benchmarks.targets [FOLDER]`.
+"""The library's targets and the measured values: `python -m benchmarks.gpu.targets [FOLDER]`.
 
 The folder is named after a device. Bounds are for an H100; memory-bound work is 1.4 times as fast on an H200, at 4.3
 instead of 3.0 TB/s. A bound below the floor of the cases that it is for, as they were measured, is an error.
@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.harness import FLOOR, OURS, read_results
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 SLOWER = {"h200": 1 / 1.4, "h100": 1.0}  # by device, factor on the times of memory-bound work
 SCORED, TRAINED, RUNS, EPOCHS = 18_432, 16_576, 12, 3  # published: groups scored; the sweep's groups, runs, epochs
 Case = Mapping[str, Any]

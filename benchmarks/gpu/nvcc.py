@@ -1,4 +1,4 @@
-"""`python -m benchmarks.nvcc`: compile csrc/ for its architectures and print the resources of each kernel.
+"""`python -m benchmarks.gpu.nvcc`: compile csrc/ for its architectures and print the resources of each kernel.
 
 Instructions are counted in the machine code, in all and in the main loop: the longest innermost loop, among those with
 matrix products if there are any. A spill or a stack frame is a failure. Without nvcc it says so and passes.
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import triton
 
-from benchmarks import sass
+from benchmarks.gpu import sass
 from setup import nvcc
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 ARCHITECTURES = ("80", "90a")
 
 ENTRY = re.compile(r"Compiling entry function '(?P<name>\w+)' for '(?P<arch>\w+)'")

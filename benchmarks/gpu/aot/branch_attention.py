@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 import fb_kernels
-from benchmarks.aot.compiler import Case, Cost, Tile
+from benchmarks.gpu.aot.compiler import Case, Cost, Tile
 from fb_kernels import BranchLayout, tuning
 from fb_kernels.branch_attention import triton as branch_attention
 from fb_kernels.triton import HAS_GLUON

@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from benchmarks.roofline import GREY
+from benchmarks.gpu.roofline import GREY
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.settings.config import PairSettings, RunSettings, ServeSettings
 from fb_kernels import BranchLayout, bench, branch_attention, calls

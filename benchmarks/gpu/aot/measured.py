@@ -1,4 +1,4 @@
-"""Predicted and measured times of tiles with products: `python -m benchmarks.aot.measured [FOLDER]`.
+"""Predicted and measured times of tiles with products: `python -m benchmarks.gpu.aot.measured [FOLDER]`.
 
 Of the attention cases in file order every other one, from the first, fits the three constants of `executed.py`. All
 others and the head check them: it fails where one is further off than WITHIN.
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.aot import branch_attention, linear_logprob
-from benchmarks.aot.compiler import ARCHITECTURES, Case, compiled, launches
-from benchmarks.aot.executed import EXPOSED, LAUNCH_US, TILE_US, Executed, cycles_per_us, executed, rounds
+from benchmarks.gpu.aot import branch_attention, linear_logprob
+from benchmarks.gpu.aot.compiler import ARCHITECTURES, Case, compiled, launches
+from benchmarks.gpu.aot.executed import EXPOSED, LAUNCH_US, TILE_US, Executed, cycles_per_us, executed, rounds
 from benchmarks.harness import OURS, read_results
 
 HOPPER = next(arch for arch in ARCHITECTURES if arch.name == "sm_90")

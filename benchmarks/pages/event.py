@@ -1,6 +1,6 @@
-"""README's figure, one event of a real run: `python -m benchmarks.event` draws it from docs/event.json.
+"""README's figure, one event of a real run: `python -m benchmarks.pages.event` draws it from docs/event.json.
 
-`python -m benchmarks.event RUN PROBLEM` first writes that file, from a run that compared FutureBridge with other
+`python -m benchmarks.pages.event RUN PROBLEM` first writes that file, from a run that compared FutureBridge with other
 methods.
 """
 
@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from benchmarks import command
-from benchmarks.theme import DARK, LIGHT, Theme, pictured
+from benchmarks.pages.theme import DARK, LIGHT, Theme, pictured
 from fb_core.atomic import write_file
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EVENT = Path("docs", "event.json")
 COLUMNS = (("SLM", "slm", 0.135), ("LLM", "llm", 0.225), ("reranker", "reranker", 0.315))  # head, key, place
 BAR, WRITTEN, TOP, LINE = 0.075, 0.425, 0.555, 0.105  # a full bar's width, where the continuation begins, rows
@@ -132,4 +132,4 @@ def main(
 
 
 if __name__ == "__main__":
-    command.run(main, "benchmarks.event")
+    command.run(main, "benchmarks.pages.event")

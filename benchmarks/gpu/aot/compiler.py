@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import ty_to_cpp
 from triton.runtime.jit import JITFunction, MockTensor
 
-from benchmarks import sass
-from benchmarks.sass import MachineCode
+from benchmarks.gpu import sass
+from benchmarks.gpu.sass import MachineCode
 from fb_kernels import tuning
 
 VARIANTS = ("aligned", "unaligned", "ones")

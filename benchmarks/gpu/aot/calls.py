@@ -14,14 +14,14 @@ from unittest import mock
 
 import torch
 
-import benchmarks.aot
+import benchmarks.gpu.aot
 import fb_kernels
-from benchmarks.aot.compiler import Case, Cost
+from benchmarks.gpu.aot.compiler import Case, Cost
 from fb_kernels import calls
 from fb_kernels._op import Op
 from fb_kernels.calls import Call, Calls
 
-OWN = {module.name for module in pkgutil.iter_modules(benchmarks.aot.__path__)}
+OWN = {module.name for module in pkgutil.iter_modules(benchmarks.gpu.aot.__path__)}
 OWN -= {"calls", "compiler", "executed", "measured", "__main__"}
 
 
@@ -35,7 +35,7 @@ def ops() -> list[str]:
 def cases(op: str) -> Iterable[Case]:
     """The launches of an op."""
     if op in OWN:
-        return import_module(f"benchmarks.aot.{op}").cases()
+        return import_module(f"benchmarks.gpu.aot.{op}").cases()
     return [case(op, call) for function in calls.every()[op] for call in compiled(function)]
 
 

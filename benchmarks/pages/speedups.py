@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.roofline import COLOURS, GREY, MARKERS, STYLE, save
 from benchmarks.harness import OURS
-from benchmarks.roofline import COLOURS, GREY, MARKERS, STYLE, save
 from fb_core.apps.pipeline.page import markdown_table
 
 Result = Mapping[str, Any]

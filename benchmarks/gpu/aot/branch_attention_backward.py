@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.aot.compiler import Case, Cost
+from benchmarks.gpu.aot.compiler import Case, Cost
 from fb_kernels.branch_attention.triton_backward import branch_attention_backward
 
 CANDIDATES = 13

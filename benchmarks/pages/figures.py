@@ -1,4 +1,4 @@
-"""Write the tables of README and docs, and plots of GPU results, from result files: `python -m benchmarks.figures`."""
+"""Write the tables of README and docs, and plots of GPU results: `python -m benchmarks.pages.figures`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import command, cost, event, gpu_status, reference, roofline, serving, soak, speedups, stages, targets
+from benchmarks import command, stages
 from benchmarks.evidence import DROPPED, TAKEOVER, Cells, page, times_below
-from benchmarks.gpu_status import against_the_best, cost_table
+from benchmarks.gpu import gpu_status, roofline, targets
+from benchmarks.gpu.gpu_status import against_the_best, cost_table
 from benchmarks.harness import OURS, of_its_commit, read_results, shown_commit
+from benchmarks.pages import cost, event, reference, speedups
+from benchmarks.pages.theme import alone
 from benchmarks.paper import figures as report_figures
 from benchmarks.paper import published
 from benchmarks.paper.cells import LEGEND, marked
 from benchmarks.paper.orderings import ordering_lines
 from benchmarks.paper.rows import Result, Run, Timed, read_tables
-from benchmarks.theme import alone
+from benchmarks.servers import serving, soak
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.settings.config import RunSettings
 from fb_core.atomic import write_file
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TABLES = Path("docs", "experiments", "tables.json")  # as `python -m benchmarks.paper report` writes it
 PAIR = Path("docs", "pretrained_pair", "tables.json")  # as examples/pretrained_pair/run.py does
 GPUS = tuple(targets.SLOWER)  # folders of their results, and of their plots in docs
@@ -474,4 +477,4 @@ def main(root: Annotated[Path, typer.Option(help="Folder of the repository.")] =
 
 
 if __name__ == "__main__":
-    command.run(main, "benchmarks.figures")
+    command.run(main, "benchmarks.pages.figures")

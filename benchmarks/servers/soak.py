@@ -1,4 +1,4 @@
-"""`python -m benchmarks.soak`: thousands of mixed requests to one server, which must answer right and leak nothing.
+"""`python -m benchmarks.servers.soak`: thousands of mixed requests to one server: right answers, and no leak.
 
 Requests come from OpenAI's client: streamed and whole, completions and chats, greedy and drawn, with stop strings,
 limits, several answers, and without events; log-probs of prompts and of continuations. Some clients leave early, some
@@ -28,7 +28,7 @@ import openai
 import torch
 
 from benchmarks import harness
-from benchmarks.server_process import MODEL, PAIR, THREADS, Server, Truth, alone
+from benchmarks.servers.server_process import MODEL, PAIR, THREADS, Server, Truth, alone
 from fb_core import CompatibilityScorer, Sampling
 from fb_core.apps.demo.pairs import DemoPair, load_pair
 from fb_core.apps.pipeline.page import markdown_table

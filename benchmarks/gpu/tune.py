@@ -1,4 +1,4 @@
-"""Search launch configurations on this GPU: `python -m benchmarks.tune [OP ...] [--seconds N]`.
+"""Search launch configurations on this GPU: `python -m benchmarks.gpu.tune [OP ...] [--seconds N]`.
 
 Public ops are called at the sizes of `benchmarks.shapes` while the table that `fb_kernels.tuning` reads is replaced.
 The replacement notes which entries a call looks up, and answers with the candidate under test. Each entry is searched

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.aot.compiler import Case, Cost, Tile
+from benchmarks.gpu.aot.compiler import Case, Cost, Tile
 from fb_kernels import linear_logprob, tuning
 from fb_kernels.linear_logprob import triton as kernels
 

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 VLLM_COMMAND = Path(os.environ.get("VLLM", ROOT / ".venv-servers" / "bin" / "vllm"))  # `make test-servers` makes it
 PATIENCE = 1800.0  # seconds for a start on a busy machine
 CONTEXT = 512  # tokens of a sequence of llama.cpp's

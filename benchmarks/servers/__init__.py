@@ -1,0 +1,1 @@
+"""Servers timed and soaked over HTTP, and the processes that run them."""
