@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.paper.methods import Context, Method
 from benchmarks.paper.methods.spec_reason import write_steps
-from fb_core.apps.pipeline.models import Generate
-from fb_core.decode.decoder import CollaborativeDecoder, Generation, Usage
+from fb_core.apps.pipeline.models import Generate, decoder_of
+from fb_core.decode.decoder import Generation, Usage
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import LLMPreference
 from fb_core.events import Event
@@ -62,7 +62,7 @@ def spans(
         max_new_tokens: maximum tokens of a generation, of both models together.
         step_ends: ids that end a step, as from `ending_ids`.
         max_events: maximum spans of a generation.
-        options: of `CollaborativeDecoder`: tokenizer, batch_tokens, max_length, max_batch, kv_memory.
+        options: of a decoder: tokenizer, batch_tokens, max_length (None for the plain loop), max_batch.
 
     Returns:
         One generation per prompt, in order; the event of a span has the LLM's own pool, its first token chosen.
@@ -71,7 +71,7 @@ def spans(
         TypeError: as `CollaborativeDecoder.generate`.
         ValueError: as `CollaborativeDecoder` and its `generate`.
     """
-    decoder = CollaborativeDecoder(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
+    decoder = decoder_of(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
     pair, large = decoder.pair, decoder.pair.large()
     check_max_new_tokens(max_new_tokens)
     asked = [ids.tolist() for ids in checked_prompts("prompts", prompts, slm, room=1)]

@@ -16,8 +16,8 @@ from fb_core.apps.pipeline.models import frozen_policy, problems_hash, splits_of
 from fb_core.apps.pipeline.problems import Problem
 from fb_core.apps.pipeline.records import Examples, State, Trajectory, example_files
 from fb_core.apps.pipeline.run import Output, Stage
+from fb_core.decode.asking import candidate_pool
 from fb_core.decode.policy import RequestPolicy
-from fb_core.decode.pool import candidate_pool
 from fb_core.llm.local import LLM, LocalLLM
 from fb_core.models import facts as models
 from fb_core.models.facts import Tokenizer
