@@ -28,7 +28,7 @@ from benchmarks import command
 from benchmarks.evidence import SHOWN, Cells, gap, make, points
 from fb_core.apps.demo import Part
 from fb_core.apps.demo.pairs import Pretraining, train_model
-from fb_core.apps.demo.worlds import END, Problem, Role, World, step_text
+from fb_core.apps.demo.worlds import END, Role, World, WorldProblem, step_text
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.processes import processes
 from fb_core.apps.settings.config import RunSettings, changed
@@ -62,7 +62,7 @@ def _written(value: int, a: int, b: int, rng: Generator, more: int, carried: boo
 class AdverseWorld(World):
     """A world whose large model goes on from its own wrong results."""
 
-    def example(self, problem: Problem, part: Part, rng: Generator) -> list[int]:
+    def example(self, problem: WorldProblem, part: Part, rng: Generator) -> list[int]:
         """As `World.example`."""
         if part == "slm":
             return super().example(problem, part, rng)

@@ -20,7 +20,7 @@ from fb_core.apps.settings.config import PairSettings
 from fb_core.counts import check_count
 from fb_core.decode.pair import Pair
 from fb_core.models.checkpoints import load_model
-from fb_core.rerank.training import Recipe
+from fb_core.rerank.training import Optimisation
 
 POLICY = RequestPolicy(1.0)
 
@@ -36,7 +36,7 @@ def engine(**options):
 DOORS = [
     *((name, lambda count, name=name: decoder(**{name: count})) for name in ("slm_k", "llm_k", "max_events")),
     *((name, lambda count, name=name: engine(**{name: count})) for name in ("max_batch", "max_length", "kv_memory")),
-    *((name, lambda count, name=name: decoder(**{name: count})) for name in ("batch_tokens", "prefill_tokens")),
+    *((name, lambda count, name=name: engine(**{name: count})) for name in ("batch_tokens", "prefill_tokens")),
     ("max_new_tokens", lambda count: decoder().generate([3], count)),
     ("rank", lambda count: TokenReranker.from_base(tiny("qwen3"), rank=count)),
     ("top_k", lambda count: RequestPolicy(1.0, count)),
@@ -45,7 +45,7 @@ DOORS = [
     ("n", lambda count: LocalLLM(tiny("qwen3")).sample_many([[3]], count, 4)),
     ("token_budget", lambda count: CompatibilityScorer(tiny("qwen3")).logprobs_many([([3], [[4]])], count)),
     ("in_flight", lambda count: ServerLLM("http://127.0.0.1:9", vocabulary=9, in_flight=count)),
-    *((name, lambda count, name=name: Recipe(**{name: count})) for name in ("epochs", "groups_per_step")),
+    *((name, lambda count, name=name: Optimisation(**{name: count})) for name in ("epochs", "groups_per_step")),
 ]
 
 
