@@ -1,7 +1,9 @@
 // Attention of query rows to a prefix that they share, in parts: a block's chunks of keys, and the merge of all parts.
 //
-// A unit is a key head with a tile of its query rows. Blocks share the chunks of keys that it sees, in an order that
-// depends only on its length; the last block to arrive merges the results of all, in the order of the parts.
+// A unit is one key head and a tile of its query rows. The chunks of keys that a unit sees are dealt to its blocks, in
+// an order that depends only on their number. Each block writes a part: sums of p v, largest score, sum of p. The last
+// block to arrive merges all parts in their order by out = sum_i 2^(m_i - m) s_i / sum_i 2^(m_i - m) l_i with m = max_i
+// m_i (the online softmax, Milakov & Gimelshein 2018), so no result depends on which block is last.
 #pragma once
 
 #include <cmath>
@@ -10,8 +12,8 @@
 
 namespace fb::branch_attention {
 
-// The shape of a block: kWarps warps, each of which scores 16 keys of a chunk with 16 kTiles query rows, and sums some
-// of the columns of all values.
+// The shape of a block. Each of kWarps warps scores 16 keys of a chunk against all 16 kTiles query rows, and sums
+// E / kWarps columns of all values of the chunk.
 template <int kHead_, int kWarps_, int kTiles_>
 struct Shape {
   static constexpr int kHead = kHead_, kWarps = kWarps_, kTiles = kTiles_;
@@ -30,7 +32,7 @@ struct Span {
   int begin, end;  // keys that are seen
 };
 
-// What blocks write for the merge.
+// Where blocks write their parts for the merge.
 struct Parts {
   float* sums;    // [rows, heads, each, E]
   float* states;  // [rows, heads, each, 2]: largest score, sum of exponentials
@@ -50,26 +52,33 @@ template <typename Shape>
 struct Shared {
   static constexpr int kStride = Shape::kHead / 8 + 4;  // rows 64 bytes apart modulo 128: two of them fill all banks
   uint4 q[Shape::kQueries][kStride];
-  uint32_t p[Shape::kQueries][Shape::kChunk / 2 + 4];
-  Vector<float, Shape::kWarps> top[Shape::kQueries], sum[Shape::kQueries];
+  uint32_t p[Shape::kQueries][Shape::kChunk / 2 + 4];  // exp of scores, two to a word; 4 words of padding
+  Vector<float, Shape::kWarps> top[Shape::kQueries], sum[Shape::kQueries];  // of each warp's 16 keys
   bool is_last;
 };
 
-// A block: `count` query rows over every n-th chunk of the span, from one chunk's first key on. `prepare` puts the rows
-// into shared.q while keys and values are loaded; `keys` knows their addresses, `place` that of a row's part.
+// A block's part: `count` query rows against the chunks begin, begin + stride, ... of the span. `prepare` writes the
+// rows to shared.q while keys and values are loaded; `keys` gives their addresses, `place` the index of a row's part.
+// Loop: scores of a chunk and their maxima over warps; exp and the factor of earlier sums; p v. Keys of the next chunk
+//   are loaded after the scores, its values after p v.
+// Memory: shared: q, p, maxima and sums of the warps. Registers of a warp: its 16 keys, its columns of all values of
+//   the chunk, scores [16 kTiles, 16] and out [16 kTiles, E / kWarps] in float32.
+// Layout: k, v [.., E], adjacent columns; parts.sums [.., E], parts.states [.., 2].
 //
-// Both products have a free order of their inner index and of their columns. With g = lane / 4 and t = lane % 4, a
-// thread's 16 bytes at e + 8t of q and of key g are the inner indices {2t, 2t + 1, 2t + 8, 2t + 9} of two products;
-// its n columns from n g on, of values 2t, 2t + 1, 2t + 8 and 2t + 9, are column g of n products.
+// A product may take its inner index in any order if both operands do, and its columns too. With g = lane / 4 and t =
+// lane % 4: the 16 bytes at e + 8t of q and of key g hold the inner indices {2t, 2t + 1, 2t + 8, 2t + 9} of two
+// products, so a thread loads whole words. Its n columns from n g on, of values 2t, 2t + 1, 2t + 8 and 2t + 9, are
+// column g of n products.
 template <typename T, typename Shape, typename Keys, typename Prepare, typename Place>
 __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int stride, int count, float scale,
                                    const Parts& parts, Shared<Shape>& shared, const Prepare& prepare,
                                    const Place& place) {
   constexpr int E = Shape::kHead, kWarps = Shape::kWarps, kTiles = Shape::kTiles;
+  // kSteps: 32 columns of q and k each; kColumns: products over this warp's columns; kWords: words of 2 columns
   constexpr int kSteps = E / 32, kColumns = E / kWarps / 8, kWords = kColumns / 2;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const auto seen = [&](int key) { return key >= span.begin && key < span.end; };
-  uint4 k[2][kSteps];  // another key in place of one that is not seen
+  uint4 k[2][kSteps];  // keys g and g + 8 of the warp; outside the span the nearest key in it, masked later
   const auto load_keys = [&](int chunk, int turn) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -109,7 +118,7 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
   for (int i = 0; i < 2 * kTiles; ++i) top[i / 2][i % 2] = -INFINITY;
 #pragma unroll 1
   for (int turn = 0; begin < span.end; begin += stride, ++turn) {
-    float scores[kTiles][2][4] = {}, more[kTiles][2][4] = {};
+    float scores[kTiles][2][4] = {}, more[kTiles][2][4] = {};  // two sums, so that products do not wait for each other
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -132,17 +141,17 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
       for (int i = 0; i < 8; ++i) {
         const int key = begin + warp * 16 + i / 4 * 8 + 2 * t + i % 2;
         float& score = scores[tile][i / 4][i % 4];
-        score = seen(key) ? (score + more[tile][i / 4][i % 4]) * scale : -INFINITY;
+        score = seen(key) ? (score + more[tile][i / 4][i % 4]) * scale : -INFINITY;  // in units of log 2
         largest[i % 4 / 2] = fmaxf(largest[i % 4 / 2], score);
       }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < 2; ++half) {  // the four lanes of a row hold its 16 keys
         largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 1));
         largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 2));
         if (t == 0) shared.top[tile * 16 + g + half * 8].x[warp] = largest[half];
       }
     }
-    __syncthreads();
+    __syncthreads();  // all warps' maxima are in shared memory
     keys.advance(turn);
 #pragma unroll
     for (int row = 0; row < 2 * kTiles; ++row) {
@@ -151,6 +160,7 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
       float now = top[tile][half];
 #pragma unroll
       for (int i = 0; i < kWarps; ++i) now = fmaxf(now, tops.x[i]);
+      // -inf - -inf would be NaN: a row without a key so far shifts by 0
       const float shift = now == -INFINITY ? 0.0f : now, kept = exp2_of(top[tile][half] - shift);
       top[tile][half] = now;
       sum[tile][half] *= kept;
@@ -164,11 +174,11 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
         shared.p[query][warp * 8 + i * 4 + t] = pack<T>(p[0], p[1]);
       }
     }
-    __syncthreads();
+    __syncthreads();  // p of all warps' keys is in shared memory
 #pragma unroll
-    for (int step = 0; step < kWarps; ++step) {
+    for (int step = 0; step < kWarps; ++step) {  // 16 keys each
       const auto& of = values[step];
-      uint32_t v[kColumns][2];
+      uint32_t v[kColumns][2];  // two keys of one column in a word, as the product takes them
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
         v[2 * i][0] = even(of[0].x[i], of[1].x[i]), v[2 * i][1] = even(of[2].x[i], of[3].x[i]);
@@ -216,12 +226,12 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
   }
 }
 
-// A query row's softmax over what was added, of which a lane has so many columns.
+// The softmax state of a query row: largest score, sum of p, sum of p v. A warp holds a row, a lane kWidth columns.
 template <int kWidth>
 struct State {
   float top = -INFINITY, mass = 0.0f, sum[kWidth] = {};
 
-  // To a larger score, by which earlier ones are divided from now on; what those to come are divided by.
+  // Raises the largest score to at least `score` and scales the sums to it; returns what to subtract from new scores.
   __device__ float raise(float score) {
     const float now = fmaxf(top, score), shift = now == -INFINITY ? 0.0f : now, kept = exp2_of(top - shift);
     top = now;
@@ -232,14 +242,14 @@ struct State {
   }
 
   template <typename T>
-  __device__ void add(float score, const Vector<T, kWidth>& value) {  // a key's
+  __device__ void add(float score, const Vector<T, kWidth>& value) {  // one key's
     const float p = exp2_of(score - raise(score));
     mass += p;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) sum[j] += p * to_float(value.x[j]);
   }
 
-  // Adds so many parts of the row, with several loads in flight.
+  // Adds parts 0 to count - 1 of the row in this order, with the loads of kBatch parts in flight.
   template <int kBatch>
   __device__ void merge(const Parts& parts, int64_t place, int count) {
     using Columns = Vector<float, kWidth>;
@@ -271,7 +281,7 @@ struct State {
     }
   }
 
-  __device__ void spoil() {
+  __device__ void spoil() {  // the row's result becomes NaN
     mass = NAN;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) sum[j] = NAN;
@@ -286,7 +296,7 @@ struct State {
   }
 
   template <typename T>
-  __device__ void store(T* head) const {  // zeros if there was no key, or the NaN of values with weight 0
+  __device__ void store(T* head) const {  // 0 if there was no key; NaN where a value with p = 0 is not finite
     const float divisor = mass == 0.0f ? 1.0f : mass;
     Vector<T, kWidth> result;
 #pragma unroll
@@ -295,8 +305,8 @@ struct State {
   }
 };
 
-// One of a key head's packed query rows, counted from some row's first: its row, its head, and its place in what
-// [rows, heads] are laid out by.
+// Packed query row `index` of a key head, counted from the first one of row `first_row`: its row, its query head, and
+// its index in [rows, heads].
 struct Query {
   int row, head;
   int64_t place;
@@ -310,7 +320,8 @@ struct Query {
   }
 };
 
-constexpr int inverse_of(int repeat) { return (1 << 16) / repeat + 1; }  // exact up to 2^16 / repeat
+// (x * inverse_of(n)) >> 16 is x / n, for x up to 2^16 / n: a multiplication instead of a division.
+constexpr int inverse_of(int repeat) { return (1 << 16) / repeat + 1; }
 
 // Launch a call by the `run<T, head_dim>` of its type.
 template <typename T, typename Call>

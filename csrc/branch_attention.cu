@@ -8,30 +8,32 @@ namespace fb::branch_attention {
 
 template <int E>
 using BranchShape = Shape<E, E == 64 ? 4 : 8, E == 256 ? 1 : 2>;
-constexpr int kMostRepeat = 128;  // as many rows and a tile's are within what inverse_of is exact for
-constexpr int kMostParts = 16;    // over a slice: the last block reads so many at once
-constexpr int kSpread = 128;  // blocks over the chunks of a group's key heads, about one a multiprocessor on any chip
+constexpr int kMostRepeat = 128;  // inverse_of is exact for the rows of a tile up to here
+constexpr int kMostParts = 16;    // of a slice: the last block loads them all at once
+constexpr int kSpread = 128;      // blocks for a group's slice over all key heads: about one a multiprocessor
 
 struct BranchCall {
-  const void *q, *k, *v, *prefix_k, *prefix_v;  // k and v are null, or not
-  const void *cu_branch, *cu_group, *prefix_start, *prefix_len, *block_table;  // the last is null for one page
+  // q [rows, heads, E]; k, v [rows, kv_heads, E], both null or neither; prefix [pages, page_size, kv_heads, E]
+  const void *q, *k, *v, *prefix_k, *prefix_v;
+  // [branches + 1], [groups + 1], [groups], [groups], [groups, table_width]; no block_table: one page holds all keys
+  const void *cu_branch, *cu_group, *prefix_start, *prefix_len, *block_table;
   void* out;   // [rows, heads, E]
   float* lse;  // [heads, rows]
   Parts parts;
-  int splits;  // parts over the slice, of which a row has one more for its own branch
-  int* sound;  // [units]: whether the offsets are
+  int splits;  // most parts of a slice; a row has one part more, for its own branch
+  int* sound;  // [units]: whether the offsets are valid
   Counters counters;
   int64_t q_row, q_head, own_row, own_head, page, slot, prefix_head;  // strides
   int64_t table_row;
   int rows, heads, kv_heads, repeat, inverse, branches, groups, units, pages, page_size, table_width;
-  bool wide;  // indices have 64 bits
+  bool wide;  // indices are int64, else int32
   float scale;
 
   __device__ int64_t index(const void* indices, int64_t place) const {
     return wide ? static_cast<const int64_t*>(indices)[place] : static_cast<const int*>(indices)[place];
   }
 
-  // First row of a group, or the end of the last one; some row if offsets are not valid.
+  // First row of a group, or the end of the last one; clamped, so that invalid offsets stay in range.
   __device__ int first_row(int group) const {
     const int64_t branch = index(cu_group, group), inside = min(max(branch, int64_t{0}), int64_t{branches});
     const int64_t row = index(cu_branch, inside);
@@ -68,7 +70,7 @@ struct Rising {
     next = call.index(offsets, min(i + 1, count));
   }
 
-  __device__ bool wrong() {  // as far as this thread sees
+  __device__ bool wrong() {  // among the offsets of this thread
     bool found = count < 1;
     for (int i = threadIdx.x; i <= count; i += kThreads) {
       if (i >= kThreads) ask(i);
@@ -78,7 +80,7 @@ struct Rising {
   }
 };
 
-// Packed query rows of a group: so many, of which the first is number `first` from the first of a row.
+// `count` packed query rows of a group. The first one is packed row `first`, counted from that of row `row`.
 struct Tile {
   int group, row, first, count;
 };
@@ -88,8 +90,8 @@ __device__ inline Tile tile_at(const BranchCall& call, int group, int row, int p
   return {group, row + rows, packed - rows * call.repeat, count};
 }
 
-// Each group has as many tiles as its rows may need when the rows before it are packed without a gap: group g's begin
-// at tile (its first packed row) / kQueries + g, and tiles after its last rows may be empty.
+// The tiles of group g begin at tile (g's first packed row) / kQueries + g. So every group has room for its rows, the
+// number of tiles needs no sum over groups, and a group's last tile may be empty.
 template <int kQueries>
 __device__ inline Tile find_tile(const BranchCall& call, int tile) {
   if (call.groups <= 1) {
@@ -125,8 +127,9 @@ __device__ inline Slice find_slice(const BranchCall& call, int group) {
 
 static __device__ const uint4 zeros[32] = {};  // a head
 
-// Keys of a key head in a slice. The addresses of a chunk's keys are looked up two turns ahead, one key per thread:
-// half of the threads do the chunks of even turns. Values after the last are read from `zeros`.
+// Keys of a key head in a slice. The addresses of a chunk's keys are looked up two turns ahead, one key to a thread:
+// one half of the threads looks up the chunks of even turns, the other those of odd turns. Keys after the slice's end
+// have the address of `zeros`.
 template <typename Shape>
 struct SliceKeys {
   static constexpr bool kZeros = true;
@@ -134,10 +137,10 @@ struct SliceKeys {
   static_assert(Shape::kThreads == 2 * kChunk);
   const BranchCall& call;
   const void *k, *v;
-  int64_t (&slots)[2][kChunk];
+  int64_t (&slots)[2][kChunk];  // shared memory: offsets of the keys of two turns, in elements
   const int group, start, end, stride;
-  const int64_t after;
-  int key, page, slot;  // that this thread looks up next
+  const int64_t after;  // offset of `zeros` from v
+  int key, page, slot;  // the key that this thread looks up next, and where it is
   bool wrong = false;
 
   template <typename T>
@@ -168,7 +171,7 @@ struct SliceKeys {
     ask();
   }
 
-  __device__ void advance(int turn) {  // this turn's addresses are no longer needed
+  __device__ void advance(int turn) {  // this turn's addresses are used up: write those of two turns later
     if (static_cast<int>(threadIdx.x) / kChunk == turn % 2) answer();
   }
 
@@ -191,7 +194,8 @@ struct SliceKeys {
   }
 };
 
-// A warp: a query row's attention to its own branch, up to its own key. What a branch of one row needs is loaded early.
+// A warp: a query row's attention to the keys of its own branch, up to its own. The row's own key is loaded first,
+// since a branch of one row needs no other.
 template <typename T, int E>
 struct OwnKeys {
   using Columns = Vector<T, E / kWarp>;
@@ -236,6 +240,15 @@ struct OwnKeys {
   }
 };
 
+// out = sum_j p_j v_j / sum_j p_j, lse = log sum_j exp(s_j), p_j = exp(s_j - max s), s_j = scale q . k_j, over the keys
+// of the group's slice and then those of the row's own branch up to the row.
+// Grid: units * splits blocks; block / units is the part, and a unit is tile * kv_heads + key head.
+// A block owns kQueries packed query rows (a row's query heads of one key head are neighbours) and every n-th chunk of
+//   the slice; its warps also take turns with the rows' own branches. A unit's last block merges and writes out, lse.
+// Loop: over chunks of kChunk keys, in take_chunks.
+// Memory: as take_chunks; shared also has the offsets of the keys of two chunks. Registers: the pieces of q in flight.
+// Layout: as in BranchCall; q, k, v, prefix by the strides there, adjacent columns; out [rows, heads, E] and
+//   lse [heads, rows], dense; parts [rows, heads, splits + 1].
 template <typename T, int E>
 __global__ void __launch_bounds__(BranchShape<E>::kThreads, 1) branch_attention_kernel(BranchCall call) {
   using Shape = BranchShape<E>;
@@ -250,8 +263,8 @@ __global__ void __launch_bounds__(BranchShape<E>::kThreads, 1) branch_attention_
   const Tile mine = find_tile<kQueries>(call, tile);
   const auto query_of = [&](int index) { return Query(call, kv_head, mine.first + index, mine.row); };
 
-  // Everything else is loaded before keys and values. A row's own branch is one more part; the warps of all blocks take
-  // turns with these.
+  // Layout, q and own keys are loaded before keys and values of the slice, so that all loads are in flight together.
+  // The own branches are one more part of each row; the warps of all blocks take turns with them.
   const bool filled = mine.count > 0;
   const Slice slice = filled ? find_slice(call, mine.group) : Slice{0, 0, true};
   OwnKeys<T, E> own{call, kv_head * call.own_head};
@@ -262,7 +275,7 @@ __global__ void __launch_bounds__(BranchShape<E>::kThreads, 1) branch_attention_
   ask_own();
   Rising<Shape::kThreads> branches(call, call.cu_branch, call.branches, call.rows);
   Rising<Shape::kThreads> groups(call, call.cu_group, call.groups, call.branches);
-  uint4 pieces[kPieces];
+  uint4 pieces[kPieces];  // this thread's share of q [kQueries, E], 16 bytes each
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
     pieces[i] = {};
@@ -272,7 +285,7 @@ __global__ void __launch_bounds__(BranchShape<E>::kThreads, 1) branch_attention_
     if (filled) pieces[i] = reinterpret_cast<const uint4*>(at)[piece % kRow];
   }
   const int parts = min(max((slice.length + Shape::kChunk - 1) / Shape::kChunk, 1), call.splits);
-  if (split >= parts) return;
+  if (split >= parts) return;  // a short slice has fewer chunks than the grid has parts
 
   const int64_t columns = kv_head * call.prefix_head;
   const int begin = split * Shape::kChunk, stride = parts * Shape::kChunk;
@@ -300,7 +313,7 @@ __global__ void __launch_bounds__(BranchShape<E>::kThreads, 1) branch_attention_
   __syncthreads();
   if (threadIdx.x == 0) shared.is_last = arrives_last(counter_at(call.counters, unit), parts);
   __syncthreads();
-  if (!shared.is_last) return;
+  if (!shared.is_last) return;  // all parts of the unit are written
 
   const bool sound = call.sound[unit];
   const int flat = tile * kQueries;  // if offsets are not valid, tiles cover all rows
@@ -318,7 +331,7 @@ __global__ void __launch_bounds__(BranchShape<E>::kThreads, 1) branch_attention_
   }
 }
 
-// How a call is launched: by head size, the most parts of a tile, and tiles times key heads.
+// The grid of a call: most parts of a tile (splits), and tiles times key heads (units).
 struct Grid {
   int64_t splits, units;
 

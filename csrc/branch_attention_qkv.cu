@@ -1,5 +1,6 @@
-// branch_attention_qkv: branches of one token after their sequence, from projected rows to attention's output. A unit's
-// first parts norm and rotate the rows' own keys, write and score them.
+// branch_attention_qkv: one decode step of attention, from projected rows to the output of the heads. Each row is a
+// branch of one token after its sequence. A unit's first parts norm and rotate the rows' own keys, write them to the
+// cache and score them; its other parts attend to the cache.
 #include <algorithm>
 #include <climits>
 #include <type_traits>
@@ -12,28 +13,29 @@ constexpr int kWarps = 4;
 template <int E>
 using QkvShape = Shape<E, kWarps, 1>;
 constexpr int kChunk = QkvShape<64>::kChunk, kThreads = QkvShape<64>::kThreads, kQueries = QkvShape<64>::kQueries;
-constexpr int kOwnParts = kQueries / kWarps;
-constexpr int kMostSplits = 64;  // parts over the cache
-constexpr int kBlocks = 2;       // of a multiprocessor, for 16 query rows
+constexpr int kOwnParts = kQueries / kWarps;  // parts for own keys: a warp takes one query row
+constexpr int kMostSplits = 64;               // most parts over the cache
+constexpr int kBlocks = 2;                    // blocks to a multiprocessor, for 16 query rows
 constexpr int kMaxRows = 32;
 constexpr int kMaxRepeat = 16;
 
 struct QkvCall {
+  // qkv [sequences * rows, (heads + 2 kv_heads) E]; weights [E] or null; cos, sin [table_rows, E]
   const void *qkv, *q_weight, *k_weight;
   const float *cos, *sin;
-  const int *positions, *held, *slots;
-  void *k_cache, *v_cache, *out;
+  const int *positions, *held, *slots;  // [sequences * rows], [sequences], [sequences * rows] or null
+  void *k_cache, *v_cache, *out;        // caches [pages, page_size, kv_heads, E]; out [sequences * rows, heads, E]
   Parts parts;
   float* own;         // [rows, heads]: score of the row's own key; NaN where the row's arguments are bad
   Counters counters;  // one per unit
   const int* block_table;  // [sequences, n]
   int64_t qkv_stride, table_rows, page_stride, cache_stride, out_stride, block_table_row;
-  int rows, heads, kv_heads, repeat, inverse, units, window;  // rows after each sequence
-  int tiles;               // of a sequence's rows
-  int capacity;            // keys that a sequence may have
-  int pages, page_size;    // if they are in pages, of whole chunks
+  int rows, heads, kv_heads, repeat, inverse, units, window;  // `rows` of each sequence
+  int tiles;             // tiles of a sequence's packed query rows
+  int capacity;          // most keys of a sequence
+  int pages, page_size;  // a page holds whole chunks
   int slots_in_cache;
-  float eps, scale;  // the scale also brings scores to base 2
+  float eps, scale;  // scale includes log2(e): p = 2^score
 };
 
 __device__ inline Span seen_keys(const QkvCall& call, int held) {  // none if `held` is invalid
@@ -41,9 +43,9 @@ __device__ inline Span seen_keys(const QkvCall& call, int held) {  // none if `h
   return {call.window > 0 ? max(0, held - call.window + 1) : 0, held};
 }
 
-// So many of a sequence's packed query rows, with a key head.
+// A tile of `count` packed query rows of a sequence, and a key head.
 struct Unit {
-  int sequence, row, kv_head, first, count;  // row of the sequence's first, number of the first of the packed
+  int sequence, row, kv_head, first, count;  // row: the sequence's first; first: the tile's first packed row
 
   __device__ Query query(const QkvCall& call, int index) const { return Query(call, kv_head, first + index, row); }
 };
@@ -85,14 +87,14 @@ struct Cache {
   __device__ void advance(int) {}
 };
 
-// The same in pages; a chunk is in one page, whose number is loaded one turn before its keys.
+// Keys of a key head in pages. A chunk lies in one page, whose number is loaded one turn before the chunk's keys.
 struct PagedCache {
   static constexpr bool kZeros = false;
   const QkvCall& call;
   const void *k, *v;
   const int* table;  // of the sequence
-  const int end, columns, places;  // from a chunk to the block's next: pages, and slots of a page
-  int chunk, column, place;  // of the next load
+  const int end, columns, places;  // columns, places: pages and slots from a chunk of the block to its next one
+  int chunk, column, place;        // of the next load
   int page_of_keys, place_of_keys, page_of_values, place_of_values;
 
   __device__ PagedCache(const QkvCall& call, const void* k, const void* v, int sequence, const Span& span, int begin)
@@ -112,7 +114,7 @@ struct PagedCache {
     if (place >= call.page_size) place -= call.page_size, ++column;
   }
 
-  __device__ int64_t at(int page, int place) const {  // any valid page if there is no such
+  __device__ int64_t at(int page, int place) const {  // page 0 for a bad number: take_own then makes the row NaN
     return (page >= 0 && page < call.pages ? page : 0) * call.page_stride + place * call.cache_stride;
   }
 
@@ -145,8 +147,8 @@ __device__ inline bool pages_fit(const QkvCall& call, int sequence, const Span& 
   return __ballot_sync(0xffffffffu, wrong) == 0;
 }
 
-// What a lane holds of a head: E / 64 adjacent elements of its first half and as many of its second. Sums of products
-// are spelt out, so that a query has the same bits wherever it is prepared.
+// A lane's share of a head: E / 64 adjacent elements of the first half and as many of the second, the partners of the
+// rotation. Products and sums are written as fmaf, so that a query has the same bits in every block that prepares it.
 template <int E>
 struct Part {
   static constexpr int kCount = E / 64;
@@ -209,7 +211,7 @@ __device__ inline const T* head_of(const QkvCall& call, int row, int head) {
   return static_cast<const T*>(call.qkv) + row * call.qkv_stride + static_cast<int64_t>(head) * E;
 }
 
-// A query row and its row of the tables, being loaded.
+// A query row and its row of the rotary tables: `begin` loads them, `finish` norms and rotates the query.
 template <int E>
 struct Request {
   Part<E> q, cos, sin;
@@ -229,7 +231,8 @@ struct Request {
   }
 };
 
-// A warp: the score of a query row with its own row's key, which is kept by the first of the row's.
+// A warp: the score of a query row with its own row's key. The row's first query head also writes key and value to the
+// cache. Bad arguments make the score NaN, and with it the row's output.
 template <typename T, int E, bool kPaged>
 __device__ inline void take_own(const QkvCall& call, const Unit& unit, const Query& query, int held, const Span& span,
                                 const Part<E>& q_weight) {
@@ -267,7 +270,7 @@ __device__ inline void take_own(const QkvCall& call, const Unit& unit, const Que
 }
 
 template <int E>
-constexpr int kAhead = E <= 128 ? kQueries / kWarps : 2;  // loads of a warp that are in flight with its first keys
+constexpr int kAhead = E <= 128 ? kQueries / kWarps : 2;  // query rows that a warp loads along with its first keys
 
 // A block's part of a unit's chunks.
 template <typename T, int E, bool kPaged>
@@ -297,7 +300,7 @@ __device__ inline void take_cache(const QkvCall& call, const Unit& unit, int spl
   take_chunks<T>(keys, span, begin, call.parts.each * kChunk, unit.count, call.scale, call.parts, shared, prepare, place);
 }
 
-// A warp: the output of a query row, of its own key and so many parts.
+// A warp: the output of a query row, from its own key and parts 0 to parts - 1 of the cache.
 template <typename T, int E>
 __device__ inline void merge(const QkvCall& call, int kv_head, const Query& query, int parts) {
   State<E / kWarp> state;
@@ -307,6 +310,14 @@ __device__ inline void merge(const QkvCall& call, int kv_head, const Query& quer
   state.store(static_cast<T*>(call.out) + query.row * call.out_stride + static_cast<int64_t>(query.head) * E);
 }
 
+// q, k = rope(norm(.)) of qkv's heads; out = softmax(scale q . [cached keys, own key]) [cached values, own value].
+// Grid: units * (kOwnParts + parts.each) blocks of kThreads threads; block / units is the part. A unit is a sequence, a
+//   tile of its packed query rows and a key head.
+// A block owns kWarps query rows' own keys (the first kOwnParts parts), or every n-th chunk of the cache for the unit's
+//   query rows (the other parts). A unit's last block merges its parts and writes out.
+// Loop: over chunks of kChunk keys, in take_chunks.
+// Memory: as take_chunks. Registers also: q_weight, and the kAhead query rows that are being prepared.
+// Layout: as in QkvCall; qkv, caches, block_table and out by the strides there, adjacent columns and heads.
 template <typename T, int E, bool kPaged>
 __global__ void __launch_bounds__(kThreads, E <= 128 ? 3 : 2) branch_attention_qkv_kernel(QkvCall call) {
   __shared__ Shared<QkvShape<E>> shared;
@@ -329,10 +340,10 @@ __global__ void __launch_bounds__(kThreads, E <= 128 ? 3 : 2) branch_attention_q
   const Span span = seen_keys(call, held);
   const int chunks = span.begin < span.end ? (span.end - 1) / kChunk - span.begin / kChunk + 1 : 0;
   const int splits = min(chunks, call.parts.each);
-  if (split >= 0 ? split >= splits : part >= own_parts) return;  // most blocks of a short sequence
+  if (split >= 0 ? split >= splits : part >= own_parts) return;  // the grid is sized for the longest sequence
   if (split >= 0) {
 #pragma unroll
-    for (int i = 0; i < kAhead<E>; ++i) {  // they need only positions, so they are prepared before keys and values
+    for (int i = 0; i < kAhead<E>; ++i) {  // queries need only positions, so their loads begin before those of keys
       const int query = warp + i * kWarps;
       if (query < unit.count) requests[i].template begin<T>(call, unit.query(call, query), position[i]);
     }
@@ -355,7 +366,7 @@ int run(const QkvCall& call, Stream stream) {
   return launch(kernel, call.units * (kOwnParts + call.parts.each), kThreads, 0, stream, call);
 }
 
-// Floats in `partials`, or kNotTaken, for so many rows after each of so many sequences, with at most so many keys.
+// Floats that `partials` must hold for `rows` rows of each sequence and `capacity` keys; or kNotTaken.
 static int64_t floats_for(int sequences, int rows, int heads, int head_dim, int64_t capacity) {
   if (rows > kMaxRows) return kNotTaken;
   const int64_t splits = std::min<int64_t>((capacity + kChunk - 1) / kChunk, kMostSplits);
@@ -413,7 +424,7 @@ FB_FUNCTION(fb_branch_attention_qkv,
   fb::Chip chip;
   if (const int error = fb::current_chip(&chip)) return error;
   const int chunks = fb::divide_up(capacity, kChunk), most = std::min(chunks, kMostSplits);
-  // the same whatever the rows and the other sequences
+  // independent of rows and sequences, so that a row's bits are too
   call.parts.each = std::min(most, std::max(1, kBlocks * chip.multiprocessors / kv_heads));
   const int64_t all = int64_t{given.sequences} * rows * heads, places = all * call.parts.each;
   call.parts.sums = given.partials, call.parts.states = given.partials + places * head_dim;

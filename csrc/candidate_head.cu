@@ -15,10 +15,10 @@ struct CandidateHead {
   int64_t stride;
   const T* norm_weight;
   const W* head_weight;
-  const void* head_bias;
-  bool wide_bias;  // float32
+  const void* head_bias;  // one element, or null
+  bool wide_bias;         // whether head_bias is float32, else T
   const void* offsets;
-  bool wide_offsets;  // int64
+  bool wide_offsets;  // whether offsets are int64, else int32
   int rows, groups, width;
   float eps;
   float* score;
@@ -43,6 +43,7 @@ __device__ inline Chunk<T> head_chunk(const T* row, int first, int width) {
 // The score of a row, in every lane; a lane takes the same columns in the same order in every row.
 template <bool kWide, typename T, typename W>
 __device__ inline float score_of(const CandidateHead<T, W>& of, int64_t row) {
+  // kParts: chunks of the head for one chunk of x, 2 for a float32 head of 16-bit rows. kBatch: chunks loaded at once.
   constexpr int kElements = Chunk<T>::kElements, kParts = sizeof(W) / sizeof(T), kBatch = kWide ? 4 : 1;
   const T* x_row = of.hidden + row * of.stride;
   float products = 0.0f, squares = 0.0f;
@@ -73,7 +74,7 @@ __device__ inline float score_of(const CandidateHead<T, W>& of, int64_t row) {
       }
     }
   }
-  for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) {  // every lane ends with the same two sums
     products += __shfl_xor_sync(0xffffffffu, products, mask);
     squares += __shfl_xor_sync(0xffffffffu, squares, mask);
   }
@@ -93,12 +94,13 @@ __device__ inline void choose(const float* scores, int count, float* prob, int64
   for (int i = lane; i < count; i += kWarp) {
     if (scores[i] > highest || (scores[i] == highest && at < 0)) {
       highest = scores[i];
-      at = i;
+      at = i;  // a lane's indices rise, so it keeps the first of equal scores
     }
   }
   for (int mask = kWarp / 2; mask > 0; mask /= 2) {
     const float other = __shfl_xor_sync(0xffffffffu, highest, mask);
     const int other_at = __shfl_xor_sync(0xffffffffu, at, mask);
+    // between lanes, ties go to the lower index
     if (other_at >= 0 && (at < 0 || other > highest || (other == highest && other_at < at))) {
       highest = other;
       at = other_at;
@@ -113,6 +115,14 @@ __device__ inline void choose(const float* scores, int count, float* prob, int64
   if (lane == 0) *best = at;
 }
 
+// score = (x rsqrt(mean(x^2) + eps) norm_weight) . head_weight + head_bias; prob, best = softmax, argmax of a group.
+// Grid: one block if `alone`, else groups + ceil(rows / kHeadWarps) blocks, of up to kHeadWarps warps.
+// A block owns all rows (`alone`), the rows of a group, or kHeadWarps rows of no group; a warp owns a row, then a
+//   group.
+// Loop: over the block's rows, inside over columns, 16 bytes a lane; then over the block's groups.
+// Memory: shared: the scores of the block's rows. Registers: kBatch chunks of x and of each weight, two float32 sums.
+// Layout: hidden [rows, width] with row stride `stride`, adjacent columns; norm_weight [width] or null; head_weight
+//   [width]; offsets [groups + 1]; score, prob [rows]; best [groups], dense.
 template <bool kWide, typename T, typename W>
 __global__ void __launch_bounds__(kHeadWarps* kWarp, 1) candidate_head_kernel(CandidateHead<T, W> of, bool alone) {
   __shared__ float scores[kMostHeadRows];
@@ -120,7 +130,7 @@ __global__ void __launch_bounds__(kHeadWarps* kWarp, 1) candidate_head_kernel(Ca
   wait_for_previous();
   const int thread = threadIdx.x, threads = blockDim.x, block = blockIdx.x;
   const int warp = thread / kWarp, warps = threads / kWarp;
-  const int checker = threads - 1 - thread;  // counted from the last warp, which may have no row to wait for
+  const int checker = threads - 1 - thread;  // the last warp checks first: it may have no row to load
   bool bad = checker == 0 && (of.offset(0) != 0 || of.offset(of.groups) > of.rows);
 #pragma unroll 1
   for (int i = checker; i < of.groups; i += threads) bad |= of.offset(i) > of.offset(i + 1);

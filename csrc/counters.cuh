@@ -11,22 +11,23 @@ namespace fb {
 constexpr int kGraphCounters = 1 << 20;  // 4 MB; a step of 64 rows of Qwen3-1.7B takes 14,336
 constexpr int kStreams = 32, kStreamCounters = 1 << 14;  // 2 MB
 
-// They need no clearing, since each run leaves them zero: each captured launch keeps its own for ever, then come those of
-// the first streams, on which launches run one after the other.
+// No launch has to clear these counters, since each run leaves them zero. First come kGraphCounters for captured
+// launches, each of which keeps its own for ever; then kStreamCounters for each of the first kStreams streams, whose
+// launches run one after the other and can share them.
 static __device__ unsigned kept_counters[kGraphCounters + kStreams * kStreamCounters];
 
 struct Counters {
-  unsigned* given;  // or null
-  int first;        // else the index of the first one above
+  unsigned* given;  // counters in the caller's workspace, or null
+  int first;        // if null: index of the launch's first counter in kept_counters
 };
 
 static __device__ inline unsigned* counter_at(const Counters& counters, int64_t index) {
   return (counters.given != nullptr ? counters.given : kept_counters + counters.first) + index;
 }
 
-// Which of the first streams this is, or kStreams.
+// The index of a stream among the first kStreams that were seen; kStreams for any later one.
 static inline int place_of(uint64_t stream) {
-  static std::atomic<uint64_t> known[kStreams];  // 0 where none is
+  static std::atomic<uint64_t> known[kStreams];  // 0: a free place
   for (int place = 0; place < kStreams; ++place) {
     uint64_t found = 0;
     if (known[place].compare_exchange_strong(found, stream) || found == stream) return place;
@@ -34,8 +35,8 @@ static inline int place_of(uint64_t stream) {
   return kStreams;
 }
 
-// Counters for a launch on this stream: kept ones if some are left, else the given ones, zeroed. Clearing is work of its
-// own on the stream, behind which a kernel cannot start early.
+// Counters for a launch on this stream: of kept_counters while some are free, else `given`, set to zero first. That
+// memset is one more operation on the stream, and a kernel behind it cannot start before its predecessor ends.
 static inline int counters_for(int count, unsigned* given, Stream stream, Counters* counters) {
   static std::atomic<int> taken{0};
   bool captured = false;

@@ -85,7 +85,7 @@ __device__ inline uint32_t pack(float first, float second) {
 #endif
 }
 
-// 16 bytes of memory that nothing writes while the kernel runs, read once: not kept in the L1 cache.
+// Loads 16 bytes that nothing writes while the kernel runs, and that are read once: not kept in the L1 cache.
 __device__ inline uint4 load_streaming(const void* address) {
 #if defined(FB_HOST_EMULATION)
   return *static_cast<const uint4*>(address);
@@ -98,7 +98,7 @@ __device__ inline uint4 load_streaming(const void* address) {
 #endif
 }
 
-// 16 bytes that an earlier launch may have written, read once.
+// Loads 16 bytes that an earlier launch may have written, and that are read once: not kept in the L1 cache.
 __device__ inline uint4 load_once(const void* address) {
 #if defined(FB_HOST_EMULATION)
   return *static_cast<const uint4*>(address);
@@ -112,7 +112,7 @@ __device__ inline uint4 load_once(const void* address) {
 #endif
 }
 
-// The policy by which the L2 cache evicts these bytes first. Made once per kernel, not at every use.
+// The cache policy "evict first" for the L2 cache. Made once per kernel, not at every load.
 __device__ inline uint64_t evicted_first() {
   uint64_t policy = 0;
 #if !defined(FB_HOST_EMULATION)
@@ -121,7 +121,7 @@ __device__ inline uint64_t evicted_first() {
   return policy;
 }
 
-// As load_streaming, or zero, in which case the address is not read.
+// load_streaming if `inside`, else zeros without reading the address.
 __device__ inline uint4 load_streaming_if(bool inside, const void* address, [[maybe_unused]] uint64_t policy) {
 #if defined(FB_HOST_EMULATION)
   return inside ? load_streaming(address) : uint4{0, 0, 0, 0};
@@ -191,8 +191,8 @@ __device__ inline Chunk<T> load_chunk(const T* row, int64_t first, int64_t width
 
 inline bool is_aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
 
-// The bytes of a (0 to 3) and b (4 to 7) that the digits of the selector name, lowest first. Volatile: the compiler
-// would move it out of a loop, where it would wait for loads long before their values are needed.
+// Four bytes out of a (bytes 0 to 3) and b (4 to 7): each hexadecimal digit of the selector names one, the lowest
+// first. Volatile, since the compiler would else move it to the front of a loop, where it waits for loads too early.
 template <uint32_t selector>
 __device__ inline uint32_t permute_bytes(uint32_t a, uint32_t b) {
   uint32_t result = 0;
@@ -230,7 +230,7 @@ __device__ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const 
 #endif
 }
 
-// Rows of 16 bytes in shared memory as mma_16x8x16's a: a lane names row (lane % 16), columns 8 (lane / 16) on.
+// Loads mma_16x8x16's a from shared memory: lane i passes the address of row i % 16 from column 8 (i / 16) on.
 __device__ inline void load_16x16(uint32_t (&a)[4], const void* row) {
 #ifdef FB_HOST_EMULATION
   emulation::load_16x16(a, row);
@@ -253,8 +253,8 @@ __device__ inline float exp2_of(float x) {
 #endif
 }
 
-// Whether a thread is the last of `count` to arrive. It then sees what the others, and threads that met them at a
-// barrier, wrote before; the counter is zero again.
+// Counts an arrival; whether it is the last of `count`. The last thread sees all that the others wrote before, and what
+// threads wrote that met one of them at a barrier. The counter is then zero again.
 __device__ inline bool arrives_last(unsigned* counter, unsigned count) {
 #define FB_ARRIVE "atom.acq_rel.gpu.global.inc.u32"
   const unsigned wraps_at = count - 1;
@@ -285,8 +285,8 @@ __device__ inline void sync_cluster() {
 #endif
 }
 
-// The address of the same place in the dynamic shared memory of another block of the cluster. It may be read after a
-// barrier that both have passed, until that block ends.
+// `own`'s counterpart in the dynamic shared memory of block `rank` of the cluster. It may be read after a barrier of
+// both blocks, until that block ends.
 template <typename T>
 __device__ inline const T* of_rank(const T* own, int rank) {
 #if defined(FB_HOST_EMULATION)
@@ -317,8 +317,8 @@ __device__ inline void let_next_begin() {
 // What launchers need to know of the current device.
 struct Chip {
   int multiprocessors, major;
-  int block_shared, shared, reserved_shared;  // bytes of shared memory: maximum of a block; of a multiprocessor; and
-  // what the system takes of that per block
+  // bytes of shared memory: most of a block; of a multiprocessor; what the system reserves of that for each block
+  int block_shared, shared, reserved_shared;
   int device;
 };
 
@@ -336,7 +336,7 @@ inline int set_zero(void* address, int64_t bytes, Stream) {
   return 0;
 }
 
-// On a host stream 1 stands for one that captures, others but null for streams of their own.
+// Host streams are numbers: 1 is a stream that captures, 0 the default stream, others are plain streams.
 inline int is_capturing(Stream stream, bool* result) {
   *result = stream == reinterpret_cast<Stream>(1);
   return 0;
@@ -358,7 +358,7 @@ int launch_clusters(void (*kernel)(Parameters...), int cluster, int grid, int bl
 
 using Stream = cudaStream_t;
 
-// Read once for all devices. 0 or an error.
+// The current device's data, which are read once for all devices. Returns 0 or an error.
 inline int current_chip(Chip* chip) {
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device)) return error;
@@ -397,7 +397,7 @@ inline int is_capturing(Stream stream, bool* result) {
   return error;
 }
 
-// Never 0, and never that of another stream of this process. 0 or an error.
+// A number that is not 0 and that no other stream of this process has. Returns 0 or an error.
 inline int id_of(Stream stream, uint64_t* id) {
   unsigned long long found = 0;
   const cudaError_t error = cudaStreamGetId(stream, &found);
@@ -423,8 +423,8 @@ inline int prepare(const void* kernel, const Chip& chip) {
   return error;
 }
 
-// Launches a kernel on a one-dimensional grid; on devices that can, as a dependent launch and in clusters of so many
-// blocks. 0 or an error.
+// Launches a kernel on a one-dimensional grid; on Hopper as a dependent launch, in clusters of `cluster` blocks.
+// Returns 0 or an error.
 template <typename... Parameters, typename... Arguments>
 int launch_clusters(void (*kernel)(Parameters...), int cluster, int grid, int block, int shared_bytes, Stream stream,
                     Arguments... arguments) {

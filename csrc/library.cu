@@ -20,13 +20,13 @@ extern "C" const char* fb_error_string(int code) {
 }
 
 #ifdef FB_HOST_EMULATION
-// Returns how many there were.
+// Sets the number of multiprocessors of the emulated device; returns the one before.
 extern "C" int fb_emulate_multiprocessors(int count) { return std::exchange(emulation::multiprocessors, count); }
 
 extern "C" void fb_emulate_replay(void (*before)()) { emulation::before_replay = before; }
 #endif
 
-// As CUDA numbers versions: 12040 is 12.4; 0 without a driver.
+// The CUDA version of the driver, 12040 for 12.4; 0 without a driver.
 extern "C" int fb_driver_version() {
   int version = 0;
 #ifndef FB_HOST_EMULATION

@@ -1,27 +1,30 @@
-// skinny_linear: up to 32 rows through a linear layer, as fast as its weight can be read once. Weight rows are the long
-// side of each product and go from global memory to registers; rows of x are the short side and are kept, normed, in
-// shared memory. If there are too few outputs for all multiprocessors, the two blocks of a cluster share the columns.
-// The order of additions to an output depends only on columns, outputs and device.
+// skinny_linear: up to 32 rows through a linear layer; reading the weight once takes all the time. So weight rows are
+// the long side (16) of each product and go from global memory straight to registers; rows of x are the short side (8)
+// and stay, normed, in shared memory. If there are too few outputs for all multiprocessors, the two blocks of a cluster
+// share the columns. The order of additions to an output depends only on the numbers of columns and outputs and the
+// device.
 #include "device.cuh"
 
 namespace fb::skinny {
 
 constexpr int kMostRows = 32;
-constexpr int kSlices = 8;  // warps of a block, each with its own columns of the weight
+constexpr int kSlices = 8;  // warps of a block: each sums over its own columns of the weight
 constexpr int kThreads = kSlices * kWarp;
 constexpr int kResident = 2;      // blocks of a multiprocessor
 constexpr int kTileRows = 16;     // weight rows that a block holds at a time
-constexpr int kStep = 32;         // columns that a warp takes at a time, of each row 16 bytes to a thread
-constexpr int kPair = 2 * kStep;  // a warp takes two adjacent steps: whole lines of 128 bytes
-constexpr int kPiece = kSlices * kPair;  // columns that all warps take at a time
-constexpr int kSweep = kWarp * 8 * kSlices;  // columns that all threads hold 8 of: a whole number of batches
+constexpr int kStep = 32;         // columns of a step: four threads load 16 bytes each of a weight row
+constexpr int kPair = 2 * kStep;  // a warp takes two adjacent steps, so that it reads whole lines of 128 bytes
+constexpr int kPiece = kSlices * kPair;      // columns of one pair of all warps
+constexpr int kSweep = kWarp * 8 * kSlices;  // columns of which every thread copies 8: whole batches
 constexpr int kPad = 4;                      // padding of a row in shared memory, in 16 bytes: two rows fill all banks
 constexpr int kMostStaged = 64 * 1024;       // bytes of up to 16 rows in shared memory, so that two blocks fit
 constexpr int kMostWhole = 128 * 1024;       // of more rows: reading x for each tile would outweigh the weight
-constexpr int kMostColumns = 1 << 29;        // and outputs
+constexpr int kMostColumns = 1 << 29;        // also the most outputs: indices fit an int
 
 template <typename T>
 struct SkinnyLinear {
+  // x [rows, in]; weight [out or, with swiglu, 2 out, in]; bias like the weight's rows; norm_weight [in];
+  // residual, out [rows, out]; bias, norm_weight and residual may be null
   const T* x;
   int64_t x_stride;
   const T* weight;
@@ -36,16 +39,16 @@ struct SkinnyLinear {
   int rows, in_features, out_features, tiles, tile_outputs;
   int share;            // columns of a block: all, or those of a cluster's first block, in whole pieces
   int window;           // columns of x in shared memory at a time: all, or whole sweeps
-  bool swiglu, frozen;  // frozen: the previous kernel writes neither of the weights
+  bool swiglu, frozen;  // frozen: the launch before this one does not write weight and norm_weight
 };
 
-// Offset of step u of what a thread holds from the thread's first column.
+// The column of a thread's step u, counted from the thread's first column.
 __device__ constexpr int step_begin(int u) { return u / 2 * kPiece + u % 2 * kStep; }
 
 template <int kEights>
 struct Shared {
-  float partial[2][kSlices][kEights][4][kWarp];
-  float squares[kSlices][kEights * 8];
+  float partial[2][kSlices][kEights][4][kWarp];  // each warp's sums of a tile; two tiles, in turn
+  float squares[kSlices][kEights * 8];           // each warp's sum of squares of each row
   float inverse[kSlices][kWarp];  // of each row, for each warp
 };
 
@@ -60,8 +63,8 @@ __device__ inline uint4 load_eight(const T* from, int left) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// What a thread loads next of a tile: two weight rows, either the same row of gate and up, or a row and the eighth
-// after it. Past the end the last row is repeated, for outputs that are not written.
+// The two weight rows of a tile that a thread loads next: the same row of gate and up, or a row and the eighth row
+// after it. Past the end it repeats the last row; those outputs are not written.
 template <typename T>
 struct Cursor {
   const T *low, *high;
@@ -87,13 +90,14 @@ __device__ inline uint32_t scaled(uint32_t x, float inverse, uint32_t weight) {
   return pack<T>(value.x * inverse * by.x, value.y * inverse * by.y);
 }
 
-// The first column of each sweep that a lane copies to shared memory. A warp's lanes copy what the warp multiplies.
+// The first column of each sweep that this thread copies to shared memory. A warp copies the columns that it
+// multiplies, so that no block barrier is needed.
 __device__ inline int own_column() {
   const int lane = threadIdx.x % kWarp, slice = threadIdx.x / kWarp;
   return lane / 8 * kPiece + slice * kPair + lane % 8 * 8;
 }
 
-// Copies a warp's part of so many columns of a row, zero after its end; it has arrived after wait_for_copies.
+// Copies a warp's share of `columns` columns of a row, zeros from `left` on; complete after wait_for_copies.
 template <bool kWide, typename T>
 __device__ inline void stage(uint4* to, const T* from, int columns, int left) {
 #pragma unroll 1
@@ -103,8 +107,14 @@ __device__ inline void stage(uint4* to, const T* from, int columns, int left) {
   }
 }
 
-// kEights times 8 rows of x; a thread holds kDepth steps, so it has 2 kDepth loads of 16 bytes in flight. kBlocks of a
-// cluster share the columns.
+// out = y + residual or silu(gate) * up of y = [gate, up], with y = rms_norm(x) weight^T + bias.
+// Grid: kBlocks == 1: as many blocks as fit the device, at most one a tile; kBlocks == 2: a cluster of two a tile.
+// A block owns kTileRows weight rows at a time and all rows of x (kEights times 8); a warp owns kPair columns of every
+//   kPiece, and the block's columns are all or, in a cluster, half.
+// Loop: over tiles; inside over batches of columns; the loads of the next batch or tile follow each product.
+// Memory: shared: [rows, window] of x, norm_weight, the warps' partial sums. Registers of a thread: kDepth steps of two
+//   weight rows, so that 2 kDepth loads of 16 bytes are in flight, and sums [kEights, 2, 4] in float32.
+// Layout: as in SkinnyLinear; x, weight, residual, out by their row strides, adjacent columns.
 template <typename T, int kEights, int kDepth, bool kNorm, bool kWide, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(SkinnyLinear<T> of) {
   constexpr int kBatch = kDepth / 2 * kPiece;  // columns that all warps hold
@@ -119,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
   const int stride = of.window / 8 + kPad;
   auto& shared = *static_cast<Shared<kEights>*>(dynamic_shared());
   const auto& other = *of_rank(&shared, rank ^ 1);
-  uint4* staged = reinterpret_cast<uint4*>(&shared + 1);  // [rows, stride]
+  uint4* staged = reinterpret_cast<uint4*>(&shared + 1);  // x: [rows, stride], 8 columns to an element
   uint4* norm = staged + of.rows * stride;                // [whole / 8]
 
   let_next_begin();
@@ -132,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
     else return load_eight(row + step_begin(u), weight.left - step_begin(u));
   };
   if (!of.frozen) wait_for_previous();
-  if (of.in_features > 0) {  // a branch keeps the compiler from moving the wait before the loads
+  if (of.in_features > 0) {  // this branch keeps the compiler from moving the wait before the loads
 #pragma unroll
     for (int u = 0; u < kDepth; ++u) {
       low[u] = load(weight.low, u);
@@ -153,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
       stage<kWide>(staged + row * stride, of.x + row * of.x_stride + from + begin, of.window, end - from - begin);
     wait_for_copies();
   };
-  constexpr int kTogether = kEights == 1 ? 1 : 2;  // rows; past the end, the last one again
+  constexpr int kTogether = kEights == 1 ? 1 : 2;  // rows summed together; past the end, the last one again
   const auto each = [&](int i) { return min(i, of.rows - 1); };
   const auto scale = [&](int begin) {
     for (int column = own_column(); column < min(of.window, whole - begin); column += kSweep) {
@@ -169,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
     }
   };
 
-  int held = -1;  // first column that is in shared memory
+  int held = -1;  // first column of the window of x in shared memory
   if constexpr (kNorm) {
     float total = 0.0f;
 #pragma unroll 1
@@ -215,7 +225,8 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
     }
   }
 
-  // This thread finishes one row's output of each half of a tile (in a cluster, only in the first block).
+  // This thread writes one row's output of each half of a tile (in a cluster, only in the first block): (row, output)
+  // is its element of the product's result.
   const int eight = slice / 2, odd = slice % 2, row = eight * 8 + 2 * t + odd;
   const bool finishes = row < of.rows && rank == 0;
   for (int tile = place; tile < of.tiles; tile += places) {
@@ -227,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
       if (output + 8 < of.out_features) residual[1] = from[output + 8];
     }
 
-    float sum[kEights][2][4] = {};  // of 8 rows and every other product
+    float sum[kEights][2][4] = {};  // of 8 rows each; even and odd products apart, so that they do not wait
     for (int begin = 0; begin < share; begin += of.window) {
       if (begin != held) {
         fetch(begin);
@@ -239,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
 #pragma unroll
       for (int j = 0; j < kEights; ++j) x[j] = staged + min(j * 8 + g, of.rows - 1) * stride + first / 8;
       for (int done = begin; done < min(begin + of.window, share); done += kBatch) {
-        // Registers that were used take the next columns, or the first of the next tile.
+        // Each register is loaded again right after its product: next columns, or the first ones of the next tile.
         if (done + kBatch < share) {
           weight.low += kBatch;
           weight.high += kBatch;
@@ -267,18 +278,18 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
       }
     }
 
-    const int turn = tile / places % 2;
+    const int turn = tile / places % 2;  // two buffers in turn: one barrier a tile is enough
     auto& slices = shared.partial[turn];
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) slices[slice][j][i][lane] = sum[j][0][i] + sum[j][1][i];
     }
-    sync();  // the next tile's barrier keeps its writers off what is read here
+    sync();  // the sums are complete; this buffer is written again only after the next tile's barrier
     if (!finishes) continue;
     float y[2] = {};
 #pragma unroll
-    for (int i = 0; i < kSlices; ++i) {
+    for (int i = 0; i < kSlices; ++i) {  // warps in a fixed order
       y[0] += slices[i][eight][odd][lane];
       y[1] += slices[i][eight][2 + odd][lane];
     }

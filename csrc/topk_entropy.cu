@@ -1,9 +1,10 @@
 // topk_entropy: the k largest elements of a row in order, and the entropy of their softmax, for a few rows.
 //
-// Keys are unique: (order of the value, ~column). Blocks write the largest key of each group of columns. The last block
-// takes the k-th largest among pairs of groups as a bound, which the row's k-th largest key reaches. Keys at or above
-// it are in few groups, which the block reads again and ranks. If too many keys reach the bound, it is raised by
-// counting until the rest fits: slower, but as exact.
+// A key is (order of the value, ~column), so no two keys are equal. First pass: blocks write the largest key of each
+// group of columns. The row's last block takes the k-th largest of the maxima of pairs of groups as a bound: at least k
+// keys are at or above it. The groups whose maximum reaches the bound are few. Second pass: the block reads them again,
+// collects the keys at or above the bound and ranks them. If more keys reach the bound than fit, the bound is raised by
+// counting keys bit by bit: slower, but as exact.
 #include "counters.cuh"
 
 namespace fb {
@@ -24,7 +25,7 @@ struct Groups {
 template <typename T>
 constexpr int kZeroBits = __is_same(T, float) ? 0 : __is_same(T, half) ? 13 : 16;  // low bits of an order, 0 in T
 
-// Rises with x, never 0: one zero, one NaN above +inf.
+// A number that rises with x and is never 0. -0 and 0 have one order, all NaN have one, above that of +inf.
 template <typename T>
 __device__ inline uint32_t order_of(float x) {
   const int bits = __float_as_int(x);
@@ -56,7 +57,7 @@ __device__ inline uint64_t raise_bound(int k, int enough, int column_bits, Count
 #pragma unroll 1
   for (int bit = 63; bit >= 0; --bit) {
     const uint64_t one = uint64_t{1} << bit;
-    if (bit < 32 && bit >= column_bits) bound |= one;  // as in every key
+    if (bit < 32 && bit >= column_bits) bound |= one;  // these bits of ~column are 1 in every key
     if (bit < 32 + kZeroBits<T> && bit >= column_bits) continue;
     const int reached = count(bound | one);
     if (reached < k) continue;
@@ -66,6 +67,15 @@ __device__ inline uint64_t raise_bound(int k, int enough, int column_bits, Count
   return max(bound, uint64_t{1} << 32);  // no order is 0
 }
 
+// values, indices = the k largest keys in falling order; entropy = log S - sum_i e_i d_i / S with d_i = x_i - x_0,
+// e_i = exp(d_i), S = sum_i e_i.
+// Grid: rows * blocks blocks of kTopkThreads threads.
+// A block owns kTopkThreads * groups.steps chunks of 16 bytes of a row; groups.lanes neighbouring threads own a group.
+// Loop: over the chunks of a thread; in the row's last block over the chunks of the listed groups.
+// Memory: shared: keys at or above the bound, numbers of the listed groups, the k values. Registers: a thread's largest
+//   key, the chunk in work and the next one.
+// Layout: logits [rows, width], row stride `stride`, adjacent columns; maxima [rows, groups.number]; counters [rows];
+//   entropy [rows]; values, indices [rows, k], dense.
 template <typename T>
 __global__ void __launch_bounds__(kTopkThreads)
     topk_entropy_kernel(const T* logits, int64_t stride, uint32_t width, int k, Groups groups, int blocks,
@@ -80,7 +90,7 @@ __global__ void __launch_bounds__(kTopkThreads)
   let_next_begin();
   wait_for_previous();
   const int thread = threadIdx.x;
-  const int64_t row = blockIdx.x / blocks;
+  const int64_t row = blockIdx.x / blocks;  // the blocks of a row are neighbours
   logits += row * stride;
   maxima += row * groups.number;
   const bool aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
@@ -97,11 +107,12 @@ __global__ void __launch_bounds__(kTopkThreads)
       most = more ? order : most;
       at = more ? column : at;
     });
-    if (most != 0) largest = max(largest, key_of(most, at));
+    if (most != 0) largest = max(largest, key_of(most, at));  // 0: the chunk lies after the row's end
   }
   for (int mask = groups.lanes / 2; mask > 0; mask /= 2)
     largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, mask));
   if (lane == 0 && group < groups.number) maxima[group] = largest;
+  // the barrier orders all threads' maxima before the arrival of thread 0
   __syncthreads();
   if (thread == 0) {
     is_last = arrives_last(counter_at(counters, row), blocks);
@@ -111,11 +122,11 @@ __global__ void __launch_bounds__(kTopkThreads)
   __syncthreads();
   if (!is_last) return;
 
-  uint64_t own[2];  // a pair
+  uint64_t own[2];  // maxima of two groups, kTopkThreads apart
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
     const int i = thread + u * kTopkThreads;
-    own[u] = i < groups.number ? __ldcg(maxima + i) : 0;
+    own[u] = i < groups.number ? __ldcg(maxima + i) : 0;  // past L1, since other blocks wrote them
   }
   const uint64_t more = max(own[0], own[1]);
   uint64_t bound =
@@ -135,7 +146,7 @@ __global__ void __launch_bounds__(kTopkThreads)
     uint32_t first = first_of(thread);
     Chunk<T> chunk = load_chunk(logits, first, width, aligned);
 #pragma unroll 1
-    for (int i = thread; i < count; i += kTopkThreads) {  // while the next chunk is being loaded
+    for (int i = thread; i < count; i += kTopkThreads) {  // a chunk is in work while the next one is loaded
       const uint32_t next_first = first_of(i + kTopkThreads);
       const Chunk<T> next = load_chunk(logits, next_first, width, aligned);
       visit<T>(chunk, first, width, see);
@@ -152,7 +163,7 @@ __global__ void __launch_bounds__(kTopkThreads)
     });
     __syncthreads();
     if (found <= kSurvivors) break;
-    __syncthreads();
+    __syncthreads();  // every thread has read `found` before it is set to zero
     bound = raise_bound<T>(k, kSurvivors, column_bits, [&](uint64_t next) {
       if (thread == 0) total = found = 0;
       __syncthreads();
@@ -168,7 +179,7 @@ __global__ void __launch_bounds__(kTopkThreads)
 
   // A key's rank is the number of larger keys; several threads count for one key.
   const int count = found;
-  int each = kWarp;
+  int each = kWarp;  // threads that count for one key
   while (each * count > kTopkThreads) each /= 2;
   const int place = thread / each;
   const uint64_t key = place < count ? keys[place] : 0;
@@ -185,7 +196,7 @@ __global__ void __launch_bounds__(kTopkThreads)
     indices[row * k + rank] = column;
   }
   __syncthreads();
-  if (thread >= kWarp) return;
+  if (thread >= kWarp) return;  // k is at most 64: one warp adds, in a fixed order
   float sum = 0.0f, weighted = 0.0f;
   for (int i = thread; i < k; i += kWarp) {
     const float shifted = top[i] - top[0];
