@@ -1,11 +1,12 @@
-"""Hopper's kernel of `branch_attention`: persistent, a warp loads, two check values, two warpgroups attend.
+"""Hopper's kernel of `branch_attention`: persistent programs; one warp loads, two check values, two warpgroups attend.
 
-Tiles of packed rows come from the same table as in triton.py; each warpgroup takes half of one. A tile goes through
-stretches of keys: its group's slice of the prefix, then its branches. Each stretch is read in blocks from its first
-key on, so a row's bits depend on the keys that it sees and on no other row.
+A program takes one tile of packed rows after another, from the table that triton.py uses too; each warpgroup attends
+from half of its rows. The keys of a tile come in stretches: its group's slice of the prefix, then its branches. Each
+stretch is read in blocks from its first key on, so a row's bits depend on the keys that it sees and on no other row.
 
 A warpgroup starts queries times a block of keys, then probabilities times the values of the previous block. It computes
-exponentials while its second product and the other warpgroup's two products run; the two take turns.
+exponentials while its second product and the other warpgroup's two products run; the two take turns (the schedule of
+FlashAttention-3, Shah et al. 2024).
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ def _tile(
     tiles, prefix_start, prefix_len, item, kv_heads, capacity,
     OWN: gl.constexpr, REPEAT: gl.constexpr, BLOCK_M: gl.constexpr, OFFSETS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """The work of an item; the last line names what is returned.
+    """The work of an item: (group, first_row, last_row, group_end, fits, start, length, prefix, low, high).
 
-    `fits`: whether the group's slice of `length` keys from `start` is valid. Its stretches are `low` to `high`, none if
-    `high` is less than `low`: `prefix` is the slice, those after it are branches. The group is -1 after the last tile,
-    -2 in an invalid layout.
+    `fits`: whether the group's slice of `length` keys from `start` is valid. The stretches are numbered from `low` to
+    `high`: `prefix` is the slice, later numbers are branches. The group is -1 after the last tile, -2 in an invalid
+    layout.
     """
     group, place, group_row, group_end, first_branch, last_branch = read_tile(tiles, item // kv_heads, COLUMNS)
     start, length, fits = 0, 0, group >= 0
@@ -53,14 +54,14 @@ def _tile(
     first_row = group_row + place * (BLOCK_M // REPEAT)
     last_row = gl.minimum(first_row + BLOCK_M // REPEAT, group_end) - 1
     prefix = first_branch - 1
-    low = gl.where(length > 0, prefix, first_branch)
+    low = gl.where(length > 0, prefix, first_branch)  # an empty slice is no stretch
     high = gl.where(group >= 0, last_branch if OWN else prefix, low - 1)
     return group, first_row, last_row, group_end, fits, start, length, prefix, low, high
 
 
 @gluon.jit
 def _stretch(branches, stretch, tile, BLOCK_N: gl.constexpr):
-    """(first key, keys, keys of the leading blocks that every row of the tile sees whole)."""
+    """(first key, keys, keys of the leading blocks that every row of the tile sees completely) of a stretch."""
     _, first_row, last_row, _, _, begin, size, prefix, _, high = tile
     whole = size
     if stretch != prefix:
@@ -77,8 +78,8 @@ def _load(
     OWN: gl.constexpr, REPEAT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     OFFSETS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Fill a stage with a block of keys and one of values as soon as both halves have read what it held."""
-    step, turn, checked = 0, 0, 0
+    """The loading warp: fills a stage with a block of keys and one of values as soon as both halves have read it."""
+    step, turn, checked = 0, 0, 0  # blocks, tiles and checked blocks so far; parities of barriers follow from them
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         head = item % kv_heads
         tile = _tile(tiles, prefix_start, prefix_len, item, kv_heads, capacity, OWN, REPEAT, BLOCK_M, OFFSETS, COLUMNS)
@@ -87,7 +88,7 @@ def _load(
             mbarrier.wait(q_empty, (turn + 1) & 1)
             mbarrier.expect(q_ready, 2 * q.block_type.nbytes)
             tma.async_copy_global_to_shared(q, [first_row, head * REPEAT, 0], q_ready, queries.index(0))
-            second = first_row + BLOCK_M // REPEAT // 2
+            second = first_row + BLOCK_M // REPEAT // 2  # first row of the other half
             tma.async_copy_global_to_shared(q, [second, head * REPEAT, 0], q_ready, queries.index(1))
             turn += 1
         for stretch in range(low, high + 1):
@@ -102,6 +103,7 @@ def _load(
                 else:
                     tma.async_copy_global_to_shared(k, [begin + n, head, 0], landed, keys.index(stage))
                 mbarrier.wait(v_empty.index(stage), (step // STAGES + 1) & 1)
+                # blocks that are not seen whole are announced to the checking warps first
                 landed = v_ready.index(gl.where(n < whole, stage, STAGES + checked % STAGES))
                 mbarrier.expect(landed, v.block_type.nbytes)
                 if stretch == prefix:
@@ -119,14 +121,15 @@ def _check(
     OWN: gl.constexpr, REPEAT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     OFFSETS: gl.constexpr, COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Set values to zero that some row does not see and whose product with 0 might not be 0.
+    """The checking warps: zero the values that some row does not see and whose product with p = 0 might not be 0.
 
-    They are the rows after a stretch, and values that are not finite in the blocks of a branch that not all rows see.
-    After a tile's last block, `strange` says whether it had any; very large values count too, which only costs time.
+    These are the rows after the end of a stretch, and inf and NaN in the blocks of a branch that not all rows see.
+    After a tile's last block, `strange` says whether there were any; very large values count too, which only costs
+    time.
     """
-    PANEL: gl.constexpr = min(HEAD_DIM, 64)  # adjacent columns
-    ROWS: gl.constexpr = min(BLOCK_N, 16)
-    PARTS: gl.constexpr = BLOCK_N // ROWS * (HEAD_DIM // PANEL)  # of a block
+    PANEL: gl.constexpr = min(HEAD_DIM, 64)  # adjacent columns of the swizzled layout of values
+    ROWS: gl.constexpr = min(BLOCK_N, 16)  # rows checked at once: few registers
+    PARTS: gl.constexpr = BLOCK_N // ROWS * (HEAD_DIM // PANEL)  # parts [ROWS, PANEL] of a block
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PANEL, PANEL // 8], [gl.num_warps(), 1], [1, 0])
     place = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     parts = values._reinterpret(values.dtype, [STAGES * PARTS, ROWS, PANEL], gl.NVMMASharedLayout(2 * PANEL, 16))
@@ -141,7 +144,7 @@ def _check(
                 if n >= whole:
                     stage = step % STAGES
                     mbarrier.wait(v_ready.index(STAGES + checked % STAGES), (checked // STAGES) & 1)
-                    sizes = gl.full([ROWS, PANEL], 0.0, gl.float32, layout)
+                    sizes = gl.full([ROWS, PANEL], 0.0, gl.float32, layout)  # sum of |v|: inf or NaN if any v is
                     for i in range(PARTS):
                         part, row = parts.index(stage * PARTS + i), n + i * ROWS % BLOCK_N
                         if stretch != prefix:
@@ -157,7 +160,7 @@ def _check(
                             part.store(gl.where(gl.abs(x.to(gl.float32)) < float("inf"), x, gl.zeros_like(x)))
                     single: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
                     strange.index(stage).store(gl.full([1], found, gl.int32, single))
-                    fence_async_shared()
+                    fence_async_shared()  # the products read shared memory through another proxy
                     mbarrier.arrive(v_ready.index(stage))
                     checked += 1
                 step += 1
@@ -165,9 +168,9 @@ def _check(
 
 @gluon.jit
 def _softmax(scores, top, total, multiplier):
-    """(exp2[M, N], factor of earlier terms, new maximum, new sum); `top` is in units of log 2."""
+    """(p[M, N], factor of earlier sums [M], new maximum [M], new sum [M]); `top` is in units of log 2."""
     higher = gl.maximum(top, gl.max(scores, 1) * multiplier)
-    shift = gl.where(higher == -float("inf"), 0.0, higher)
+    shift = gl.where(higher == -float("inf"), 0.0, higher)  # no key so far: -inf - -inf would be NaN
     p = gl.exp2(scores * multiplier - shift[:, None])
     decay = gl.exp2(top - shift)
     return p, decay, higher, total * decay + gl.sum(p, 1)
@@ -182,21 +185,21 @@ def _sweep(
 ):  # fmt: skip
     """The state after the key blocks low, low + BLOCK_N, ... below high; MASKED: rows see keys up to last[M].
 
-    The state's acc[M, E] lacks the previous block: its p[M, N] times its values is still to be added.
+    The state's acc[M, E] lacks the last block: its p[M, N] times its values is added together with the next scores.
     """
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])  # of scores
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # of acc
     key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, wide))
     nothing = gl.full((HALF, BLOCK_N), 0.0, gl.float32, wide)
     for n in range(low, high, BLOCK_N):
         stage, before = step % STAGES, (step - 1) % STAGES
         mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
-        mbarrier.wait(turns.index(WHICH), (turn + 1 - WHICH) & 1)
+        mbarrier.wait(turns.index(WHICH), (turn + 1 - WHICH) & 1)  # until the other warpgroup has started its products
         block = keys.index(stage).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
         scores = warpgroup_mma(query, block, nothing, use_acc=False, is_async=True)
         acc = warpgroup_mma(p, values.index(before).reshape([BLOCK_N, HEAD_DIM]), acc, is_async=True)
         mbarrier.arrive(turns.index(1 - WHICH))
-        scores = warpgroup_mma_wait(1, deps=(scores,))
+        scores = warpgroup_mma_wait(1, deps=(scores,))  # p times values may still run
         mbarrier.arrive(k_empty.index(stage))
         if MASKED:
             scores = gl.where(key[None, :] <= (last - n)[:, None], scores, -float("inf"))
@@ -204,6 +207,7 @@ def _sweep(
         mbarrier.wait(v_ready.index(stage), (step // STAGES) & 1)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_empty.index(before))
+        # scaled after the product of the previous block was added
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, layout))[:, None]
         p = gl.convert_layout(exponentials.to(p.dtype), gl.DotOperandLayout(0, layout, 2))
         step += 1
@@ -218,13 +222,13 @@ def _attend(
     OWN: gl.constexpr, REPEAT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     OFFSETS: gl.constexpr, COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """One half of each tile's rows."""
+    """An attending warpgroup: half WHICH of each tile's rows, out and lse."""
     HALF: gl.constexpr = BLOCK_M // 2
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])  # of scores
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     along: gl.constexpr = gl.SliceLayout(1, wide)
-    place = WHICH * HALF + gl.arange(0, HALF, along)
+    place = WHICH * HALF + gl.arange(0, HALF, along)  # [HALF] packed rows of the tile
     column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
     key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, wide))
     step, turn, tile_turn = 0, 0, 0
@@ -238,7 +242,7 @@ def _attend(
         acc = gl.full((HALF, HEAD_DIM), 0.0, gl.float32, layout)
         top = gl.full((HALF,), -float("inf"), gl.float32, along)
         total = gl.full((HALF,), 0.0, gl.float32, along)
-        if low <= high:
+        if low <= high:  # the first block has no previous one: its scores alone, then `_sweep`
             query = queries.index(WHICH).reshape([HALF, HEAD_DIM])
             mbarrier.wait(q_ready, tile_turn & 1)
             tile_turn += 1
@@ -257,7 +261,8 @@ def _attend(
             mbarrier.wait(v_ready.index(stage), (step // STAGES) & 1)
             step += 1
             for stretch in range(low, high + 1):
-                done = gl.where(stretch == low, BLOCK_N, 0)  # carried by the loop, Gluon would keep its first value
+                # computed in each turn: Gluon would use the first value of a variable that the loop carries
+                done = gl.where(stretch == low, BLOCK_N, 0)
                 begin, size, whole = _stretch(branches, stretch, tile, BLOCK_N)
                 seen = gl.where((row >= begin) & (row < begin + size), row - begin, -1)
                 last = gl.where(stretch == prefix, size - 1, seen)
@@ -278,7 +283,7 @@ def _attend(
                 found = gl.max(strange.index(stage).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
             mbarrier.arrive(v_empty.index(stage))
             if OWN and found != 0:  # without OWN a dead branch, which Triton 3.6 does not compile
-                for stretch in range(prefix + 1, high + 1):
+                for stretch in range(prefix + 1, high + 1):  # add what rows do see that is not finite
                     begin, size, whole = _stretch(branches, stretch, tile, BLOCK_N)
                     for i in range(whole, size):
                         at = v + gl.cast(begin + i, gl.int64) * v_row + gl.cast(kv_head, gl.int64) * v_head
@@ -300,6 +305,15 @@ def _attend(
             gl.store(out + place_of + column[None, :], result, mask=gl.convert_layout(inside, by_row)[:, None])
 
 
+# out = sum_j p_j v_j / sum_j p_j with p_j = exp(s_j - max s), lse = log sum_j exp(s_j).
+# Grid: min(items, multiprocessors); item = tile * Hkv + key head.
+# Program: one item after another, as many apart as there are programs.
+# Loop: over items, stretches and blocks of BLOCK_N keys; each of the four workers runs these loops.
+# Memory: shared: q of both halves, STAGES stages of keys and values [BLOCK_N, E], the barriers below. Registers of a
+#   half: acc [BLOCK_M / 2, E] and scores [BLOCK_M / 2, BLOCK_N] in float32, p in q's dtype.
+# Layout: q [T, Hq, E], k, v [T, Hkv, E], prefix_k, prefix_v [Tp, Hkv, E], TMA descriptors; raw_v is v, by the strides
+#   v_row, v_head; tiles, branches of `triton_layout.Tables`; prefix_start, prefix_len [G]; out [T, Hq, E],
+#   lse [Hq, T], dense.
 @gluon.jit(do_not_specialize=["rows", "items", "capacity"])
 def _branch_attention_gluon_kernel(
     q, k, v, prefix_k, prefix_v, raw_v, out, lse, tiles, branches, prefix_start, prefix_len,
@@ -307,7 +321,6 @@ def _branch_attention_gluon_kernel(
     OWN: gl.constexpr, REPEAT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     OFFSETS: gl.constexpr, COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Each program walks items, tiles of rows of one key head, with the number of programs as the stride."""
     queries = gl.allocate_shared_memory(q.dtype, [2, BLOCK_M // 2 // REPEAT, REPEAT, HEAD_DIM], q.layout)
     keys = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, 1, HEAD_DIM], k.layout)
     values = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, 1, HEAD_DIM], v.layout)
@@ -316,11 +329,12 @@ def _branch_attention_gluon_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # the first STAGES: ready to attend; the others: ready to be checked
     v_ready = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_empty, count=2)
+    mbarrier.init(q_empty, count=2)  # one arrival of each half
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
@@ -372,31 +386,22 @@ def attend(
     indices: Indices,
     multiplier: float,
 ) -> None:
-    """Write out[T, Hq, E] and lse[Hq, T].
+    """Write out[T, Hq, E] and lse[Hq, T] float32, both dense; `multiplier` is the scale times log2(e).
 
-    Args:
-        q: [T, Hq, E].
-        k: [T, Hkv, E] or None.
-        v: likewise.
-        prefix_k: [Tp, Hkv, E].
-        prefix_v: likewise.
-        out: of q's shape, dense.
-        lse: [Hq, T] float32, dense.
-        indices: of the layout, as in `BranchLayout`.
-        multiplier: of scores, for exp2.
+    q[T, Hq, E]; k, v[T, Hkv, E] or None; prefix_k, prefix_v[Tp, Hkv, E]; `indices` are those of the layout.
     """
     (rows, heads, width), (capacity, kv_heads, _) = q.shape, prefix_k.shape
     repeat, own = heads // kv_heads, k is not None
     launch = tuning.branch_attention_gluon(q.dtype, width, repeat)
-    if launch["STAGES"] < 2:  # a block's values are held until the next block's have come
+    if launch["STAGES"] < 2:  # a block's values are read while the next block's keys are
         raise ValueError(
             f"branch_attention: expected 2 stages or more, got {launch['STAGES']}; delete the device's file and tune "
             "anew"
         )
     tiles, branches, _ = triton_layout.tables(indices, rows, repeat, launch["BLOCK_M"])
-    if k is None or v is None:  # never read
+    if k is None or v is None:  # never read; a descriptor needs some tensor
         k, v = prefix_k, prefix_v
-    elif not capacity:  # likewise
+    elif not capacity:
         prefix_k, prefix_v = k, v
     items, half, block = len(tiles) * kv_heads, launch["BLOCK_M"] // 2 // repeat, launch["BLOCK_N"]
     _branch_attention_gluon_kernel[(min(items, tuning.processors()),)](
@@ -408,7 +413,7 @@ def attend(
 
 
 def _tiles(x: Tensor, rows: int, heads: int) -> TensorDescriptor:
-    """x[T, H, E] as the TMA copies see it: in tiles of so many rows and heads, and zero past its ends."""
+    """The TMA descriptor of x[T, H, E], copied in tiles of `rows` and `heads`, zero past its ends."""
     block = [rows, heads, x.shape[2]]
     shared = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, shared)

@@ -1,10 +1,13 @@
 """Triton kernels of `branch_attention`: tiles of a group's rows, and for branches of one row a split over the prefix.
 
-Rows are packed: each query head of a key head is a row. A tile holds rows of one group. Keys are read in blocks that
-begin at the slice's first key and at the first row of the row's own branch, never at a place that depends on other
-rows, and a masked score leaves a row's state unchanged. So a row's bits depend on the keys that it sees, on the kernel
-(the split if no branch is longer than a row), on `max_prefix_len` if it is too small, and on alignment, but on no
-other row. gluon.py has a tile kernel for Hopper only; `tuning.branch_attention_form` chooses.
+out = sum_j p_j v_j / sum_j p_j with p_j = exp(s_j - max s), lse = log sum_j exp(s_j), by the online softmax (Milakov &
+Gimelshein 2018; FlashAttention, Dao et al. 2022). A packed row is one query head of a row: the query heads of a key
+head are neighbours. A tile holds packed rows of one group.
+
+Keys are read in blocks that begin at the slice's first key and at the first row of the row's own branch, never at a
+place that depends on other rows, and a masked score leaves a row's state unchanged. So a row's bits depend on the keys
+that it sees, on the kernel (the split if no branch is longer than a row), on `max_prefix_len` if it is too small, and
+on alignment, but on no other row. gluon.py has a tile kernel for Hopper only; `tuning.branch_attention_form` chooses.
 """
 
 from __future__ import annotations
@@ -23,17 +26,15 @@ from fb_kernels.branch_attention.triton_layout import prefix_slice, read_tile
 from fb_kernels.triton import HAS_GLUON
 from fb_kernels.triton.functions import tanh
 
-SPLITS = 64
-"""Pieces at most that a prefix is cut into; a longer prefix has longer pieces."""
-WORKSPACE = 1 << 28
-"""Float32 elements of partial results at most; what needs more takes the tile kernel."""
+SPLITS = 64  # most pieces of a prefix; a longer prefix has longer pieces
+WORKSPACE = 1 << 28  # most float32 elements of partial results; a call that needs more takes the tile kernel
 LOG2_E = math.log2(math.e)
 LENGTHS = ["rows", "capacity", "pages", "window", "table_row"]
 
 
 @triton.jit
 def _capped(x, EXACT: tl.constexpr):
-    """tanh(x / (2 log2(e))), quickly to 1e-7 of 1 or EXACT to 2 ulps."""
+    """tanh(x / (2 log2(e))): with an absolute error of 1e-7 or, if EXACT, to 2 ulps."""
     if EXACT:
         return tanh(x * 0.34657359027997264)
     return 1 - 2 / (1 + tl.exp2(x))
@@ -52,8 +53,8 @@ def _attend(
 ):  # fmt: skip
     """The state (acc[M, E], top[M], total[M]) after the key blocks low, low + BLOCK_N, ... below high.
 
-    Without MASKED every row sees all of these keys; with it, those below `size` and, with BY_ROW, those from first[M]
-    to last[M]. WINDOW: whether there is a window. `top` is in units of log 2, as are scores times the multiplier.
+    acc = sum p v, total = sum p, p = 2^(score multiplier - top), top = max(score multiplier), in units of log 2.
+    Without MASKED a row sees all these keys, with MASKED those below `size`, with BY_ROW those from first to last[M].
     """
     acc, top, total = state
     keys, key_row, key_page = keys
@@ -65,13 +66,14 @@ def _attend(
     for n in tl.range(low, high, BLOCK_N, num_stages=stages):
         key = n + place  # [N]
         if PAGED:
-            at = start + key
+            at = start + key  # [N], in the group's concatenated pages
             entry = table + tl.cast(at // page_size, tl.int64) * table_column
             page = (tl.load(entry, mask=key < size, other=0) if MASKED else tl.load(entry)).to(tl.int64)
             slot = (at % page_size).to(tl.int64)
             key_at = (keys + page * key_page + slot * key_row)[:, None] + column[None, :]  # [N, E]
             value_at = (values + page * value_page + slot * value_row)[:, None] + column[None, :]
         else:
+            # a 64-bit scalar and 32-bit offsets in the block: fewer registers than 64-bit offsets
             key_at = keys + tl.cast(n, tl.int64) * key_row + ((place * key_row)[:, None] + column[None, :])
             value_at = values + tl.cast(n, tl.int64) * value_row + ((place * value_row)[:, None] + column[None, :])
         if ALIGNED:  # rows begin at multiples of 16 bytes
@@ -94,21 +96,21 @@ def _attend(
         elif MASKED:
             scores = tl.where((key < size)[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * multiplier)  # [M]
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key so far: -inf - -inf would be NaN
         p = tl.exp2(scores * multiplier - shift[:, None])  # [M, N]
         decay = tl.exp2(top - shift)  # [M]
         total = total * decay + tl.sum(p, 1)
         acc = acc * decay[:, None]
         top = new_top
-        if BY_ROW:  # 0 times a value that is not finite would reveal an unseen one
+        if BY_ROW:  # 0 times inf or NaN is NaN: an unseen value must not reach the sum
             finite = tl.abs(v.to(tl.float32)) < float("inf")  # [N, E]
             acc = tl.dot(p.to(v.dtype), tl.where(finite, v, tl.zeros_like(v)), acc, input_precision="ieee")
             all_finite = tl.minimum(all_finite, tl.min(tl.min(finite.to(tl.int32), 1), 0))
         else:
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-            if WINDOW and not MASKED:  # a use: a product in flight into the next loop would make each wait
+            if WINDOW and not MASKED:  # uses the product here: if it ran on into the next loop, each there would wait
                 acc = tl.where((total >= 0)[:, None], acc, total[:, None])
-    if BY_ROW and all_finite == 0:  # after the loop: inside it, products would wait for each other
+    if BY_ROW and all_finite == 0:  # add what rows do see that is not finite; in the loop above, products would wait
         for i in range(low, tl.minimum(high, size)):
             again = values
             if PAGED:
@@ -118,7 +120,7 @@ def _attend(
             else:
                 again += tl.cast(i, tl.int64) * value_row
             value = tl.load(again + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
-            strange = ((i >= first) & (i <= last))[:, None] & ~(tl.abs(value) < float("inf"))[None, :]
+            strange = ((i >= first) & (i <= last))[:, None] & ~(tl.abs(value) < float("inf"))[None, :]  # [M, E]
             acc = tl.where(strange, acc + value[None, :], acc)
     return acc, top, total
 
@@ -128,14 +130,14 @@ def _attend_whole_blocks(
     state, q,
     keys, values, table,  # as in _attend
     first, last,
-    lowest, highest, begin, whole, size,  # where keys are seen by some rows, and by all
+    lowest, highest, begin, whole, size,  # bounds of the keys that some rows see, and that all rows see
     multiplier, inner,
     WINDOW: tl.constexpr, PAGED: tl.constexpr, ALIGNED: tl.constexpr, SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The state after the keys from `begin`, the start of a block, to the end of the whole blocks; and that end.
 
-    No row sees a key below `lowest`; every row sees keys `highest` to `whole` - 1, and only their blocks are unmasked.
+    No row sees a key below `lowest`; every row sees the keys from `highest` below `whole`, whose blocks need no mask.
     """
     if WINDOW:
         begin = tl.maximum(begin, lowest // BLOCK_N * BLOCK_N)
@@ -191,6 +193,14 @@ def _prefix_stretch(
     )  # fmt: skip
 
 
+# Grid: tiles * Hkv; the key heads of a tile are neighbours.
+# Program: BLOCK_M packed rows of one group, one key head.
+# Loop: over the keys of the group's slice, BLOCK_N at a time; then over the own branches that the tile meets.
+# Memory: keys and values [BLOCK_N, BLOCK_E] come in pipelined stages (num_stages of the launch); registers hold q and
+#   acc [BLOCK_M, BLOCK_E] and scores [BLOCK_M, BLOCK_N], the last two in float32.
+# Layout: q [T, Hq, E], k, v [T, Hkv, E], prefix_k, prefix_v [pages, page, Hkv, E] (one page if not PAGED), each with
+#   the strides *_page, *_row, *_head, 1; block_table [G, n], strides table_row, table_column; tiles and branches of
+#   `triton_layout.Tables`; prefix_start, prefix_len [G]; out [T, Hq, E], lse [Hq, T], dense.
 @triton.jit(do_not_specialize=LENGTHS)
 def _branch_attention_tile_kernel(
     q, k, v, prefix_k, prefix_v, out, lse,  # tensors
@@ -204,11 +214,10 @@ def _branch_attention_tile_kernel(
     SOFTCAP: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr,
     OFFSETS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of packed rows and one key head: the prefix, then each branch that the tile meets."""
     tile, kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     column = tl.arange(0, BLOCK_E)
     group, place, group_row, group_end, first_branch, last_branch = read_tile(tiles, tile, COLUMNS)
-    if group == -2:
+    if group == -2:  # an invalid layout: NaN in the BLOCK_M packed rows that the tile would cover
         flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         flat_row, flat_head = (flat // REPEAT).to(tl.int64), kv_head.to(tl.int64) * REPEAT + flat % REPEAT
         flat_at = out + ((flat_row * (kv_heads * REPEAT) + flat_head) * HEAD_DIM)[:, None] + column[None, :]
@@ -221,18 +230,9 @@ def _branch_attention_tile_kernel(
     if group < 0:
         return
     start, length, fits = prefix_slice(
-        prefix_start,
-        prefix_len,
-        block_table,
-        group,
-        capacity,
-        page_size,
-        pages,
-        table_row,
-        table_column,
-        PAGED,
-        OFFSETS,
-    )
+        prefix_start, prefix_len, block_table, group, capacity, page_size, pages, table_row, table_column,
+        PAGED, OFFSETS,
+    )  # fmt: skip
     packed = place * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
     row, head = group_row + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT  # [M]
     valid = row < group_end
@@ -284,7 +284,7 @@ def _branch_attention_tile_kernel(
                 (block_table, 0, 0, 1), last + 1 - window, last, full, size, size, multiplier, inner,
                 True, True, WINDOW, False, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
             )  # fmt: skip
-            full = 0
+            full = 0  # `_attend_whole_blocks` has done keys of a single branch only
 
     acc, top, total = state
     total = tl.where(fits, total, float("nan"))
@@ -297,6 +297,15 @@ def _branch_attention_tile_kernel(
     tl.store(lse + head * rows + row, score, mask=valid)
 
 
+# The state of packed rows after one piece of the prefix; own branches come later, and so does the division:
+# partial_out = sum p v, partial_top = max of scores in units of log 2, partial_total = sum p.
+# Grid: tiles * splits * Hkv; the key heads of a piece are neighbours.
+# Program: BLOCK_M packed rows of one group, one key head, one piece; pieces are whole CHUNKs of keys.
+# Loop: over the keys of the piece, BLOCK_N at a time.
+# Memory: keys and values [BLOCK_N, BLOCK_E] come in pipelined stages (num_stages of the launch); registers hold q and
+#   acc [BLOCK_M, BLOCK_E] and scores [BLOCK_M, BLOCK_N], the last two in float32.
+# Layout: q, prefix_k, prefix_v and the layout's tables have the shapes and strides of the tile kernel's;
+#   partial_out [splits, T, Hq, E], partial_top, partial_total [splits, T, Hq], float32, dense.
 @triton.jit(do_not_specialize=[*LENGTHS, "splits"])
 def _branch_attention_split_kernel(
     q, prefix_k, prefix_v, partial_out, partial_top, partial_total,  # tensors
@@ -310,27 +319,17 @@ def _branch_attention_split_kernel(
     REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of packed rows, one key head and one piece of the prefix; out[splits, T, Hq, E] is not divided yet."""
     kv_head, split = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads % splits
     tile = tl.program_id(0) // kv_heads // splits
     group, place, group_row, group_end, first_branch, last_branch = read_tile(tiles, tile, COLUMNS)
     if group < 0:
         return
     start, length, _ = prefix_slice(
-        prefix_start,
-        prefix_len,
-        block_table,
-        group,
-        capacity,
-        page_size,
-        pages,
-        table_row,
-        table_column,
-        PAGED,
-        OFFSETS,
-    )
+        prefix_start, prefix_len, block_table, group, capacity, page_size, pages, table_row, table_column,
+        PAGED, OFFSETS,
+    )  # fmt: skip
     piece = tl.cdiv(tl.cdiv(length, CHUNK), splits) * CHUNK
-    if split * piece >= length:
+    if split * piece >= length:  # a short slice has fewer pieces; the combine kernel reads no others
         return
     packed = place * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
     row, head = group_row + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT  # [M]
@@ -368,6 +367,14 @@ def _branch_attention_split_kernel(
     tl.store(partial_total + at, total, mask=valid)
 
 
+# Merges the pieces of the prefix in their order, then adds the row's own keys: the split's state (top, total, out) is
+# scaled by 2^(top_i - max top) and added.
+# Grid: T * Hq; the heads of a row are neighbours.
+# Program: one row, one query head.
+# Loop: over pieces, BLOCK_S at a time; then over the own keys that the row sees, one at a time.
+# Memory: registers only: acc [BLOCK_E] and the outs of BLOCK_S pieces [BLOCK_S, BLOCK_E] in float32.
+# Layout: partial_out [splits, T, Hq, E], partial_top, partial_total [splits, T, Hq], dense; q [T, Hq, E] and k, v
+#   [T, Hkv, E] by their strides; each_row [T, 2] of `triton_layout.Tables`; out [T, Hq, E], lse [Hq, T], dense.
 @triton.jit(do_not_specialize=[*LENGTHS, "splits"])
 def _branch_attention_combine_kernel(
     q, k, v, partial_out, partial_top, partial_total, out, lse,  # tensors
@@ -380,13 +387,12 @@ def _branch_attention_combine_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One row and one query head: merges the pieces of the prefix, BLOCK_S at a time, then adds the row's own keys."""
     row, head = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
     column = tl.arange(0, BLOCK_E)
     inside = column < HEAD_DIM
     acc = tl.zeros([BLOCK_E], tl.float32)  # [E]
     top = tl.full([], float("-inf"), tl.float32)
-    total = tl.full([], float("nan"), tl.float32)
+    total = tl.full([], float("nan"), tl.float32)  # of a row in an invalid layout
     each_row += 2 * row.to(tl.int64)
     group, begin = tl.load(each_row), tl.load(each_row + 1)
     if group >= 0:
@@ -470,7 +476,8 @@ def branch_attention(
     if q.numel() == 0:
         return out, lse
     repeat, block_e = heads // kv_heads, max(16, tuning.next_power_of_2(width))
-    windowed, everything = window is not None, rows + capacity + 1  # also if it covers all keys, so that bits agree
+    # a window is one even if it covers all keys, so that a row's bits do not depend on that
+    windowed, everything = window is not None, rows + capacity + 1
     window = everything if window is None else min(window, everything)
     table = cu_branch[None] if block_table is None else block_table
     prefix_k, prefix_v = (x[None] if block_table is None else x for x in (prefix_k, prefix_v))
@@ -494,8 +501,8 @@ def branch_attention(
         "OFFSETS": branch_layout.OFFSETS,
     }
     aligned = branch_layout.aligned(q, own_k, own_v, prefix_k, prefix_v, out)
-    form = "capped" * (softcap is not None) + "window" * windowed or "plain"
-    form = form if aligned else "unaligned"
+    form = ("" if softcap is None else "capped") + ("window" if windowed else "")
+    form = (form or "plain") if aligned else "unaligned"
     own = (*own_k.stride()[:2], *own_v.stride()[:2])
     prefix = (*prefix_k.stride()[:3], *prefix_v.stride()[:3])
 

@@ -1,12 +1,13 @@
 """Triton kernels of `branch_attention`'s backward: dq over the prefix and the own branch, dk and dv of the branches.
 
-One launch holds two independent kinds of programs. Query programs own a tile of packed rows (rows times the query heads
-of one key head) and read a piece of the prefix, for q . k, dout . v and dq += ds . k. Key programs own a tile of the
-branches' keys and read the rows that see them. If dq has several pieces, a second launch adds them in order. A row's p
-is exp(s - lse), and ds = p (dout . v - delta) with delta = dout . out, less lse's gradient if there is one.
+p = exp(s - lse), ds = p (dout . v - delta), delta = dout . out - dlse; dq = scale ds k, dk = scale ds^T q, dv = p^T
+dout (FlashAttention, Dao et al. 2022, appendix B).
 
-If the prefix needs gradients, one more launch writes lse and dout . out of all rows, and another has programs that own
-a tile of the prefix and read, group after group, the rows that see it.
+One launch holds two independent kinds of programs. Query programs own a tile of packed rows (rows times the query heads
+of one key head) and read a piece of the prefix. Key programs own a tile of the branches' keys and read the rows that
+see them. If dq has several pieces, a second launch adds them in order. If the prefix needs gradients, one more launch
+writes lse and delta of all rows, and another has programs that own a tile of the prefix and read, group after group,
+the rows that see it.
 """
 
 from __future__ import annotations
@@ -23,24 +24,22 @@ from fb_kernels.branch_attention import triton_layout as branch_layout
 from fb_kernels.branch_attention.triton_layout import prefix_slice, read_tile
 from fb_kernels.triton.functions import tanh
 
-PROGRAMS = 128
-"""Query programs to reach by cutting the prefix into pieces, about one a multiprocessor."""
-PIECE = 128
-"""Keys of a piece at least."""
+PROGRAMS = 128  # the prefix is cut into pieces up to so many query programs, about one a multiprocessor
+PIECE = 128  # least keys of a piece
 LOG2_E = math.log2(math.e)
 
 
 @triton.jit
 def _finite(x):
-    """x[..] with zeros for values that are not finite: 0 times those would reveal an unseen value."""
+    """x[..] with 0 in place of inf and NaN: 0 times those is NaN, and an unseen value must not reach a sum."""
     wide = x.to(tl.float32)
     return tl.where(tl.abs(wide) < float("inf"), wide, 0.0).to(x.dtype)
 
 
 @triton.jit
 def _weights(scores, products, lse, delta, multiplier, inner, SOFTCAP: tl.constexpr):
-    """(p, ds before the scale) from q . k, dout . v, lse in units of log 2 and delta."""
-    slope = 1.0
+    """(p, ds without the scale) from q . k, dout . v, lse in units of log 2 and delta."""
+    slope = 1.0  # of the soft-cap: 1 - tanh^2
     if SOFTCAP:
         scores = tanh(scores * inner)
         slope = 1 - scores * scores
@@ -74,7 +73,7 @@ def _load_rows(
 def _load_upstream(
     grad, out, lse, row, head, valid, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """The results of `_load_rows` without q."""
+    """(dout[M, E], lse[M], delta[M]) of packed rows; lse in units of log 2, NaN where dout is not finite."""
     grad, grad_row, grad_head = grad
     out, out_row, out_head = out
     lse, grad_lse, lse_head, lse_row = lse
@@ -88,8 +87,8 @@ def _load_upstream(
     if grad_lse is not None:
         delta -= tl.load(grad_lse + row * lse_row + head * lse_head, mask=valid, other=0.0)
     total = tl.where(total == float("-inf"), 0.0, total * 1.4426950408889634)
-    spoilt = tl.sum((~(tl.abs(wide) < float("inf"))).to(tl.int32), 1) > 0
-    return upstream, tl.where(spoilt, float("nan"), total), delta
+    bad = tl.sum((~(tl.abs(wide) < float("inf"))).to(tl.int32), 1) > 0
+    return upstream, tl.where(bad, float("nan"), total), delta
 
 
 @triton.jit
@@ -102,9 +101,9 @@ def _add_keys(
     MASKED: tl.constexpr, PAGED: tl.constexpr, ALIGNED: tl.constexpr, SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """acc[M, E] + ds . k over the key blocks from `low` below `high`; those from `gap` on lie `skip` keys further.
+    """acc[M, E] + ds . k over the key blocks from `low` below `high`; blocks from `gap` on lie `skip` keys further.
 
-    Without MASKED every row sees all of these keys, and they are finite; with it, a row sees those from first[M] to
+    Without MASKED every row sees all these keys, and they are finite; with MASKED a row sees those from first[M] to
     last[M], all below `size`.
     """
     query, upstream, lse, delta = state
@@ -148,7 +147,7 @@ def _add_keys(
 
 @triton.jit
 def _branch_bounds(branches, row, first, last, last_row):
-    """(first row, end)[M] of the branch of each row up to last_row, in one of the branches first .. last."""
+    """(first row, end)[M] of each row's branch, one of the branches `first` to `last`; rows end with last_row."""
     row = tl.minimum(row, last_row)[:, None]
     begin = tl.zeros_like(row)
     end = tl.zeros_like(row) + 0x7FFFFFFF
@@ -163,7 +162,7 @@ def _branch_bounds(branches, row, first, last, last_row):
 
 @triton.jit
 def _find_rows(table, rows, tile, COLUMNS: tl.constexpr):
-    """Whether the layout is valid, then `read_tile`'s results; an invalid layout counts as one group of all rows."""
+    """Whether the layout is valid, then `read_tile`'s results; in an invalid layout all rows are one group."""
     group, place, first_row, end_row, first, last = read_tile(table, tile, COLUMNS)
     sound = group != -2
     place, first_row = tl.where(sound, place, tile), tl.where(sound, first_row, 0)
@@ -265,7 +264,7 @@ def _key_program(
     HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The dk and dv[T, Hkv, E] of a tile of keys and a key head, whose query heads are added in order."""
+    """The dk and dv[T, Hkv, E] of a tile of keys and a key head; its query heads are added in order."""
     dk, dv, q, grad, out, lse, own_k, own_v = tensors
     tile_table, branches, rows = layout
     window, scale, multiplier, inner = numbers
@@ -308,12 +307,17 @@ def _key_program(
         tl.store(_places(dv, offset, ALIGNED, BLOCK_E), v_acc, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("rows", "tiles", "splits", "capacity", "pages", "window"),
-        *("lse_head", "table_row"),
-    ]
-)
+# dq of tiles of packed rows, dk and dv of tiles of the branches' keys.
+# Grid: (tiles * splits + key tiles) * Hkv; the key heads of a tile are neighbours.
+# Program: first those of `_query_program`: BLOCK_M packed rows, one key head, one piece of the prefix (the last piece
+#   also has the own branch). Then those of `_key_program`: KEYS keys of the branches and one key head.
+# Loop: over the piece's keys, BLOCK_N at a time; or over the packed rows that see the keys, KEY_ROWS at a time.
+# Memory: tiles of the loop come in pipelined stages (num_stages of the launch); registers hold q, dout and dq
+#   [BLOCK_M, BLOCK_E] with scores [BLOCK_M, BLOCK_N], or k, v, dk, dv [KEYS, BLOCK_E] with scores [KEYS, KEY_ROWS].
+# Layout: grad, q, out [T, Hq, E], k, v [T, Hkv, E], prefix_k, prefix_v [pages, page, Hkv, E] by the strides *_page,
+#   *_row, *_head, 1; lse, grad_lse [Hq, T], strides lse_head, lse_row; table, key_table, branches of
+#   `triton_layout.Tables`; dq [splits, T, Hq, E], dk, dv [T, Hkv, E], dense.
+@triton.jit(do_not_specialize=["rows", "tiles", "splits", "capacity", "pages", "window", "lse_head", "table_row"])
 def _branch_attention_bwd_kernel(
     grad, q, k, v, prefix_k, prefix_v, out, lse, grad_lse,  # tensors
     dq, dk, dv,  # results
@@ -328,10 +332,6 @@ def _branch_attention_bwd_kernel(
     OFFSETS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEYS: tl.constexpr, KEY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dq[splits, T, Hq, E] of a tile, a key head and a piece of the prefix; later programs: dk, dv of KEYS keys.
-
-    A tile of BLOCK_M packed rows reads BLOCK_N keys at a time, a tile of KEYS keys KEY_ROWS packed rows.
-    """
     kv_head = tl.program_id(0) % kv_heads
     numbers = (window, scale, multiplier, inner)
     q, grad = (q, q_row, q_head), (grad, grad_row, grad_head)
@@ -356,9 +356,14 @@ def _branch_attention_bwd_kernel(
         )  # fmt: skip
 
 
+# dq = sum of the pieces, in their order.
+# Grid: ceil(size / BLOCK).
+# Program: BLOCK elements of dq, of any rows.
+# Loop: over pieces.
+# Memory: registers only, [BLOCK] float32.
+# Layout: partial [splits, size] float32 and dq [size], dense.
 @triton.jit(do_not_specialize=["size", "splits"])
 def _branch_attention_bwd_add_kernel(partial, dq, size, splits, BLOCK: tl.constexpr):
-    """dq[size], the sum of partial[splits, size] in order."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for split in range(splits):
@@ -366,12 +371,18 @@ def _branch_attention_bwd_add_kernel(partial, dq, size, splits, BLOCK: tl.conste
     tl.store(dq + i, total, mask=i < size)
 
 
+# state = lse (in units of log 2, NaN where dout is not finite) and delta of all heads of all rows.
+# Grid: ceil(T Hq / ROWS).
+# Program: ROWS heads, which may be of several rows; number = row * Hq + head.
+# Loop: none.
+# Memory: registers only: dout and out [ROWS, BLOCK_E].
+# Layout: grad, out [T, Hq, E], strides *_row, *_head, 1; lse, grad_lse [Hq, T], strides lse_head, lse_row;
+#   state [2, T, Hq] float32, dense.
 @triton.jit(do_not_specialize=["rows", "lse_head"])
 def _branch_attention_bwd_state_kernel(
     grad, out, lse, grad_lse, state, rows, heads, grad_row, grad_head, out_row, out_head, lse_head, lse_row,
     ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """state[2, T, Hq]: lse and delta, as from `_load_upstream`, for ROWS heads of rows."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     size = rows.to(tl.int64) * heads
     grad, out, lse = (grad, grad_row, grad_head), (out, out_row, out_head), (lse, grad_lse, lse_head, lse_row)
@@ -390,7 +401,7 @@ def _covering(prefix_start, prefix_len, groups, capacity, low, high, OFFSETS: tl
         g = g + tl.arange(0, OFFSETS)
         start = tl.load(prefix_start + g, mask=g < groups, other=0).to(tl.int64)
         length = tl.load(prefix_len + g, mask=g < groups, other=0).to(tl.int64)
-        fits = (start >= 0) & (start < high) & (length > 0) & (length <= capacity - start)
+        fits = (start >= 0) & (start < high) & (length > 0) & (length <= capacity - start)  # [OFFSETS]
         covers = fits & (start + length > low)
         first = tl.minimum(first, tl.min(tl.where(covers, g, groups), 0))
         last = tl.maximum(last, tl.max(tl.where(covers, g, -1), 0))
@@ -408,7 +419,7 @@ def _add_rows(
 ):  # fmt: skip
     """(k_acc + ds q, v_acc + p dout) over packed rows in [low, high), counted from a group's first row.
 
-    Without MASKED each of them sees all keys of the tile.
+    Without MASKED each of these rows sees all keys of the tile.
     """
     q, q_row, q_head = q
     grad, grad_row, grad_head = grad
@@ -455,9 +466,9 @@ def _add_groups(
     HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr, KEY_ROWS: tl.constexpr,
     FULL_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`_add_rows` for groups `first` to `last`: the whole blocks that see all of the tile or, with MASKED, the rest.
+    """`_add_rows` for groups `first` to `last`: whole blocks of rows that see the whole tile or, if MASKED, the rest.
 
-    With `careful`, everything belongs to the rest.
+    If `careful`, all rows are masked.
     """
     branches, groups, rows = layout
     prefix_start, prefix_len, capacity = slices
@@ -484,6 +495,15 @@ def _add_groups(
     return k_acc, v_acc
 
 
+# dprefix_k = scale sum ds q, dprefix_v = sum p dout over the rows whose slice has the key; 0 outside all valid slices.
+# Grid: ceil(capacity / KEYS) * Hkv; the key heads of a tile are neighbours.
+# Program: KEYS keys of the prefix, one key head.
+# Loop: over the groups whose slice meets the tile, in their order; inside over their packed rows, KEY_ROWS at a time.
+# Memory: q and dout [KEY_ROWS, BLOCK_E] come in pipelined stages (num_stages of the launch); registers hold k, v and
+#   their gradients [KEYS, BLOCK_E] and scores [KEYS, KEY_ROWS].
+# Layout: grad, q [T, Hq, E], prefix_k, prefix_v [capacity, Hkv, E] by the strides *_row, *_head, 1; state [2, T, Hq];
+#   table, branches of `triton_layout.Tables`; groups_of = cu_group [G + 1]; prefix_start, prefix_len [G];
+#   dprefix_k, dprefix_v [capacity, Hkv, E], dense.
 @triton.jit(do_not_specialize=["rows", "groups", "capacity", "window"])
 def _branch_attention_bwd_prefix_kernel(
     grad, q, prefix_k, prefix_v, state, dprefix_k, dprefix_v,  # tensors, results
@@ -495,13 +515,12 @@ def _branch_attention_bwd_prefix_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr,
     KEYS: tl.constexpr, KEY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients[Tp, Hkv, E] of KEYS keys of the prefix and a key head; zeros outside all valid slices."""
     kv_head = tl.program_id(0) % kv_heads
     low = tl.program_id(0) // kv_heads * KEYS
     high = tl.minimum(low + KEYS, capacity)
     slot = low + tl.arange(0, KEYS)  # [KEYS]
     inside = (slot < capacity)[:, None] & (tl.arange(0, BLOCK_E) < HEAD_DIM)[None, :]
-    sound = tl.load(table) != -2  # as in `read_tile`
+    sound = tl.load(table) != -2  # group -2 of the first tile: the layout is invalid
     first, last = _covering(prefix_start, prefix_len, tl.where(sound, groups, 0), capacity, low, high, OFFSETS)
     k_at = _places(prefix_k + kv_head.to(tl.int64) * k_head, slot.to(tl.int64) * k_row, ALIGNED, BLOCK_E)
     v_at = _places(prefix_v + kv_head.to(tl.int64) * v_head, slot.to(tl.int64) * v_row, ALIGNED, BLOCK_E)
@@ -516,7 +535,7 @@ def _branch_attention_bwd_prefix_kernel(
             k_acc, v_acc, k, v, slot, low, high, q, grad, state, layout, slices, numbers, kv_head, heads, first, last,
             0, False, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, KEY_ROWS, KEY_ROWS,
         )  # fmt: skip
-        careful = tl.max((k_acc * 0.0 + v_acc * 0.0 != 0.0).to(tl.int32))
+        careful = tl.max((k_acc * 0.0 + v_acc * 0.0 != 0.0).to(tl.int32))  # 0 * inf and 0 * NaN are NaN
         if careful > 0:  # a query is not finite: compute all again, masked
             k_acc, v_acc = tl.zeros([KEYS, BLOCK_E], tl.float32), tl.zeros([KEYS, BLOCK_E], tl.float32)
     k_acc, v_acc = _add_groups(
@@ -550,7 +569,7 @@ def branch_attention_backward(
     softcap: float | None,
     prefix_grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dprefix_k, dprefix_v), empty as the operator's are. Few rows allocate float32 pieces of dq.
+    """(dq, dk, dv, dprefix_k, dprefix_v), empty where there is none. Few rows allocate float32 pieces of dq.
 
     The bits depend on values, shapes, alignment and max_prefix_len. A layout that does not fit gives NaN, as does an
     lse of NaN.
@@ -579,10 +598,9 @@ def branch_attention_backward(
         return NotImplemented
     if grad_lse is not None:  # they share their strides
         lse, grad_lse = lse.contiguous(), grad_lse.contiguous()
-    aligned = branch_layout.aligned(*given)
-    launch = tuning.branch_attention_backward(
-        q.dtype, width, repeat, triton.cdiv(rows, filled), "aligned" if aligned else "unaligned"
-    )
+    aligned, block_e = branch_layout.aligned(*given), max(16, tuning.next_power_of_2(width))
+    form = "aligned" if aligned else "unaligned"
+    launch = tuning.branch_attention_backward(q.dtype, width, repeat, triton.cdiv(rows, filled), form)
     tiles, starts, _ = branch_layout.tables(indices, rows, repeat, launch["BLOCK_M"])
     key_tiles = tiles[:0] if k is None else branch_layout.tables(indices, rows, 1, launch["KEYS"]).tiles
     bound = capacity if max_prefix_len is None else min(capacity, max_prefix_len)
@@ -599,8 +617,7 @@ def branch_attention_backward(
         rows, kv_heads, len(tiles), splits, capacity, max(page_size, 1), prefix_k.shape[0],
         *numbers, *strides, *lse.stride(), *table.stride(), OWN=k is not None, PAGED=block_table is not None,
         ALIGNED=aligned, WINDOW=windowed, SOFTCAP=softcap is not None, REPEAT=repeat, HEAD_DIM=width,
-        BLOCK_E=max(16, tuning.next_power_of_2(width)), OFFSETS=branch_layout.OFFSETS,
-        COLUMNS=branch_layout.COLUMNS, **launch,
+        BLOCK_E=block_e, OFFSETS=branch_layout.OFFSETS, COLUMNS=branch_layout.COLUMNS, **launch,
     )  # fmt: skip
     if splits > 1:
         _branch_attention_bwd_add_kernel[(triton.cdiv(dq.numel(), 512),)](
@@ -609,21 +626,18 @@ def branch_attention_backward(
     if dprefix_k.numel():
         grad, query, *_, own_out = given
         state = q.new_empty((2, rows, heads), dtype=torch.float32)
-        block_e, wanted = (
-            max(16, tuning.next_power_of_2(width)),
-            tuning.branch_attention_backward_prefix(q.dtype, width, "aligned" if aligned else "unaligned"),
-        )
-        some = max(1, (4096 if aligned else 1024) // block_e)  # unaligned addresses take registers
-        _branch_attention_bwd_state_kernel[(triton.cdiv(rows * heads, some),)](
+        launch = tuning.branch_attention_backward_prefix(q.dtype, width, form)
+        state_rows = max(1, (4096 if aligned else 1024) // block_e)  # unaligned addresses take registers
+        _branch_attention_bwd_state_kernel[(triton.cdiv(rows * heads, state_rows),)](
             grad, own_out, lse, grad_lse, state, rows, heads, *grad.stride()[:2], *own_out.stride()[:2], *lse.stride(),
-            ALIGNED=aligned, HEAD_DIM=width, BLOCK_E=block_e, ROWS=some, num_warps=4,
+            ALIGNED=aligned, HEAD_DIM=width, BLOCK_E=block_e, ROWS=state_rows, num_warps=4,
         )  # fmt: skip
-        _branch_attention_bwd_prefix_kernel[(triton.cdiv(capacity, wanted["KEYS"]) * kv_heads,)](
+        _branch_attention_bwd_prefix_kernel[(triton.cdiv(capacity, launch["KEYS"]) * kv_heads,)](
             grad, query, given[4], given[5], state, dprefix_k, dprefix_v,
             tiles, starts, cu_group.contiguous(), prefix_start.contiguous(), prefix_len.contiguous(),
             rows, kv_heads, groups, capacity, *numbers,
             *(n for x in (grad, query, given[4], given[5]) for n in x.stride()[-3:-1]),
             ALIGNED=aligned, WINDOW=windowed, SOFTCAP=softcap is not None, REPEAT=repeat, HEAD_DIM=width,
-            BLOCK_E=block_e, OFFSETS=branch_layout.OFFSETS, **wanted,
+            BLOCK_E=block_e, OFFSETS=branch_layout.OFFSETS, **launch,
         )  # fmt: skip
     return dq, dk, dv, dprefix_k, dprefix_v

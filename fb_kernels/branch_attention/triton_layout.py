@@ -1,7 +1,7 @@
-"""The layout as programs of `branch_attention` kernels read it: groups, branches and prefix slices, all checked.
+"""The layout as the kernels of `branch_attention` read it: groups, branches and prefix slices, all checked.
 
-One launch per layout searches and checks the offsets, and writes tables that the other kernels read. An invalid layout
-makes rows NaN; nothing is read or written at an index that was not checked.
+One launch for each layout checks the offsets and writes tables that the other kernels read. An invalid layout makes
+rows NaN; nothing is read or written at an index that was not checked.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from torch import Tensor
 
 from fb_kernels import layout
 
-OFFSETS = 256
-"""Offsets, or pages, that a program looks at together."""
-COLUMNS = 8
-"""Numbers of a tile in its table, of which six are used."""
+OFFSETS = 256  # offsets, or pages, that a program loads at once
+COLUMNS = 8  # numbers of a tile in its table; six are used
 
 
 class Tables(NamedTuple):
-    """A layout for tiles of some packed rows."""
+    """The tables of a layout for one tile size."""
 
     tiles: Tensor  # [tiles, COLUMNS]
     branches: Tensor  # [B + 1]: cu_branch, if it is valid
@@ -30,20 +28,20 @@ class Tables(NamedTuple):
 
 
 def tables(indices: layout.Indices, rows: int, repeat: int, block: int, *, each_row: bool = False) -> Tables:
-    """The tables of a layout for these tiles, made once per layout."""
+    """The tables for tiles of `block` packed rows (rows times `repeat` heads); computed once for each layout."""
 
     def make() -> Tables:
         cu_branch, cu_group = (x.contiguous() for x in indices[:2])
         branches, groups = cu_branch.shape[0] - 1, cu_group.shape[0] - 1
-        filled = max(1, min(groups, rows))
+        filled = max(1, min(groups, rows))  # most groups with a row; each may leave one tile partly empty
         tiles, copies = (rows * repeat + filled * (block - 1)) // block, triton.cdiv(branches + 1, OFFSETS)
         counts = tiles * COLUMNS, branches + 1, 2 * rows * each_row
-        made = [torch.empty(count, dtype=torch.int32, device=cu_branch.device) for count in counts]
+        buffers = [torch.empty(count, dtype=torch.int32, device=cu_branch.device) for count in counts]
         _branch_attention_layout_kernel[(tiles + copies + rows * each_row,)](
-            *made, cu_branch, cu_group, rows, branches, groups, tiles, copies,
+            *buffers, cu_branch, cu_group, rows, branches, groups, tiles, copies,
             REPEAT=repeat, BLOCK_M=block, OFFSETS=OFFSETS, COLUMNS=COLUMNS, num_warps=4,
         )  # fmt: skip
-        return Tables(made[0].view(tiles, COLUMNS), made[1], made[2].view(-1, 2))
+        return Tables(buffers[0].view(tiles, COLUMNS), buffers[1], buffers[2].view(-1, 2))
 
     return layout.remembered(indices, ("tables", rows, repeat, block, each_row), make)
 
@@ -72,7 +70,7 @@ def rises(offsets, count, last, OFFSETS: tl.constexpr):
 
 @triton.jit
 def count_up_to(offsets, first, last, value, OFFSETS: tl.constexpr):
-    """How many of offsets[first + 1 .. last] are at most `value`; if these are ends, the first whose range holds it."""
+    """How many of offsets[first + 1 .. last] are at most `value`: counted from `first`, the range that has it."""
     found = 0
     for i in range(first, last, OFFSETS):
         i = i + tl.arange(0, OFFSETS)
@@ -83,25 +81,32 @@ def count_up_to(offsets, first, last, value, OFFSETS: tl.constexpr):
 
 @triton.jit
 def find_tile(cu_branch, cu_group, groups, tile, REPEAT: tl.constexpr, BLOCK_M: tl.constexpr, OFFSETS: tl.constexpr):
-    """(group, tile of the group, counted from its last) of a flat tile; group -1 after all tiles.
+    """(group, tile of the group, counted from its last) of tile number `tile`; the group is -1 after all tiles.
 
-    Every group has as many tiles of BLOCK_M packed rows (rows times REPEAT heads) as it needs.
+    A group has ceil(rows REPEAT / BLOCK_M) tiles.
     """
     group, place, before = -1, 0, 0
     for first in range(0, groups, OFFSETS):
         g = first + tl.arange(0, OFFSETS)
         low = tl.load(cu_group + g, mask=g < groups, other=0)
         high = tl.load(cu_group + g + 1, mask=g < groups, other=0)
-        rows = (tl.load(cu_branch + high) - tl.load(cu_branch + low)).to(tl.int32)
+        rows = (tl.load(cu_branch + high) - tl.load(cu_branch + low)).to(tl.int32)  # [OFFSETS]
         tiles = tl.cdiv(rows * REPEAT, BLOCK_M)
         ends = before + tl.cumsum(tiles, 0)
-        mine = (ends - tiles <= tile) & (tile < ends)
+        mine = (ends - tiles <= tile) & (tile < ends)  # true for at most one group
         group += tl.sum(tl.where(mine, g + 1, 0))
         place += tl.sum(tl.where(mine, ends - 1 - tile, 0))
         before += tl.sum(tiles)
     return group, place
 
 
+# The tables of a layout.
+# Grid: tiles + ceil((B + 1) / OFFSETS) (copies) + T or 0 programs.
+# Program: one tile's entry; or OFFSETS entries of cu_branch, copied as int32; or one row's entry.
+# Loop: over all offsets, OFFSETS at a time, to check and to search them.
+# Memory: registers only, [OFFSETS] integers.
+# Layout: cu_branch [B + 1], cu_group [G + 1] int32 or int64, dense; table [tiles, COLUMNS], starts [B + 1],
+#   each_row [T, 2], int32, dense.
 @triton.jit(do_not_specialize=["rows", "branches", "groups", "tiles", "copies"])
 def _branch_attention_layout_kernel(
     table, starts, each_row,  # written, as in `Tables`
@@ -109,17 +114,16 @@ def _branch_attention_layout_kernel(
     rows, branches, groups, tiles, copies,  # sizes
     REPEAT: tl.constexpr, BLOCK_M: tl.constexpr, OFFSETS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Programs for the tiles of `Tables`, then for the offsets of its branches, then for its rows."""
     program = tl.program_id(0)
     sound = rises(cu_branch, branches, rows, OFFSETS) & rises(cu_group, groups, branches, OFFSETS)
     if program < tiles:
-        group, place, group_row, group_end, first_branch, last_branch = -2, 0, 0, 0, 0, 0
+        group, place, group_row, group_end, first_branch, last_branch = -2, 0, 0, 0, 0, 0  # of an invalid layout
         if sound:
             group, place = find_tile(cu_branch, cu_group, groups, program, REPEAT, BLOCK_M, OFFSETS)
             if group >= 0:
                 low, high = tl.load(cu_group + group).to(tl.int32), tl.load(cu_group + group + 1).to(tl.int32)
                 group_row, group_end = tl.load(cu_branch + low).to(tl.int32), tl.load(cu_branch + high).to(tl.int32)
-                first = group_row + place * BLOCK_M // REPEAT
+                first = group_row + place * BLOCK_M // REPEAT  # the tile's first and last row
                 last = tl.minimum(group_row + (place * BLOCK_M + BLOCK_M - 1) // REPEAT, group_end - 1)
                 first_branch = low + count_up_to(cu_branch, low, high, first, OFFSETS)
                 last_branch = low + count_up_to(cu_branch, low, high, last, OFFSETS)
@@ -147,7 +151,7 @@ def _branch_attention_layout_kernel(
 
 @triton.jit
 def read_tile(table, tile, COLUMNS: tl.constexpr):
-    """(group, tile of the group, the group's first row and the one after its last, the tile's first and last branch).
+    """(group, tile of the group, the group's first row and the row after its last, the tile's first and last branch).
 
     The group is -1 after all tiles, -2 in an invalid layout.
     """
@@ -167,13 +171,13 @@ def prefix_slice(
     """(start, length, whether it is valid) of a group's slice; an invalid one counts as empty."""
     start, length = tl.load(prefix_start + group).to(tl.int64), tl.load(prefix_len + group).to(tl.int64)
     fits = (start >= 0) & (length >= 0) & ((length == 0) | ((start <= capacity) & (length <= capacity - start)))
-    length = tl.where(fits, length, 0).to(tl.int32)
+    length = tl.where(fits, length, 0).to(tl.int32)  # no more than capacity, which is below 2^30
     start = tl.where(length > 0, start, 0).to(tl.int32)
     if PAGED:
         wrong = 0
         table = block_table + tl.cast(group, tl.int64) * table_row
         last = tl.cdiv(start + length, page_size)
-        for first in range(start // page_size, last, OFFSETS):
+        for first in range(start // page_size, last, OFFSETS):  # only pages of the slice are read
             i = first + tl.arange(0, OFFSETS)
             page = tl.load(table + tl.cast(i, tl.int64) * table_column, mask=i < last, other=0)
             wrong += tl.sum(((i < last) & ((page < 0) | (page >= pages))).to(tl.int32))

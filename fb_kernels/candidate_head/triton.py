@@ -10,8 +10,7 @@ from torch import Tensor
 from fb_kernels import tuning
 from fb_kernels.triton.rows import as_rows
 
-REST = 128
-"""Programs, at most, for the rows of no group."""
+REST = 128  # most programs for the rows of no group
 
 
 @triton.jit
@@ -32,15 +31,16 @@ def _score(
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """[ROWS] scores of `rows`, written where `inside`."""
+    # [ROWS, BLOCK] partial sums: one reduction over columns, in one order for every row
     products, squares = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         real = columns < width
-        tile = rows[:, None] * stride + columns[None, :]
+        tile = rows[:, None] * stride + columns[None, :]  # [ROWS, BLOCK]
         x = tl.load(hidden + tile, mask=inside[:, None] & real[None, :], other=0.0).to(tl.float32)
         w = tl.load(head_weight + columns, mask=real, other=0.0).to(tl.float32)
         if norm_weight is not None:
-            w *= tl.load(norm_weight + columns, mask=real, other=0.0).to(tl.float32)
+            w *= tl.load(norm_weight + columns, mask=real, other=0.0).to(tl.float32)  # [BLOCK]
             squares += x * x
         products += x * w[None, :]
     s = tl.sum(products, 1)
@@ -56,16 +56,24 @@ def _score(
 def _include(s, inside, offset, top, total, best, ROWS: tl.constexpr):
     """Extend (maximum, sum of exp(s - maximum), index of the first maximum) by scores whose first index is `offset`."""
     place = tl.arange(0, ROWS)
-    highest = tl.max(tl.where(inside & (s == s), s, -float("inf")), 0)
+    highest = tl.max(tl.where(inside & (s == s), s, -float("inf")), 0)  # NaN is never the best
     first = tl.min(tl.where(inside & (s == highest), place, ROWS), 0)
     found = (first < ROWS) & ((best < 0) | (highest > top))
     best = tl.where(found, offset + first, best)
     raised = tl.maximum(top, highest)
-    shift = tl.where(raised == -float("inf"), 0.0, raised)
+    shift = tl.where(raised == -float("inf"), 0.0, raised)  # -inf - -inf would be NaN
     total = total * tl.exp(top - shift) + tl.sum(tl.where(inside, tl.exp(s - shift), 0.0), 0)
     return raised, total, best
 
 
+# score = (x rsqrt(mean(x^2) + eps) norm_weight) . head_weight + head_bias; prob, best = softmax, argmax of a group.
+# Grid: G + rest.
+# Program: the rows of one group; the last `rest` programs share the rows of no group, ROWS at a time.
+# Loop: over the rows, ROWS at a time, in `_score` over columns, BLOCK at a time. Rows after a group's first ROWS are
+#   scored twice: for the softmax's sum, then for prob.
+# Memory: registers only: [ROWS, BLOCK] sums in float32, the group's maximum, sum and index.
+# Layout: hidden [N, D], row stride `stride`, adjacent columns; norm_weight [D] or None; head_weight [D]; head_bias one
+#   element or None; cu_group [G + 1]; score, prob [N], best [G], dense.
 @triton.jit(do_not_specialize=["rows", "groups", "rest"])
 def _candidate_head_fwd_kernel(
     hidden, norm_weight, head_weight, head_bias, cu_group, score, prob, best, stride, rows, groups, rest, width, eps,
@@ -92,13 +100,13 @@ def _candidate_head_fwd_kernel(
             top, total, winner = _include(t, more, first - start, top, total, winner, ROWS)
         tl.store(best + group, winner)
         tl.store(prob + start + place, tl.exp(s - top) / total, mask=inside)
-        for first in range(start + ROWS, end, ROWS):  # read again: other threads wrote the scores
+        for first in range(start + ROWS, end, ROWS):  # computed again: a thread cannot read what others stored
             more = first + place < end
             t = _score(
                 hidden, norm_weight, head_weight, head_bias, score, first + place, more, stride, width, eps, ROWS, BLOCK
             )
             tl.store(prob + first + place, tl.exp(t - top) / total, mask=more)
-    else:
+    else:  # rows of no group: score, and prob 0; with invalid offsets that is all rows, and prob is NaN
         start = tl.where(sound, tl.load(cu_group + groups).to(tl.int64), 0)
         for first in range(start + (group - groups) * ROWS, rows, rest * ROWS):
             row = tl.cast(first, tl.int64) + place
@@ -107,6 +115,14 @@ def _candidate_head_fwd_kernel(
             tl.store(prob + row, tl.where(sound, nothing, float("nan")), mask=row < rows)
 
 
+# d_hidden = r (g w - u mean(g w u)), d_column = sum_rows g u, with u = r x, r = rsqrt(mean(x^2) + eps) and
+# w = norm_weight head_weight; without a norm r is 1, and there is no mean.
+# Grid: ceil(N / ROWS) * BLOCKS; the blocks of a chunk of rows are neighbours.
+# Program: BLOCK columns of ROWS rows; it reads the rows' other blocks too, for the two means.
+# Loop: over rows; inside, twice over the other BLOCKS - 1 blocks of the row.
+# Memory: registers only: x, d, w and the column sums [BLOCK] in float32.
+# Layout: grad [N], stride grad_stride; hidden [N, D], row stride `stride`; norm_weight [D] or None; head_weight [D];
+#   d_hidden [N, D] and d_column [chunks, D], dense, each None if it is not needed; the launcher adds the chunks.
 @triton.jit(do_not_specialize=["rows"])
 def _candidate_head_bwd_kernel(
     grad, hidden, norm_weight, head_weight, d_hidden, d_column, grad_stride, stride, rows, width, eps,
@@ -117,11 +133,11 @@ def _candidate_head_bwd_kernel(
     columns = block * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     w = _weight(norm_weight, head_weight, columns, inside)
-    column_sum = tl.zeros([BLOCK], tl.float32)
-    for each in range(chunk * ROWS, min(chunk * ROWS + ROWS, rows)):
-        row = tl.cast(each, tl.int64)
+    column_sum = tl.zeros([BLOCK], tl.float32)  # rows are added in order
+    for index in range(chunk * ROWS, min(chunk * ROWS + ROWS, rows)):
+        row = tl.cast(index, tl.int64)
         g = tl.load(grad + row * grad_stride + tl.arange(0, 1)).to(tl.float32)  # [1]
-        used = g != 0  # other rows may hold NaN
+        used = g != 0  # [1]; rows without a gradient may hold NaN, and 0 * NaN is NaN
         x_row = hidden + row * stride
         x = tl.load(x_row + columns, mask=inside & used, other=0.0).to(tl.float32)
         d = g * w

@@ -1,7 +1,7 @@
-"""Hopper's kernel of `linear_logprob`: persistent, one warp that loads, two warpgroups that multiply and reduce.
+"""Hopper's kernel of `linear_logprob`: persistent programs; one warp loads, two warpgroups multiply and reduce.
 
-It writes the same statistics as the Triton kernels, one per split of the vocabulary, and uses their merge. Splits
-depend only on the vocabulary, so a row's bits depend neither on other rows nor on the GPU's size.
+It writes the statistics of the Triton kernels, one set for each split of the vocabulary, and uses their merge. Splits
+depend only on the vocabulary, so a row's bits depend neither on other rows nor on the number of multiprocessors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ tanh, shift_of = gluon.jit(functions.tanh.fn), gluon.jit(functions.shift_of.fn)
 
 @gluon.jit
 def _place(item, row_blocks, splits, GROUP: gl.constexpr):
-    """(block of rows, split) of an item: GROUP blocks of rows, which stay in the L2 cache, meet all splits in turn."""
+    """(block of rows, split) of an item: all splits against GROUP blocks of rows, which stay in the L2 cache."""
     group = item // (GROUP * splits)
     blocks = gl.minimum(row_blocks - group * GROUP, GROUP)
     inside = item % (GROUP * splits)
@@ -46,7 +46,10 @@ def _produce(
     TILES: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill a stage with BLOCK_K columns of both halves' rows and of a tile of the head as soon as both have read it."""
+    """The loading warp: fills each stage as soon as both halves have read it.
+
+    A stage holds BLOCK_K columns of x of both halves' rows and of a tile of the head's rows.
+    """
     HALF: gl.constexpr = BLOCK_M // 2
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -55,7 +58,7 @@ def _produce(
         for tile in range(split * TILES, gl.minimum((split + 1) * TILES, tiles)):
             for k in range(0, width, BLOCK_K):
                 stage = step % STAGES
-                for half in gl.static_range(2):
+                for half in gl.static_range(2):  # the parity of the stage's previous use
                     mbarrier.wait(empty.index(half * STAGES + stage), (step // STAGES + 1) & 1)
                 landed = ready.index(stage)
                 mbarrier.expect(landed, 2 * hidden.block_type.nbytes + weight.block_type.nbytes)
@@ -72,13 +75,13 @@ def _consume(
     TILES: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """One half of the rows: maximum, sum of exp and sum of (l - max) exp of a split, and the target's logit in it."""
+    """A multiplying warpgroup, for its half of the rows: the statistics of a split, and the target's logit in it."""
     HALF: gl.constexpr = BLOCK_M // 2
     LEAD: gl.constexpr = STAGES // 2  # blocks by which the first half leads: one reduces while the other multiplies
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_V, 16]
     )
-    along: gl.constexpr = gl.SliceLayout(1, layout)
+    along: gl.constexpr = gl.SliceLayout(1, layout)  # of one value for each row
     columns = gl.arange(0, BLOCK_V, gl.SliceLayout(0, layout))
     logits = gl.full((HALF, BLOCK_V), 0.0, gl.float32, layout)  # a tile's first product starts from zero
     step = 0
@@ -90,10 +93,10 @@ def _consume(
         in_row = row < rows
         first_tile = split * TILES
         local = gl.load(target + row, mask=in_row, other=0).to(gl.int64) - vocab_start
-        local -= gl.cast(first_tile, gl.int64) * BLOCK_V
+        local -= gl.cast(first_tile, gl.int64) * BLOCK_V  # column of the target in this split
         found = in_row & (local >= 0) & (local < TILES * BLOCK_V)
         column = gl.where(found, local, TILES * BLOCK_V).to(gl.int32)
-        holder = column // BLOCK_V
+        holder = column // BLOCK_V  # [HALF]: tile of the split that has the target; TILES if none has
         holding = gl.reduce_or(gl.where(found, 1 << holder, 0), 0)  # a bit for each tile with a target
         top = gl.full((HALF,), -float("inf"), gl.float32, along)
         total = gl.full((HALF,), 0.0, gl.float32, along)
@@ -125,7 +128,7 @@ def _consume(
                 gl.store(picked + row, target_logit, mask=holder == tile - first_tile)
             if first_column + BLOCK_V > valid:
                 logits = gl.where((columns < valid - first_column)[None, :], logits, -float("inf"))
-            higher = gl.maximum(top, gl.max(logits, 1))
+            higher = gl.maximum(top, gl.max(logits, 1))  # [HALF]; sums of earlier tiles are scaled to it
             shift = shift_of(higher)
             fallen = logits - shift[:, None]
             exponentials = gl.exp2(fallen * LOG2_E)
@@ -142,6 +145,15 @@ def _consume(
         gl.store(place + 2 * plane, weighted, mask=in_row)
 
 
+# For each row and split (TILES tiles of BLOCK_V columns), of l = logits(hidden weight^T, bias): max, sum exp(l - max),
+# sum (l - max) exp(l - max); and the logit of the row's target.
+# Grid: min(items, multiprocessors); item = (block of BLOCK_M rows, split), see `_place`.
+# Program: one item after another, as many apart as there are programs.
+# Loop: over items, the split's tiles and D, BLOCK_K columns at a time; each of the three workers runs these loops.
+# Memory: shared: STAGES stages of x [2, BLOCK_M / 2, BLOCK_K] and w [BLOCK_V, BLOCK_K]. Barriers: `ready` when a stage
+#   has been copied, `empty` when a half has read it. Registers of a half: logits [BLOCK_M / 2, BLOCK_V] in float32.
+# Layout: hidden [N, D] and weight [V, D], TMA descriptors; bias [V] or None; target, picked [N];
+#   statistics [3, splits, N], dense.
 @gluon.jit(do_not_specialize=["items", "row_blocks", "splits", "tiles", "rows", "width", "valid", "vocab_start"])
 def _linear_logprob_gluon_kernel(
     hidden, weight, bias, target, statistics, picked, items, row_blocks, splits, tiles, rows, width, valid, vocab_start,
@@ -149,13 +161,12 @@ def _linear_logprob_gluon_kernel(
     TILES: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Each program walks items (TILES tiles of the vocabulary against BLOCK_M rows), one per round of all programs."""
     HALF: gl.constexpr = BLOCK_M // 2
     x = gl.allocate_shared_memory(hidden.dtype, [2 * STAGES, HALF, BLOCK_K], hidden.layout)
     w = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_V, BLOCK_K], weight.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())  # of each half
-    for stage in gl.static_range(STAGES):
+    for stage in gl.static_range(STAGES):  # each barrier has one arrival: the copy's, or a warpgroup's
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
         mbarrier.init(empty.index(STAGES + stage), count=1)
@@ -191,19 +202,10 @@ def statistics(
     vocab_start: int,
     options: Options,
 ) -> Tensor:
-    """Each split's maximum, sum of exp and sum of (l - max) exp; the targets' logits go to `picked`.
+    """Each split's maximum, sum of exp and sum of (l - max) exp, [3, splits, N] float32.
 
-    Args:
-        hidden: [N, D].
-        weight: [V, D], its rows that count.
-        bias: [V or more] or None.
-        target: [N].
-        picked: [N] float32, written where the target's logit is.
-        vocab_start: id of the first column.
-        options: as in `linear_logprob`.
-
-    Returns:
-        [3, splits, N] float32.
+    hidden[N, D], weight[V, D] (the rows that count), bias[V or more] or None; `vocab_start` is the id of column 0. The
+    targets' logits are written to picked[N], where this shard has them.
     """
     (rows, width), valid = hidden.shape, len(weight)
     launch = tuning.linear_logprob_gluon(hidden.dtype, valid, width)
@@ -226,6 +228,6 @@ def statistics(
 
 
 def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """x[N, D] as the TMA copies see it: in tiles, and zero past its ends."""
+    """The TMA descriptor of x[N, D], copied in tiles of `rows` and `columns`, zero past its ends."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)

@@ -25,7 +25,7 @@ LARGEST_ID = torch.iinfo(torch.int64).max
 
 @triton.jit
 def _logits(products, bias, inside, on_products, on_bias, on_cap, SOFTCAP: tl.constexpr):
-    """(logits[M, V] from products and the bias of these columns, the soft-cap's argument, unused without one)."""
+    """(logits[M, V] of products[M, V] and the bias of these columns; the argument of the soft-cap's tanh)."""
     x = products * on_products
     if bias is not None:
         x += tl.load(bias + tl.arange(0, inside.shape[0]), mask=inside, other=0.0).to(tl.float32)[None, :] * on_bias
@@ -37,7 +37,7 @@ def _logits(products, bias, inside, on_products, on_bias, on_cap, SOFTCAP: tl.co
 
 @triton.jit
 def _left(end, first, most: tl.constexpr):
-    """Compute end - first, at most `most`, in 32 bits."""
+    """The lesser of end - first and `most`, as an int32."""
     return tl.minimum(end - first, most).to(tl.int32)
 
 
@@ -48,30 +48,14 @@ def _store_statistics(
 ):  # fmt: skip
     """Write one tile's maximum, sum of exp, sum of (l - max) exp and, where the target is in it, the target's logit.
 
-    Args:
-        products: [M, TILE] of rows `row` and columns from `first` on.
-        bias: [V] or None.
-        target: [rows].
-        statistics: [3, tiles, rows], written at `tile`.
-        picked: [rows].
-        row: [M] int64.
-        first: int64, a multiple of TILE.
-        tile: first / TILE.
-        rows: their number.
-        valid: number of columns that count.
-        vocab_start: id of the first column.
-        tiles: their number.
-        on_products: as in `Options.multipliers`.
-        on_bias: as in `Options.multipliers`.
-        on_cap: as in `Options.multipliers`.
-        SOFTCAP: whether there is one.
-        TILE: columns of a tile.
+    products[M, TILE] are of the rows row[M] and the columns from `first` = TILE * tile on, of which those below `valid`
+    count; `vocab_start` is the id of column 0. Writes statistics[3, tiles, rows] at `tile`, and picked[rows].
     """
     in_row, inside = row < rows, tl.arange(0, TILE) < _left(valid, first, TILE)
     bias = bias if bias is None else bias + first
     x, _ = _logits(products, bias, inside, on_products, on_bias, on_cap, SOFTCAP)
     local = tl.load(target + row, mask=in_row, other=0).to(tl.int64) - vocab_start - first
-    found = in_row & (local >= 0) & (local < TILE)
+    found = in_row & (local >= 0) & (local < TILE)  # [M]
     if tl.max(found.to(tl.int32), 0):  # few tiles hold a target
         column = tl.where(found, local, -1).to(tl.int32)
         target_logit = tl.sum(tl.where(column[:, None] == tl.arange(0, TILE)[None, :], x, 0.0), 1)
@@ -79,11 +63,11 @@ def _store_statistics(
     if first + TILE > valid:  # only the last tile
         x = tl.where((tl.arange(0, TILE) < _left(valid, first, TILE))[None, :], x, -float("inf"))
     top = tl.max(x, 1)
-    fallen = tl.maximum(x - shift_of(top)[:, None], FAR_BELOW, propagate_nan=tl.PropagateNan.ALL)
+    fallen = tl.maximum(x - shift_of(top)[:, None], FAR_BELOW, propagate_nan=tl.PropagateNan.ALL)  # [M, TILE]
     exponentials = tl.exp2(fallen * LOG2_E)
     total = tl.sum(exponentials, 1)
     weighted = tl.sum(fallen * exponentials, 1)
-    top = tl.where(total == total, top, float("nan"))
+    top = tl.where(total == total, top, float("nan"))  # tl.max skips NaN, the sum does not
     place = tl.cast(tile, tl.int64) * rows + row
     plane = tl.cast(tiles, tl.int64) * rows
     tl.store(statistics + place, top, mask=in_row)
@@ -91,6 +75,15 @@ def _store_statistics(
     tl.store(statistics + 2 * plane + place, weighted, mask=in_row)
 
 
+# For each row and tile of TILE columns, of l = logits(hidden weight^T, bias): max, sum exp(l - max),
+# sum (l - max) exp(l - max); and the logit of the row's target.
+# Grid: ceil(V / BLOCK_V) * ceil(N / BLOCK_M); rows vary fastest, so that the weight streams from memory once.
+# Program: BLOCK_M rows against BLOCK_V columns, one tile or two.
+# Loop: over D, BLOCK_K columns at a time.
+# Memory: x [BLOCK_M, BLOCK_K] and w [BLOCK_V, BLOCK_K] come in pipelined stages (num_stages of the launch); registers
+#   hold the products [BLOCK_M, BLOCK_V] in float32. No logit is written.
+# Layout: hidden [N, D], weight [V, D], adjacent columns, rows of row_vectors * 16 bytes that are hidden_vectors and
+#   weight_vectors * 16 bytes apart; bias [V] or None; target, picked [N]; statistics [3, tiles, N], dense.
 @triton.jit(
     do_not_specialize=["rows", "valid", "vocab_start", "tiles", "row_vectors", "hidden_vectors", "weight_vectors"]
 )
@@ -100,15 +93,12 @@ def _linear_logprob_fwd_kernel(
     SOFTCAP: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows vary fastest in the grid, so that the weight streams from memory once.
-
-    A row holds row_vectors of 16 bytes, and the next one starts hidden_vectors or weight_vectors of them later.
-    """
     row_blocks = tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0) // row_blocks
     first_row = tl.cast(tl.program_id(0) % row_blocks, tl.int64) * BLOCK_M
     first_column = tl.cast(tile, tl.int64) * BLOCK_V
     row = first_row + tl.arange(0, BLOCK_M)
+    # multiples of VECTOR, which tells the compiler that loads of 16 bytes are aligned
     width, hidden_stride, weight_stride = row_vectors * VECTOR, hidden_vectors * VECTOR, weight_vectors * VECTOR
     x_pointer = tl.multiple_of(hidden + first_row * hidden_stride, 16)
     w_pointer = tl.multiple_of(weight + first_column * weight_stride, 16)
@@ -117,7 +107,7 @@ def _linear_logprob_fwd_kernel(
     w_row = tl.minimum(tl.arange(0, BLOCK_V), _left(valid, first_column, BLOCK_V) - 1)
     x_offsets, w_offsets = x_row[:, None] * hidden_stride + k[None, :], w_row[:, None] * weight_stride + k[None, :]
     SWAP: tl.constexpr = BLOCK_M < 128  # the tensor cores' longer side belongs to the vocabulary
-    products = tl.zeros((BLOCK_V, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_V), tl.float32)
+    products = tl.zeros((BLOCK_V, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_V), tl.float32)  # sums over D, in order
     for start in range(0, width, BLOCK_K):
         if EVEN:
             x, w = tl.load(x_pointer + x_offsets), tl.load(w_pointer + w_offsets)
@@ -150,15 +140,22 @@ def _linear_logprob_fwd_kernel(
         )  # fmt: skip
 
 
+# The same statistics, from products that cuBLAS has written for a chunk: rows first_row to last_row - 1, columns of the
+# vocabulary from `first` on.
+# Grid: ceil(chunk columns / BLOCK_V) * ceil(chunk rows / BLOCK_M); rows vary fastest.
+# Program: BLOCK_M rows against one tile of BLOCK_V columns.
+# Loop: none.
+# Memory: registers only: the tile [BLOCK_M, BLOCK_V] in float32, which is read once, from the L2 cache.
+# Layout: products [last_row - first_row, chunk columns] float32, row stride `stride`; bias [V] or None; target, picked
+#   [N]; statistics [3, tiles, N], dense.
 @triton.jit(do_not_specialize=["rows", "first_row", "last_row", "valid", "vocab_start", "tiles", "first"])
 def _chunk_statistics_kernel(
     products, bias, target, statistics, picked, rows, first_row, last_row, valid, vocab_start, tiles, first, stride,
     on_products, on_bias, on_cap, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of products[last_row - first_row, stride], whose first column is the vocabulary's `first`."""
     row_blocks = tl.cdiv(last_row - first_row, BLOCK_M)
-    here_row = ((tl.program_id(0) % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    row = first_row + here_row
+    here_row = ((tl.program_id(0) % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)  # in the chunk
+    row = first_row + here_row  # [M], in all rows
     start = (tl.program_id(0) // row_blocks) * BLOCK_V
     here, first = start + tl.arange(0, BLOCK_V), tl.cast(first, tl.int64) + start
     mask = (row < last_row)[:, None] & (tl.arange(0, BLOCK_V) < _left(valid, first, BLOCK_V))[None, :]
@@ -169,15 +166,19 @@ def _chunk_statistics_kernel(
     )  # fmt: skip
 
 
+# With m_t, s_t, w_t of tile t: m = max m_t, s = sum s_t exp(m_t - m), w = sum (w_t + s_t (m_t - m)) exp(m_t - m), in
+# the order of tiles. lse = m + log s, log-prob = picked - lse, entropy = log s - w / s, largest log-prob = m - lse.
+# Grid: ceil(N / BLOCK_M).
+# Program: BLOCK_M rows, all tiles.
+# Loop: over tiles, BLOCK_T at a time.
+# Memory: registers only: the statistics of BLOCK_T tiles [BLOCK_T, BLOCK_M] and the running ones [BLOCK_M], in float32.
+# Layout: statistics [3, tiles, N], picked, target [N], dense; the results [N]. Without largest_out they are a shard's
+#   partials (max, sum of exp, target's logit) instead of (log-prob, lse, entropy). Ids from 0 to `last` are valid.
 @triton.jit(do_not_specialize=["rows", "valid", "vocab_start", "tiles", "last", "ignore_index"])
 def _merge_statistics_kernel(
     statistics, picked, target, first_out, second_out, third_out, largest_out, rows, valid, vocab_start, tiles, last,
     ignore_index, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The tiles' statistics in their order; ids end with `last`.
-
-    Writes (log-prob, lse, entropy, largest log-prob) or, if largest_out is None, a shard's partials.
-    """
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     in_row = row < rows
     plane = tl.cast(tiles, tl.int64) * rows
@@ -197,7 +198,7 @@ def _merge_statistics_kernel(
         weighted = (weighted + total * fallen) * kept + tl.sum((weights + totals * fall) * share, 0)
         total = total * kept + tl.sum(totals * share, 0)
         top = higher
-    top = tl.where(total == total, top, float("nan"))
+    top = tl.where(total == total, top, float("nan"))  # a NaN or +inf logit makes the row NaN
     total = tl.where(top == float("inf"), float("nan"), total)
     ids = tl.load(target + row, mask=in_row, other=0).to(tl.int64)
     local = ids - vocab_start
@@ -212,21 +213,29 @@ def _merge_statistics_kernel(
         tl.store(largest_out + row, tl.where(ignored, 0.0, top - lse), mask=in_row)
     else:
         one = tl.where(ignored, -float("inf"), top)
-        held = tl.where(top == -float("inf"), tl.where(valid > 0, 1.0, 0.0), total)  # exp of the maximum minus itself
-        two = tl.where(ignored, 0.0, held)
+        # if all logits are -inf, exp(max - max) still counts 1; an empty shard counts 0
+        sumexp = tl.where(top == -float("inf"), tl.where(valid > 0, 1.0, 0.0), total)
+        two = tl.where(ignored, 0.0, sumexp)
         three = tl.where(ignored, -float("inf"), tl.where(bad, float("nan"), target_logit))
     tl.store(first_out + row, one, mask=in_row)
     tl.store(second_out + row, two, mask=in_row)
     tl.store(third_out + row, three, mask=in_row)
 
 
+# d_l = on_exponential exp(l - shift) + on_target [column is the target]; d_products = d_l dl/dproducts,
+# d_bias = sum over BLOCK_M rows of d_l dl/dbias.
+# Grid: ceil(chunk columns / BLOCK_V) * ceil(chunk rows / BLOCK_M); rows vary fastest.
+# Program: BLOCK_M rows against BLOCK_V columns of a chunk.
+# Loop: none.
+# Memory: registers only: products and their gradient [BLOCK_M, BLOCK_V] in float32.
+# Layout: products float32 and d_products [rows, chunk columns], row stride `stride`; d_bias [ceil(rows / BLOCK_M),
+#   chunk columns], row stride `stride`, or None, added over blocks by the launcher; bias [V] or None; others [rows].
 @triton.jit(do_not_specialize=["rows", "valid", "vocab_start", "first"])
 def _dlogits_kernel(
     products, d_products, d_bias, bias, target, on_target, on_exponential, shift,
     rows, valid, vocab_start, first, stride, on_products, on_bias, on_cap,
     SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Gradients to products[rows, stride], and their sums over each block of rows as d_bias[blocks, stride]."""
     row_blocks = tl.cdiv(rows, BLOCK_M)
     row_block = tl.program_id(0) % row_blocks
     row = (row_block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -241,7 +250,7 @@ def _dlogits_kernel(
     local = tl.load(target + row, mask=in_row, other=0).to(tl.int64) - vocab_start
     picks = tl.load(on_target + row, mask=in_row, other=0.0)
     scale = tl.load(on_exponential + row, mask=in_row, other=0.0)
-    grad = tl.exp(logits - tl.load(shift + row, mask=in_row, other=0.0)[:, None]) * scale[:, None]
+    grad = tl.exp(logits - tl.load(shift + row, mask=in_row, other=0.0)[:, None]) * scale[:, None]  # [M, V]
     grad += tl.where(here[None, :] == (local - first)[:, None], picks[:, None], 0.0)
     if SOFTCAP:
         fallen = tl.exp(-2 * tl.abs(ratio))
@@ -253,32 +262,37 @@ def _dlogits_kernel(
     tl.store(d_products + place, grad * on_products, mask=mask)
 
 
+# lse = m + log sum_s sumexp_s exp(top_s - m) with m = max_s top_s; log-prob = max_s target_logit_s - lse.
+# Grid: ceil(N / BLOCK).
+# Program: BLOCK rows, all shards.
+# Loop: over shards in their order, once for the maxima and once for the sum.
+# Memory: registers only, [BLOCK] float32.
+# Layout: top, sumexp, target_logit [S, N], adjacent rows, shards *_stride apart; logprob_out, lse_out [N], dense.
 @triton.jit(do_not_specialize=["shards", "rows"])
 def _combine_logprob_partials_kernel(
     top, sumexp, target_logit, logprob_out, lse_out, shards, rows, top_stride, sumexp_stride, target_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Log-prob and lse of partials[shards, rows]."""
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     in_row = row < rows
     highest = tl.full((BLOCK,), -float("inf"), tl.float32)
     picked = tl.full((BLOCK,), -float("inf"), tl.float32)
-    for shard in range(shards):
-        each = tl.cast(shard, tl.int64)
-        tops = tl.load(top + each * top_stride + row, mask=in_row, other=0.0)
-        picks = tl.load(target_logit + each * target_stride + row, mask=in_row, other=0.0)
+    for index in range(shards):
+        shard = tl.cast(index, tl.int64)
+        tops = tl.load(top + shard * top_stride + row, mask=in_row, other=0.0)
+        picks = tl.load(target_logit + shard * target_stride + row, mask=in_row, other=0.0)
         highest = tl.maximum(highest, tops, propagate_nan=tl.PropagateNan.ALL)
         picked = tl.maximum(picked, picks, propagate_nan=tl.PropagateNan.ALL)
     shift = tl.where(highest == -float("inf"), 0.0, highest)
-    total, held = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for shard in range(shards):
-        each = tl.cast(shard, tl.int64)
-        tops = tl.load(top + each * top_stride + row, mask=in_row, other=0.0)
-        sums = tl.load(sumexp + each * sumexp_stride + row, mask=in_row, other=0.0)
+    total, counts = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for index in range(shards):
+        shard = tl.cast(index, tl.int64)
+        tops = tl.load(top + shard * top_stride + row, mask=in_row, other=0.0)
+        sums = tl.load(sumexp + shard * sumexp_stride + row, mask=in_row, other=0.0)
         total += sums * tl.exp(tops - shift)
-        held += sums
+        counts += sums
     lse = shift + tl.log(total)
-    empty = (highest == -float("inf")) & (held == 0)
+    empty = (highest == -float("inf")) & (counts == 0)  # an ignored row, or shards without a column
     tl.store(logprob_out + row, tl.where(empty, 0.0, picked - lse), mask=in_row)
     tl.store(lse_out + row, tl.where(empty, 0.0, lse), mask=in_row)
 

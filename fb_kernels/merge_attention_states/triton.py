@@ -18,24 +18,32 @@ def _weighed(out, head, weight, lse, tile):
     return tl.where(present, x * weight[:, None], 0.0)
 
 
+# lse = log(exp(lse_a) + exp(lse_b)), out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
+# Grid: ceil(T Hq / ROWS).
+# Program: ROWS heads, which may be of several tokens; row = token * Hq + head.
+# Loop: none.
+# Memory: registers only: the merged out [ROWS, WIDTH] and one state's at a time, in float32.
+# Layout: out_a, out_b [T, Hq, E], strides *_token, *_head, 1; lse_a, lse_b [Hq, T], strides *_lse_head, *_lse_token;
+#   out [T, Hq, E] and lse [Hq, T], dense.
 @triton.jit(do_not_specialize=["tokens", "a_lse_head", "b_lse_head"])
 def _merge_attention_states_kernel(
     out_a, lse_a, out_b, lse_b, out, lse, a_token, a_head, b_token, b_head, a_lse_head, a_lse_token, b_lse_head,
     b_lse_token, tokens, heads, head_dim, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     token, head = row // heads, row % heads
     real = token < tokens
     column = tl.arange(0, WIDTH)[None, :]
     tile = real[:, None] & (column < head_dim)
     a = tl.load(lse_a + head * a_lse_head + token * a_lse_token, mask=real, other=0.0)
     b = tl.load(lse_b + head * b_lse_head + token * b_lse_token, mask=real, other=0.0)
+    # +inf also marks a state without keys
     a, b = tl.where(a == float("inf"), -float("inf"), a), tl.where(b == float("inf"), -float("inf"), b)
     top = tl.where(a > b, a, b)  # NaN in either makes the total NaN
     top = tl.where(top == -float("inf"), 0.0, top)
     weight_a, weight_b = tl.exp(a - top), tl.exp(b - top)
     total = weight_a + weight_b
-    divisor = tl.where(total == 0, 1.0, total)
+    divisor = tl.where(total == 0, 1.0, total)  # two empty states merge to out 0, lse -inf
     merged = _weighed(out_a, (token * a_token + head * a_head)[:, None] + column, weight_a / divisor, a, tile)
     merged += _weighed(out_b, (token * b_token + head * b_head)[:, None] + column, weight_b / divisor, b, tile)
     tl.store(out + row[:, None] * head_dim + column, merged, mask=tile)

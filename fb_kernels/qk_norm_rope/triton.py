@@ -24,8 +24,8 @@ def _head_of(q, k, v, row, heads, num_heads, num_kv_heads, is_q, is_k, head_dim)
 def _table_row(table, positions, row, stride, length, columns, inside):
     """[HALF] float32 of the row's position; NaN where it lies outside."""
     position = tl.load(positions + row).to(tl.int64)
-    known = (position >= 0) & (position < length)
-    return tl.load(table + position * stride + columns, mask=inside & known, other=float("nan")).to(tl.float32)
+    in_table = (position >= 0) & (position < length)
+    return tl.load(table + position * stride + columns, mask=inside & in_table, other=float("nan")).to(tl.float32)
 
 
 @triton.jit
@@ -51,6 +51,15 @@ def _inverse_rms(first, second, q_weight, k_weight, is_q, is_k, half, eps):
     return tl.where(normed, inverse, 1.0)[:, None], normed[:, None]
 
 
+# q, k = y cos + rotate_half(y) sin with y = x rsqrt(mean(x^2) + eps) weight and rotate_half(x1, x2) = (-x2, x1)
+# (rotary embedding, Su et al. 2021); v is copied. k and v also go to their slots of the caches, if there are any.
+# Grid: T * ceil((Hq + 2 Hkv) / HEADS); the blocks of a row are neighbours.
+# Program: HEADS adjacent heads of one row, each of q, k or v.
+# Loop: none.
+# Memory: registers only: the two halves of the heads [HEADS, HALF], and of cos and sin [HALF], in float32.
+# Layout: qkv [T, (Hq + 2 Hkv) E], row stride qkv_stride; q_weight, k_weight [E] or None; cos, sin [table_rows, E], row
+#   strides cos_stride, sin_stride; positions, slots [T]; q [T, Hq, E], k, v [T, Hkv, E], dense;
+#   k_cache, v_cache [cache_rows, Hkv, E] by their three strides, or None.
 @triton.jit(do_not_specialize=["cache_rows", "table_rows"])
 def _qk_norm_rope_fwd_kernel(
     qkv, q_weight, k_weight, cos, sin, positions, q, k, v, k_cache, v_cache, slots,
@@ -62,10 +71,10 @@ def _qk_norm_rope_fwd_kernel(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     heads = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
     columns = tl.arange(0, HALF)
-    inside = columns < half
-    k_heads, v_heads = heads - num_heads, heads - num_heads - num_kv_heads
+    inside = columns < half  # HALF is a power of two, E / 2 may be none
+    k_heads, v_heads = heads - num_heads, heads - num_heads - num_kv_heads  # [HEADS]: index in k, in v
     is_q, is_k, is_v = k_heads < 0, (k_heads >= 0) & (v_heads < 0), (v_heads >= 0) & (v_heads < num_kv_heads)
-    place = heads[:, None] * 2 * half + columns[None, :]
+    place = heads[:, None] * 2 * half + columns[None, :]  # [HEADS, HALF]
     tile = (is_q | is_k | is_v)[:, None] & inside[None, :]
     first = tl.load(qkv + row * qkv_stride + place, mask=tile, other=0.0).to(tl.float32)
     second = tl.load(qkv + row * qkv_stride + place + half, mask=tile, other=0.0).to(tl.float32)
@@ -84,7 +93,7 @@ def _qk_norm_rope_fwd_kernel(
     tl.store(out + half, y, mask=tile)
     if slots is not None:
         slot = tl.load(slots + row).to(tl.int64)
-        written = (slot >= 0) & (slot < cache_rows)
+        written = (slot >= 0) & (slot < cache_rows)  # -1: not written
         k_tile, v_tile = (is_k & written)[:, None] & inside[None, :], (is_v & written)[:, None] & inside[None, :]
         k_cache += slot * k_slot_stride + k_heads[:, None].to(tl.int64) * k_head_stride
         tl.store(k_cache + columns[None, :] * k_column_stride, x, mask=k_tile)
@@ -104,6 +113,15 @@ def _weights_of_second(q_weight, k_weight, is_q, is_k, columns, inside, half):
     return _weights(q_weight, k_weight, is_q, is_k, columns, inside)
 
 
+# d = grad cos - rotate_half(grad sin), the rotation's transpose; d_x = r (d w - u mean(d w u)) and d_weight = sum d u
+# over rows and heads, with u = r x, r = rsqrt(mean(x^2) + eps); heads of v, and those without a norm, take d_x = d.
+# Grid: ceil(T / ROWS) * ceil((Hq + 2 Hkv) / HEADS); the blocks of a chunk of rows are neighbours.
+# Program: HEADS adjacent heads of ROWS rows, each of q, k or v.
+# Loop: over rows.
+# Memory: registers only: halves of grad, x and of the weights' sums [HEADS, HALF] in float32.
+# Layout: grad_q [T, Hq, E], grad_k, grad_v [T, Hkv, E], dense; qkv [T, (Hq + 2 Hkv) E], row stride qkv_stride; weights
+#   [E] or None; cos, sin [table_rows, E], row strides cos_stride, sin_stride; positions [T];
+#   d_qkv [T, (Hq + 2 Hkv) E] and d_weights [programs, 2 (q, k), E], dense, each None if it is not needed.
 @triton.jit(do_not_specialize=["table_rows", "rows"])
 def _qk_norm_rope_bwd_kernel(
     grad_q, grad_k, grad_v, qkv, q_weight, k_weight, cos, sin, positions, d_qkv, d_weights,
@@ -118,13 +136,13 @@ def _qk_norm_rope_bwd_kernel(
     inside = columns < half
     k_heads, v_heads = heads - num_heads, heads - num_heads - num_kv_heads
     is_q, is_k, is_v = k_heads < 0, (k_heads >= 0) & (v_heads < 0), (v_heads >= 0) & (v_heads < num_kv_heads)
-    place = heads[:, None] * 2 * half + columns[None, :]
+    place = heads[:, None] * 2 * half + columns[None, :]  # [HEADS, HALF]
     tile = (is_q | is_k | is_v)[:, None] & inside[None, :]
-    w_first = _weights(q_weight, k_weight, is_q, is_k, columns, inside)
+    w_first = _weights(q_weight, k_weight, is_q, is_k, columns, inside)  # [HEADS, HALF]
     w_second = _weights_of_second(q_weight, k_weight, is_q, is_k, columns, inside, half)
     on_first, on_second = tl.zeros([HEADS, HALF], tl.float32), tl.zeros([HEADS, HALF], tl.float32)
-    for each in range(chunk * ROWS, min(chunk * ROWS + ROWS, rows)):
-        row = tl.cast(each, tl.int64)
+    for index in range(chunk * ROWS, min(chunk * ROWS + ROWS, rows)):  # in order
+        row = tl.cast(index, tl.int64)
         g = _head_of(grad_q, grad_k, grad_v, row, heads, num_heads, num_kv_heads, is_q, is_k, 2 * half)
         g_first = tl.load(g + columns[None, :], mask=tile, other=0.0).to(tl.float32)
         g_second = tl.load(g + columns[None, :] + half, mask=tile, other=0.0).to(tl.float32)
@@ -134,7 +152,7 @@ def _qk_norm_rope_bwd_kernel(
         sin_second = _table_row(sin + half, positions, row, sin_stride, table_rows, columns, inside)
         d_first = g_first * cos_first + g_second * sin_second
         d_second = g_second * cos_second - g_first * sin_first
-        d_first = tl.where(is_v[:, None], g_first, d_first)
+        d_first = tl.where(is_v[:, None], g_first, d_first)  # v is not rotated
         d_second = tl.where(is_v[:, None], g_second, d_second)
         if (q_weight is not None) or (k_weight is not None):
             first = tl.load(qkv + row * qkv_stride + place, mask=tile, other=0.0).to(tl.float32)
@@ -147,7 +165,7 @@ def _qk_norm_rope_bwd_kernel(
             d_first *= w_first
             d_second *= w_second
             products = tl.where(inside[None, :], d_first * first + d_second * second, 0.0)
-            mean = (tl.sum(products, 1) / (2 * half))[:, None]
+            mean = (tl.sum(products, 1) / (2 * half))[:, None]  # [HEADS, 1], over both halves
             d_first = tl.where(normed, inverse * (d_first - first * mean), d_first)
             d_second = tl.where(normed, inverse * (d_second - second * mean), d_second)
         if d_qkv is not None:
@@ -155,7 +173,7 @@ def _qk_norm_rope_bwd_kernel(
             tl.store(d_row, d_first, mask=tile)
             tl.store(d_row + half, d_second, mask=tile)
     if d_weights is not None:
-        d_weights += tl.program_id(0).to(tl.int64) * 4 * half + columns
+        d_weights += tl.program_id(0).to(tl.int64) * 4 * half + columns  # this program's row; the launcher adds them
         tl.store(d_weights, tl.sum(tl.where(is_q[:, None], on_first, 0.0), 0), mask=inside)
         tl.store(d_weights + half, tl.sum(tl.where(is_q[:, None], on_second, 0.0), 0), mask=inside)
         tl.store(d_weights + 2 * half, tl.sum(tl.where(is_k[:, None], on_first, 0.0), 0), mask=inside)

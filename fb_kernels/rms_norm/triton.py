@@ -20,6 +20,12 @@ def _load_sum(x, residual, columns, inside):
     return s.to(tl.float32)
 
 
+# normed = s rsqrt(mean(s^2) + eps) weight, summed = s = x + residual (Zhang & Sennrich 2019, equation 4).
+# Grid: N * BLOCKS; the blocks of a row are neighbours.
+# Program: BLOCK columns of one row; it reads the other blocks of the row too, for the mean square.
+# Loop: over the other BLOCKS - 1 blocks of the row.
+# Memory: registers only: s and squares [BLOCK] in float32.
+# Layout: x, residual [N, D], row strides x_stride, residual_stride; weight [D]; normed, summed [N, D], dense.
 @triton.jit
 def _rms_norm_fwd_kernel(
     x, residual, weight, normed, summed, x_stride, residual_stride, width, eps,
@@ -32,19 +38,26 @@ def _rms_norm_fwd_kernel(
         residual += row * residual_stride
     columns = block * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
-    s = _load_sum(x, residual, columns, inside)
+    s = _load_sum(x, residual, columns, inside)  # [BLOCK]
     squares = s * s
-    for step in range(1, BLOCKS):
+    for step in range(1, BLOCKS):  # [BLOCK] partial sums: one reduction at the end
         others = (block + step) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
         other = _load_sum(x, residual, others, others < width)
         squares += other * other
     inverse = tl.rsqrt(tl.sum(squares) / width + eps)
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + row * width + columns, s * inverse * w, mask=inside)
-    if residual is not None:
+    if residual is not None:  # without one s is x itself
         tl.store(summed + row * width + columns, s, mask=inside)
 
 
+# d_summed = r (g w - u mean(g w u)) + grad_sum, d_weight = sum_rows g u, with u = r s, r = rsqrt(mean(s^2) + eps).
+# Grid: ceil(N / ROWS) * BLOCKS; the blocks of a chunk of rows are neighbours.
+# Program: BLOCK columns of ROWS rows; it reads the rows' other blocks too, for the two means.
+# Loop: over rows; inside, twice over the other BLOCKS - 1 blocks of the row.
+# Memory: registers only: s, g, u and the weight's sum [BLOCK] in float32.
+# Layout: grad_normed, grad_sum, summed [N, D], row strides grad_stride, grad_sum_stride, stride; weight [D];
+#   d_summed [N, D] and d_weight [chunks, D], dense, each None if it is not needed; the launcher adds the chunks.
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_bwd_kernel(
     grad_normed, grad_sum, summed, weight, d_summed, d_weight, grad_stride, grad_sum_stride, stride, rows, width, eps,
@@ -55,9 +68,9 @@ def _rms_norm_bwd_kernel(
     columns = block * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    on_weight = tl.zeros([BLOCK], tl.float32)
-    for each in range(chunk * ROWS, min(chunk * ROWS + ROWS, rows)):
-        row = tl.cast(each, tl.int64)
+    on_weight = tl.zeros([BLOCK], tl.float32)  # rows are added in order
+    for index in range(chunk * ROWS, min(chunk * ROWS + ROWS, rows)):
+        row = tl.cast(index, tl.int64)
         s_row = summed + row * stride
         g_row = grad_normed + row * grad_stride
         s = tl.load(s_row + columns, mask=inside, other=0.0).to(tl.float32)
@@ -72,7 +85,7 @@ def _rms_norm_bwd_kernel(
         on_weight += g * unit
         if d_summed is not None:
             on_unit = g * w
-            products = on_unit * unit
+            products = on_unit * unit  # [BLOCK]
             for step in range(1, BLOCKS):
                 others = (block + step) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
                 other = tl.load(s_row + others, mask=others < width, other=0.0).to(tl.float32)
@@ -92,14 +105,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     if x.dtype == torch.float64:
         return NotImplemented
     rows, width = as_rows(x), x.shape[-1]
-    added = None if residual is None else as_rows(residual)
+    residual_rows = None if residual is None else as_rows(residual)
     normed, summed = x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
     launch = tuning.rms_norm(x.dtype, width)
     blocks = triton.cdiv(width, launch["BLOCK"])
     if normed.numel():
         _rms_norm_fwd_kernel[(len(rows) * blocks,)](
-            rows, added, weight.contiguous(), normed, summed,
-            rows.stride(0), 0 if added is None else added.stride(0), width, eps, BLOCKS=blocks, **launch,
+            rows, residual_rows, weight.contiguous(), normed, summed,
+            rows.stride(0), 0 if residual is None else residual_rows.stride(0), width, eps, BLOCKS=blocks, **launch,
         )  # fmt: skip
     return normed, summed
 

@@ -11,17 +11,29 @@ from fb_kernels import tuning
 from fb_kernels.triton.rows import as_rows
 
 
+# out = gate sigmoid(gate) up (Shazeer 2020, equation 6).
+# Grid: N * ceil(F / BLOCK); the blocks of a row are neighbours.
+# Program: BLOCK columns of one row.
+# Loop: none.
+# Memory: registers only, [BLOCK] float32; rounded once, at the store.
+# Layout: gate_up [N, 2F], row stride row_stride: gate, then up; out [N, F], dense.
 @triton.jit
 def _swiglu_fwd_kernel(gate_up, out, row_stride, width, BLOCK: tl.constexpr):
     blocks = tl.cdiv(width, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    row = (tl.program_id(0) // blocks).to(tl.int64)  # row * stride may exceed 32 bits
     columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
+    inside = columns < width  # BLOCK is a power of two, F may be none
     gate = tl.load(gate_up + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
+# d_gate = grad up s (1 + gate (1 - s)), d_up = grad gate s, with s = sigmoid(gate).
+# Grid: N * ceil(F / BLOCK); the blocks of a row are neighbours.
+# Program: BLOCK columns of one row, of gate and of up.
+# Loop: none.
+# Memory: registers only, [BLOCK] float32.
+# Layout: grad [N, F], row stride grad_stride; gate_up [N, 2F], row stride row_stride; d_gate_up [N, 2F], dense.
 @triton.jit
 def _swiglu_bwd_kernel(grad, gate_up, d_gate_up, grad_stride, row_stride, width, BLOCK: tl.constexpr):
     blocks = tl.cdiv(width, BLOCK)

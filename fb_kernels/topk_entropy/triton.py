@@ -1,8 +1,8 @@
 """Triton kernel of `topk_entropy` for many rows: a program reads its row once, then a few groups of it again.
 
-Columns fall into groups. The K largest elements of a row lie in the K groups whose maxima are the largest, since each
-of these maxima is larger than any element of another group. So the maxima are a first answer, and the other elements of
-their groups correct it: few loads, no candidates to count, and nothing that could overflow.
+Columns fall into groups. The K largest elements of a row lie in the K groups with the largest maxima, since each of
+these maxima is larger than any element of another group. So the K maxima are a first answer, and the other elements of
+their groups correct it: few loads, no list of candidates, and so none that could overflow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST_K = 128
 
 @triton.jit
 def _order(x, inside):
-    """Int32 that rises with float32 x: one zero, one NaN above +inf; below all of these if not `inside`."""
+    """An int32 that rises with float32 x: one for -0 and 0, one for NaN, above +inf; the least if not `inside`."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & LOW
     order = tl.where(bits < 0, -magnitude, magnitude)
@@ -33,7 +33,7 @@ def _order(x, inside):
 
 @triton.jit
 def _key(order, column):
-    """Int64 that rises with the order and falls with the column."""
+    """An int64 that rises with the order and, for equal orders, falls with the column: no two keys are equal."""
     key = (order.to(tl.int64) << 32) | (column ^ LOW).to(tl.int64)
     return tl.where(order == NO_ORDER, NO_KEY, key)
 
@@ -43,6 +43,13 @@ def _column(key):
     return (key & LOW).to(tl.int32) ^ LOW
 
 
+# values, indices = the k largest of a row in falling order; entropy = log S - sum_i e_i d_i / S with d_i = x_i - x_0,
+# e_i = exp(d_i), S = sum_i e_i.
+# Grid: N.
+# Program: one row. Column c is of group c % BLOCK // GROUP.
+# Loop: over the row, BLOCK columns at a time, for each lane's maximum; then over K groups, STEPS * GROUP columns each.
+# Memory: registers only: maxima and their steps [BLOCK] int32, keys of the second pass [K, STEPS * GROUP] int64.
+# Layout: logits [N, V], row stride row_stride, adjacent columns; entropy [N], values and indices [N, k], dense.
 @triton.jit
 def _topk_entropy_kernel(
     logits, entropy, values, indices, row_stride, width, k,
@@ -56,31 +63,31 @@ def _topk_entropy_kernel(
         column = step * BLOCK + place
         x = tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32)
         order = _order(x, column < width)
-        higher = order > highest
+        higher = order > highest  # ties keep the earlier step, the lower column
         highest, step_of = tl.where(higher, order, highest), tl.where(higher, step, step_of)
-    keys = tl.reshape(_key(highest, step_of * BLOCK + place), [BLOCK // GROUP, GROUP])
+    keys = tl.reshape(_key(highest, step_of * BLOCK + place), [BLOCK // GROUP, GROUP])  # int64
     maxima = tl.topk(tl.max(keys, 1), K)  # [K], falling
-    group = _column(maxima) % BLOCK // GROUP
+    group = _column(maxima) % BLOCK // GROUP  # [K]
 
     best = maxima
     member = tl.arange(0, STEPS * GROUP)
     for first in range(0, tl.cdiv(width, BLOCK), STEPS):
         column = ((first + member // GROUP) * BLOCK + member % GROUP)[None, :] + (group * GROUP)[:, None]
-        inside = (column < width) & (maxima > NO_KEY)[:, None]
+        inside = (column < width) & (maxima > NO_KEY)[:, None]  # [K, STEPS * GROUP]
         x = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
         key = _key(_order(x, inside), column)
-        key = tl.where(key == maxima[:, None], NO_KEY, key)
+        key = tl.where(key == maxima[:, None], NO_KEY, key)  # the maxima are in `best` already
         if tl.max(tl.reshape(key, [K * STEPS * GROUP]), 0) > tl.min(best, 0):
             new = tl.topk(tl.reshape(key, [K * STEPS * GROUP]), K)
             best = tl.topk(tl.reshape(tl.join(best, new), [2 * K]), K)
 
-    rank = tl.arange(0, K)
+    rank = tl.arange(0, K)  # K is k, rounded up to a power of two
     found, index = rank < k, _column(best)
     x = tl.load(logits + index, mask=found, other=0.0).to(tl.float32)
     shifted = x - tl.sum(tl.where(rank == 0, x, 0.0), 0)
     exponentials = tl.where(found, tl.exp(shifted), 0.0)
     total = tl.sum(exponentials, 0)
-    weighted = tl.sum(tl.where(x > -float("inf"), exponentials * shifted, 0.0), 0)
+    weighted = tl.sum(tl.where(x > -float("inf"), exponentials * shifted, 0.0), 0)  # 0 * -inf counts as 0
     tl.store(entropy + row, tl.log(total) - weighted / total)
     tl.store(values + row * k + rank, x, mask=found)
     tl.store(indices + row * k + rank, index.to(tl.int64), mask=found)
