@@ -11,7 +11,7 @@ ops that write to an argument are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from importlib import import_module
 from types import NoneType
 from typing import Any
@@ -32,16 +32,17 @@ _autocast = torch._C._is_any_autocast_enabled
 _tracing = torch._C._get_tracing_state
 _FLOATS, _INTS = frozenset((float, NoneType)), frozenset((int, NoneType))
 _PLAIN = (Tensor, Parameter)
-MOST = 4096  # signatures that an op remembers
 _profiling = torch._C._autograd._profiler_enabled
+MOST = 4096  # most signatures that an op remembers
 
 
 def signature(
     tensors: tuple[Any, ...], floats: tuple[object, ...] = (), ints: tuple[object, ...] = (), *others: Hashable
 ) -> tuple | None:
-    """All that checks of a call may depend on, if it needs only its result; None for any other call.
+    """Everything that the checks of a call depend on, if the call needs only its result; None for any other call.
 
-    Of plain tensors without gradients, types, shapes and devices count; floats and ints are Python's; each may be None.
+    It holds dtype, device and shape of each tensor (a plain one, without gradient), the types of `floats` and `ints`
+    (Python's), and their values; each argument may be None.
     """
     if (
         torch.compiler.is_compiling()
@@ -55,14 +56,14 @@ def signature(
         or not _INTS.issuperset(map(type, ints))
     ):
         return None
-    graph = torch.is_grad_enabled()
+    grad_enabled = torch.is_grad_enabled()
     key: list[object] = [floats, ints, others]
     try:
         for x in tensors:
             if x is None:
                 key.append(x)
                 continue
-            if type(x) not in _PLAIN or (graph and x.requires_grad):
+            if type(x) not in _PLAIN or (grad_enabled and x.requires_grad):
                 return None
             if x.is_nested or x.is_neg() or (not x.data_ptr() and x.numel()):
                 return None
@@ -73,7 +74,7 @@ def signature(
 
 
 class Op:
-    """`fb::<name>`, called through torch's dispatcher, or past it by what `checked` has for a signature."""
+    """`fb::<name>`, called through torch's dispatcher or, by `checked[signature]`, past it."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class Op:
         self._op = getattr(OPERATORS, name).default
         self._arguments = [argument.name for argument in self._op._schema.arguments]
         self._function: type[torch.autograd.Function] | None = None
-        self._differentiable: Container[str] = ()
+        self._differentiable: Sequence[str] = ()
         if self._op._schema.is_mutable:
             self._transforms()
 
@@ -131,7 +132,7 @@ class Op:
         return self._function.apply(*arguments) if self._function else self._op(*arguments)
 
     def passed(self, key: tuple | None, first: Tensor) -> Callable:
-        """What runs a call that was checked, and from now on all of its signature; itself if it has none."""
+        """Record that a call has passed its checks; returns what runs it, and all later calls of its signature."""
         if key is None:
             return self
         if len(self.checked) >= MOST:
@@ -139,20 +140,35 @@ class Op:
         return self.checked.setdefault(key, self._run.get(first.device.type, self._op))
 
     def differentiate(
-        self, *, to: Container[str], setup_context: Callable, backward: Callable, by: Op | None = None
+        self, *, to: Sequence[str], backward: Callable, setup_context: Callable | None = None, by: Op | None = None
     ) -> None:
-        """Register the gradient to some arguments, by name; others that require one are refused.
+        """Register the gradient to the arguments `to`, by name; others that require one are refused.
 
-        `by` is the operator that computes it, if any; it has no gradient of its own.
+        `backward(ctx, *grads)` returns the gradients to these arguments in order; ctx.needs says which are needed, and
+        the others are dropped. By default the context saves all tensors, and the other arguments as ctx.options. `by`
+        is the operator that computes the gradient, if any; it has no gradient of its own.
         """
+        places = [self._arguments.index(name) for name in to]
+        is_tensor = [str(argument.type).endswith(("Tensor", "Tensor]")) for argument in self._op._schema.arguments]
 
         def setup(ctx: Any, inputs: tuple, output: Any) -> None:
             self._refuse(name for name, need in zip(self._arguments, ctx.needs_input_grad, strict=False) if need)
-            setup_context(ctx, inputs, output)
+            ctx.needs = [ctx.needs_input_grad[place] for place in places]
+            if setup_context is None:
+                ctx.save_for_backward(*(x for x, tensor in zip(inputs, is_tensor, strict=True) if tensor))
+                ctx.options = [x for x, tensor in zip(inputs, is_tensor, strict=True) if not tensor]
+            else:
+                setup_context(ctx, inputs, output)
+
+        def pull(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+            results = backward(ctx, *grads)
+            results = results if isinstance(results, tuple) else (results,)
+            given = {place: x for place, x, need in zip(places, results, ctx.needs, strict=True) if need}
+            return tuple(map(given.get, range(len(self._arguments))))
 
         self._differentiable = to
-        torch.library.register_autograd(f"{LIBRARY.ns}::{self.name}", backward, setup_context=setup, lib=LIBRARY)
-        self._function = _function(self.name, self.name, setup, backward)
+        torch.library.register_autograd(f"{LIBRARY.ns}::{self.name}", pull, setup_context=setup, lib=LIBRARY)
+        self._function = _function(self.name, self.name, setup, pull)
         self._transforms()
         if by is not None:
 
@@ -192,6 +208,12 @@ def _needs_gradient(x: Any) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
+def fake_gradients(like: Tensor, tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    """For a fake: gradients to the tensors; those that are not needed are empty, of None empty and like `like`."""
+    pairs = zip(tensors, needs, strict=True)
+    return tuple(like.new_empty(0) if x is None else x.new_empty(x.shape if need else 0) for x, need in pairs)
+
+
 def _function(op: str, name: str, setup: Callable, gradient: Callable) -> type[torch.autograd.Function]:
     """The operator `name` of `op` with its gradient, for torch.func transforms; forward mode is refused."""
 
@@ -203,8 +225,8 @@ def _function(op: str, name: str, setup: Callable, gradient: Callable) -> type[t
         @staticmethod
         def vmap(info: Any, dims: tuple[Any, ...], *arguments: Any) -> Any:
             pairs = zip(arguments, dims, strict=True)
-            each = (x.unbind(dim) if isinstance(dim, int) else [x] * info.batch_size for x, dim in pairs)
-            results = [Transformed.apply(*sample) for sample in zip(*each, strict=True)]
+            columns = (x.unbind(dim) if isinstance(dim, int) else [x] * info.batch_size for x, dim in pairs)
+            results = [Transformed.apply(*sample) for sample in zip(*columns, strict=True)]
             if isinstance(results[0], Tensor):
                 return torch.stack(results), 0
             stacked = tuple(map(torch.stack, zip(*results, strict=True)))
@@ -228,7 +250,7 @@ def _function(op: str, name: str, setup: Callable, gradient: Callable) -> type[t
 
 
 def _without_autocast(run: Callable, device: str) -> Callable:
-    """The implementation with autocast off, which would silently lower the precision of its products."""
+    """The implementation with autocast off, since autocast would lower the precision of its products."""
 
     def plain(*arguments: Any) -> Any:
         if not torch.is_autocast_enabled(device):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels._op import Op, signature
+from fb_kernels._op import Op, fake_gradients, signature
 from fb_kernels.layout import BranchLayout, memory_of
 from fb_kernels.precision import accumulation_dtype
 
@@ -97,8 +97,8 @@ def branch_attention(
     """
     key = None
     if type(layout) is BranchLayout:
-        seen = layout.cu_branch.device, layout.block_table is None
-        key = signature((q, k, v, prefix_k, prefix_v), (scale, softcap), (window,), seen)
+        place = layout.cu_branch.device, layout.block_table is None
+        key = signature((q, k, v, prefix_k, prefix_v), (scale, softcap), (window,), place)
     run = _branch_attention.checked.get(key) if key else None
     if run is None:
         q, k, v, prefix_k, prefix_v = precision.lowered(q, k, v, prefix_k, prefix_v)
@@ -168,9 +168,8 @@ def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 def _backward_fake(_: Tensor, __: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    q, k, v, *prefix, prefix_grads = *arguments[:5], arguments[-1]
-    given = (q, k, v, *(x if prefix_grads else None for x in prefix))
-    return tuple(q.new_empty(0 if x is None else x.shape) for x in given)
+    prefix_grads = arguments[-1]
+    return fake_gradients(arguments[0], arguments[:5], (True, True, True, prefix_grads, prefix_grads))
 
 
 _branch_attention = Op(
@@ -200,14 +199,13 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.memory = memory_of(inputs[5:10])  # keeps the plan for the backward
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    needed, saved = ctx.needs_input_grad[:5], ctx.saved_tensors  # read only once: checkpointing allows no second time
-    for name, need, prefix in zip(("prefix_k", "prefix_v"), needed[3:], saved[3:5], strict=True):
-        if need and saved[-1] is not None:  # pages; under vmap this is known only now
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor, ...]:
+    saved = ctx.saved_tensors  # read only once: checkpointing allows no second time
+    for name, need, prefix in zip(("prefix_k", "prefix_v"), ctx.needs[3:], saved[3:5], strict=True):
+        if need and saved[-1] is not None:  # pages; under vmap the check is possible only here
             raise _trained_pages(name, prefix)
     grad_out = torch.zeros_like(saved[5]) if grad_out is None else grad_out
-    grads = _branch_attention_backward(grad_out, grad_lse, *saved, *ctx.options, any(needed[3:]))
-    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *(None,) * 10
+    return _branch_attention_backward(grad_out, grad_lse, *saved, *ctx.options, any(ctx.needs[3:]))
 
 
 _branch_attention.differentiate(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels._op import Op, signature
+from fb_kernels._op import Op, fake_gradients, signature
 from fb_kernels.precision import accumulation_dtype
 
 
@@ -80,36 +80,10 @@ def _check_head(op: str, argument: str, value: Tensor, hidden: Tensor) -> None:
     checks.same_device(op, argument, value, hidden)
 
 
-def _fake(
-    hidden: Tensor,
-    norm_weight: Tensor | None,
-    head_weight: Tensor,
-    head_bias: Tensor | None,
-    cu_group: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = accumulation_dtype(hidden.dtype)
-    rows = hidden.shape[0]
+def _fake(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    cu_group, rows, dtype = others[3], hidden.shape[0], accumulation_dtype(hidden.dtype)
     best = cu_group.new_empty(cu_group.shape[0] - 1, dtype=torch.int64)
     return hidden.new_empty(rows, dtype=dtype), hidden.new_empty(rows, dtype=dtype), best
-
-
-def _backward_fake(
-    grad_score: Tensor,
-    hidden: Tensor,
-    norm_weight: Tensor | None,
-    head_weight: Tensor,
-    head_bias: Tensor | None,
-    eps: float,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    bias_like = hidden if head_bias is None else head_bias
-    return (
-        hidden.new_empty(hidden.shape if needs[0] else (0,)),
-        hidden.new_empty(hidden.shape[1] if needs[1] else 0),
-        head_weight.new_empty(head_weight.shape if needs[2] else (0,)),
-        bias_like.new_empty(bias_like.shape if needs[3] else (0,)),
-    )
 
 
 _candidate_head = Op(
@@ -126,7 +100,7 @@ _candidate_head_backward = Op(
     "(Tensor grad_score, Tensor hidden, Tensor? norm_weight, Tensor head_weight, Tensor? head_bias, float eps, "
     "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
     folder="candidate_head",
-    fake=_backward_fake,
+    fake=lambda _, hidden, *others: fake_gradients(hidden, (hidden, *others[:3]), others[-1]),
     triton=True,
 )
 
@@ -137,10 +111,8 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> Non
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, grad_score: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:4])
-    grads = _candidate_head_backward(grad_score, *ctx.saved_tensors, ctx.eps, needs)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None
+def _backward(ctx: Any, grad_score: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    return _candidate_head_backward(grad_score, *ctx.saved_tensors, ctx.eps, ctx.needs)
 
 
 _candidate_head.differentiate(

@@ -81,13 +81,7 @@ def compatibility_targets(
 
 
 def _fake(
-    logprob: Tensor,
-    cu_group: Tensor,
-    local: Tensor | None,
-    horizons: list[int],
-    temperature: float,
-    eps: float,
-    alpha: float,
+    logprob: Tensor, cu_group: Tensor, local: Tensor | None, horizons: list[int], *_: float
 ) -> tuple[Tensor, Tensor]:
     shape, dtype = (logprob.shape[0], len(horizons)), accumulation_dtype(logprob.dtype)
     return logprob.new_empty(shape, dtype=dtype), logprob.new_empty(shape, dtype=dtype)

@@ -67,15 +67,8 @@ _group_cross_entropy_backward = Op(
 )
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _backward(ctx: Any, grad: Tensor) -> Tensor:
+    return _group_cross_entropy_backward(grad, *ctx.saved_tensors)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    needed = ctx.needs_input_grad[0]
-    return _group_cross_entropy_backward(grad, *ctx.saved_tensors) if needed else None, None, None
-
-
-_group_cross_entropy.differentiate(
-    to=("score",), setup_context=_save, backward=_backward, by=_group_cross_entropy_backward
-)
+_group_cross_entropy.differentiate(to=("score",), backward=_backward, by=_group_cross_entropy_backward)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels._op import Op, signature
+from fb_kernels._op import Op, fake_gradients, signature
 from fb_kernels.linear_logprob.options import SCHEMA, Options
 from fb_kernels.precision import accumulation_dtype
 
@@ -153,8 +153,8 @@ def linear_logprob(
     logprob, lse, entropy, largest = run(hidden, weight, target, bias, *options)
     if not (return_lse or return_entropy or return_max):
         return logprob
-    asked = ((lse, return_lse), (entropy, return_entropy), (largest, return_max))
-    return logprob, *(values for values, wanted in asked if wanted)
+    optional = ((lse, return_lse), (entropy, return_entropy), (largest, return_max))
+    return logprob, *(values for values, requested in optional if requested)
 
 
 def linear_logprob_partials(
@@ -270,12 +270,9 @@ def _statistics_fake(count: int, hidden: Tensor, target: Tensor) -> tuple[Tensor
     return tuple(hidden.new_empty(target.shape, dtype=dtype) for _ in range(count))
 
 
-def _gradient_fake(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        hidden.new_empty(hidden.shape if needs[0] else (0,)),
-        weight.new_empty(weight.shape if needs[1] else (0,)),
-        weight.new_empty((weight.shape[0] if needs[2] else 0,)),
-    )
+def _backward_fake(_first: Tensor, _second: Tensor, hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    bias, needs = others[1], others[-1]
+    return fake_gradients(weight, (hidden, weight, bias), needs)
 
 
 _linear_logprob = Op(
@@ -290,7 +287,7 @@ _linear_logprob_backward = Op(
     "(Tensor grad_logprob, Tensor grad_lse, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor lse, "
     f"{SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor)",
     folder="linear_logprob",
-    fake=lambda _g, _l, hidden, weight, *rest: _gradient_fake(hidden, weight, rest[-1]),
+    fake=_backward_fake,
     triton=True,
 )
 _partials = Op(
@@ -306,7 +303,7 @@ _partials_backward = Op(
     "(Tensor grad_sumexp, Tensor grad_target_logit, Tensor hidden, Tensor weight_shard, Tensor target, Tensor? bias, "
     f"Tensor max, SymInt vocab_start, {SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor)",
     folder="linear_logprob",
-    fake=lambda _s, _t, hidden, weight, *rest: _gradient_fake(hidden, weight, rest[-1]),
+    fake=_backward_fake,
     triton=True,
 )
 _combine = Op(
@@ -326,11 +323,8 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     ctx.options = options
 
 
-def _backward(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    grads = _linear_logprob_backward(grad_logprob, grad_lse, *ctx.saved_tensors, *ctx.options, needs)
-    hidden, weight, bias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-    return hidden, weight, None, bias, None, None, None, None, None
+def _backward(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    return _linear_logprob_backward(grad_logprob, grad_lse, *ctx.saved_tensors, *ctx.options, ctx.needs)
 
 
 def _save_partials(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -340,11 +334,8 @@ def _save_partials(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     ctx.options = (vocab_start, *options)
 
 
-def _backward_partials(ctx: Any, _: Tensor, grad_sumexp: Tensor, grad_target: Tensor) -> tuple[Tensor | None, ...]:
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 4)]
-    grads = _partials_backward(grad_sumexp, grad_target, *ctx.saved_tensors, *ctx.options, needs)
-    hidden, weight, bias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-    return hidden, weight, None, None, bias, None, None, None, None, None
+def _backward_partials(ctx: Any, _: Tensor, grad_sumexp: Tensor, grad_target: Tensor) -> tuple[Tensor, ...]:
+    return _partials_backward(grad_sumexp, grad_target, *ctx.saved_tensors, *ctx.options, ctx.needs)
 
 
 def _save_combine(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -352,14 +343,14 @@ def _save_combine(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ..
     ctx.save_for_backward(top, sumexp, target_logit, output[1])
 
 
-def _backward_combine(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_combine(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
     top, sumexp, target_logit, lse = ctx.saved_tensors
     counted = (sumexp != 0).any(0)
     on_lse = torch.where(counted, grad_lse - grad_logprob, 0.0)
     share = torch.where(on_lse == 0, 0.0, torch.exp(top - lse))  # NaN rows without an upstream gradient add nothing
     shard = torch.arange(top.shape[0], device=top.device)[:, None]
     owner = shard == (target_logit.argmax(0) if top.shape[0] else shard)  # [S, N]
-    return None, on_lse * share, torch.where(owner & counted, grad_logprob, 0.0)
+    return on_lse * share, torch.where(owner & counted, grad_logprob, 0.0)
 
 
 _linear_logprob.differentiate(

@@ -66,10 +66,6 @@ _merge = Op(
 )
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, ...]:
     out_a, lse_a, out_b, lse_b = ctx.saved_tensors
     weight_a, weight_b, _ = reference.merge_weights(lse_a, lse_b)  # [Hq, T]
@@ -78,9 +74,9 @@ def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, ...
         torch.where(lse.isinf(), 0.0, torch.linalg.vecdot(grad, out.to(grad.dtype)).T)
         for out, lse in ((out_a, lse_a), (out_b, lse_b))
     )
-    spread = weight_a * weight_b * (dot_a - dot_b)  # moves weight from b to a
+    on_weight = weight_a * weight_b * (dot_a - dot_b)  # through the weights: a's rises as b's falls
     on_a, on_b = ((grad * weight.T[..., None]).to(out_a.dtype) for weight in (weight_a, weight_b))
-    return on_a, weight_a * grad_lse + spread, on_b, weight_b * grad_lse - spread
+    return on_a, weight_a * grad_lse + on_weight, on_b, weight_b * grad_lse - on_weight
 
 
-_merge.differentiate(to=("out_a", "lse_a", "out_b", "lse_b"), setup_context=_save, backward=_backward)
+_merge.differentiate(to=("out_a", "lse_a", "out_b", "lse_b"), backward=_backward)

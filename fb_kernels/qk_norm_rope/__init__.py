@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels._op import Op, signature
+from fb_kernels._op import Op, fake_gradients, signature
 
 
 def qk_norm_rope(
@@ -143,26 +143,14 @@ _qk_norm_rope_backward = Op(
     "qk_norm_rope_backward",
     f"(Tensor grad_q, Tensor grad_k, Tensor grad_v, {_INPUTS}, {_OPTIONS}, bool[] needs) -> (Tensor, Tensor, Tensor)",
     folder="qk_norm_rope",
-    fake=lambda _gq, _gk, _gv, qkv, q_weight, k_weight, *rest: tuple(
-        qkv.new_empty(0 if value is None or not need else value.shape)
-        for value, need in zip((qkv, q_weight, k_weight), rest[-1], strict=True)
-    ),
+    fake=lambda _gq, _gk, _gv, qkv, q_weight, k_weight, *rest: fake_gradients(qkv, (qkv, q_weight, k_weight), rest[-1]),
     triton=True,
 )
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:6])
-    ctx.options = inputs[6:]
+def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, ...]:
+    return _qk_norm_rope_backward(grad_q, grad_k, grad_v, *ctx.saved_tensors, *ctx.options, ctx.needs)
 
 
-def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:3])
-    grads = _qk_norm_rope_backward(grad_q, grad_k, grad_v, *ctx.saved_tensors, *ctx.options, needs)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *(None,) * 6
-
-
-_qk_norm_rope.differentiate(
-    to=("qkv", "q_weight", "k_weight"), setup_context=_save, backward=_backward, by=_qk_norm_rope_backward
-)
+_qk_norm_rope.differentiate(to=("qkv", "q_weight", "k_weight"), backward=_backward, by=_qk_norm_rope_backward)
 _qk_norm_rope_out.has_no_gradient()

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels._op import Op, signature
+from fb_kernels._op import Op, fake_gradients, signature
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -61,10 +61,7 @@ _rms_norm_backward = Op(
     "rms_norm_backward",
     "(Tensor grad_normed, Tensor grad_sum, Tensor summed, Tensor weight, float eps, bool[] needs) -> (Tensor, Tensor)",
     folder="rms_norm",
-    fake=lambda _n, _s, summed, weight, _eps, needs: (
-        summed.new_empty(summed.shape if needs[0] else (0,)),
-        weight.new_empty(weight.shape if needs[1] else (0,)),
-    ),
+    fake=lambda _n, _s, summed, weight, _eps, needs: fake_gradients(summed, (summed, weight), needs),
     triton=True,
 )
 
@@ -78,11 +75,10 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _backward(ctx: Any, grad_normed: Tensor, grad_sum: Tensor) -> tuple[Tensor | None, ...]:
-    to_x, to_weight, _, to_residual = ctx.needs_input_grad
-    summed, weight = _rms_norm_backward(
-        grad_normed, grad_sum, *ctx.saved_tensors, ctx.eps, [to_x or to_residual, to_weight]
-    )
-    return summed if to_x else None, weight if to_weight else None, None, summed if to_residual else None
+    to_x, to_weight, to_residual = ctx.needs
+    needs = [to_x or to_residual, to_weight]
+    summed, weight = _rms_norm_backward(grad_normed, grad_sum, *ctx.saved_tensors, ctx.eps, needs)
+    return summed, weight, summed
 
 
 _rms_norm.differentiate(to=("x", "weight", "residual"), setup_context=_save, backward=_backward, by=_rms_norm_backward)

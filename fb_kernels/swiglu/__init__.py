@@ -51,12 +51,8 @@ _swiglu_backward = Op(
 )
 
 
-def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx: Any, grad: Tensor) -> Tensor:
     return _swiglu_backward(grad, *ctx.saved_tensors)
 
 
-_swiglu.differentiate(to=("gate_up",), setup_context=_save, backward=_backward, by=_swiglu_backward)
+_swiglu.differentiate(to=("gate_up",), backward=_backward, by=_swiglu_backward)
