@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fb_kernels import shared_library
 
@@ -45,6 +46,13 @@ FUNCTIONS = (
 def threads(products: int) -> int:
     """The number of threads for a linear layer of so many products."""
     return max(1, min(torch.get_num_threads(), products // SHARE))
+
+
+def address(x: Tensor | None, dtype: torch.dtype) -> int:
+    """The address of a contiguous tensor of this dtype, 0 for None; -1 for any other tensor."""
+    if x is None:
+        return 0
+    return x.data_ptr() if x.dtype is dtype and x.is_contiguous() else -1
 
 
 @cache

@@ -27,15 +27,9 @@ def candidate_head(
         return NotImplemented
     if not (hidden.dtype is head_weight.dtype is float32 and head_weight.is_contiguous() and cu_group.is_contiguous()):
         return NotImplemented
-    norm_at = bias_at = 0
-    if norm_weight is not None:
-        if norm_weight.dtype is not float32 or not norm_weight.is_contiguous():
-            return NotImplemented
-        norm_at = norm_weight.data_ptr()
-    if head_bias is not None:
-        if head_bias.dtype is not float32:
-            return NotImplemented
-        bias_at = head_bias.data_ptr()
+    norm_at, bias_at = cpu.address(norm_weight, float32), cpu.address(head_bias, float32)
+    if norm_at < 0 or bias_at < 0:
+        return NotImplemented
     groups = cu_group.numel() - 1
     score, prob = hidden.new_empty(rows), hidden.new_empty(rows)
     best = hidden.new_empty(groups, dtype=torch.int64)

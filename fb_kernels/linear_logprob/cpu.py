@@ -40,11 +40,9 @@ def linear_logprob(
         return NotImplemented
     if weight.dtype is not dtype or not target.is_contiguous() or (softcap is not None and softcap < LEAST):
         return NotImplemented
-    bias_at = 0
-    if bias is not None:
-        if bias.dtype is not dtype or not bias.is_contiguous():
-            return NotImplemented
-        bias_at = bias.data_ptr()
+    bias_at = cpu.address(bias, dtype)
+    if bias_at < 0:
+        return NotImplemented
     x = hidden if hidden.ndim == 2 else hidden.reshape(rows, width)
     (x_stride, x_step), (weight_stride, weight_step), weight_at = x.stride(), weight.stride(), weight.data_ptr()
     along = x_step == weight_step == 1

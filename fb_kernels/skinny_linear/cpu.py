@@ -30,20 +30,15 @@ def skinny_linear(
     (x_stride, x_step), (weight_stride, weight_step) = x.stride(), weight.stride()
     if dtype not in cpu.STEP or weight.dtype is not dtype or (width > 1 and not x_step == weight_step == 1):
         return NotImplemented
-    residual_at = residual_stride = bias_at = norm_at = 0
+    bias_at, norm_at = cpu.address(bias, dtype), cpu.address(norm_weight, dtype)
+    if bias_at < 0 or norm_at < 0:
+        return NotImplemented
+    residual_at = residual_stride = 0
     if residual is not None:
         residual_stride, residual_step = residual.stride()
         if residual.dtype is not dtype or swiglu or (residual_step != 1 and outputs > 1):
             return NotImplemented
         residual_at = residual.data_ptr()
-    if bias is not None:
-        if bias.dtype is not dtype or not bias.is_contiguous():
-            return NotImplemented
-        bias_at = bias.data_ptr()
-    if norm_weight is not None:
-        if norm_weight.dtype is not dtype or not norm_weight.is_contiguous():
-            return NotImplemented
-        norm_at = norm_weight.data_ptr()
     columns = outputs // 2 if swiglu else outputs
     out = x.new_empty(rows, columns)
     code = library.fbcpu_skinny_linear(
