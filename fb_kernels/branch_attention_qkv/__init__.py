@@ -90,23 +90,11 @@ def branch_attention_qkv(
                 checks.floating(op, name, weight, like=qkv)
                 checks.shape(op, name, weight, (head_dim,), "[E]", "pass the norm's weight, or None for no norm")
         run = _branch_attention_qkv.passed(key, qkv)
-    if slots is not None and not (key and are_apart(qkv, *rest, q_weight, k_weight)):
+    others = (qkv, q_weight, k_weight, cos, sin, positions, held, slots, block_table)
+    if slots is not None and not (key and checks.disjoint((k_cache, v_cache), *others)):
         check_written(op, *rest, {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight})
     scale = cos.shape[1] ** -0.5 if scale is None else scale
     return run(qkv, q_weight, k_weight, *rest, num_heads, num_kv_heads, eps, window, scale)
-
-
-def are_apart(
-    rows: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *others: Tensor | None,
-) -> bool:
-    """Whether contiguous caches share no byte with each other or the rest; False if unsure."""
-    return checks.disjoint((k_cache, v_cache), rows, cos, sin, positions, *others)
 
 
 def check_written(
@@ -121,7 +109,7 @@ def check_written(
     block_table: Tensor | None,
     others: dict[str, Tensor | None],
 ) -> None:
-    """Raise if a cache has not memory of its own for every element."""
+    """Raise unless every element of the caches has memory of its own."""
     caches = (("k_cache", k_cache), ("v_cache", v_cache))
     for name, cache in caches:
         checks.writable(op, name, cache)

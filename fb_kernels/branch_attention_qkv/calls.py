@@ -37,14 +37,14 @@ def after(rows: int, p: int, hkv: int, e: int) -> dict[str, Tensor]:
 
 
 def in_pages(rows: int, lengths: tuple[int, ...], p: int, hkv: int, e: int) -> dict[str, Tensor]:
-    """The same of so many rows after each of several sequences, P tokens the longest."""
+    """Caches, tables and indices of `rows` rows after each of several sequences, up to P tokens long."""
     pages, indices = sequences(lengths, rows)
     caches = {name: randn(pages, PAGE, hkv, e, seed=1 + place) for place, name in enumerate(CACHES)}
     return caches | dict(zip(TABLES, angles(p + 1, e), strict=True)) | indices
 
 
 def with_tables(naive: Callable[..., Any], rows: str) -> Callable[[Call], list[Tensor]]:
-    """By a definition, the tables in the dtype of `rows`, as plain PyTorch has them."""
+    """By the definition, with the rotary tables in the dtype of the argument `rows`, as in plain PyTorch."""
 
     def definition(call: Call) -> list[Tensor]:
         dtype = call.arguments[rows].dtype
@@ -63,18 +63,18 @@ def branch_attention_qkv(
     lengths: tuple[int, ...] = (),
 ) -> Call:
     """N rows after P tokens of one sequence, or N rows in all after several in pages."""
-    each = n // max(1, len(lengths))
-    given = in_pages(each, lengths, p, hkv, e) if lengths else after(n, p, hkv, e)
+    rows = n // max(1, len(lengths))
+    cache = in_pages(rows, lengths, p, hkv, e) if lengths else after(n, p, hkv, e)
     norms = {"q_weight": 1 + randn(e) / 8, "k_weight": 1 + randn(e, seed=1) / 8}
     options = {"num_heads": hq, "num_kv_heads": hkv, "eps": EPS}
     shape = f"N={n} Hq={hq} Hkv={hkv} E={e} P={p}"
     return Call(
         "branch_attention_qkv",
-        {"qkv": randn(n, (hq + 2 * hkv) * e)} | norms | given | options,
+        {"qkv": randn(n, (hq + 2 * hkv) * e)} | norms | cache | options,
         written=CACHES,
         least=dict.fromkeys(TABLES, torch.float32),
         shape=f"G={len(lengths)} {shape} (in pages)" if lengths else shape,
-        flops=4.0 * each * hq * e * sum(lengths or (p,)),
+        flops=4.0 * rows * hq * e * sum(lengths or (p,)),
         bytes=4.0 * sum(lengths or (p,)) * hkv * e,
         plain={"torch eager, SDPA": lambda slots, **rest: step(**rest)},
     )

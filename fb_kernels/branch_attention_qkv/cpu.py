@@ -43,16 +43,8 @@ def branch_attention_qkv(
     qkv_stride, qkv_step = qkv.stride()
     if where is None or qkv_step != 1 or not (cos.is_contiguous() and sin.is_contiguous()):
         return NotImplemented
-    q_at = k_at = 0
-    if q_weight is not None:
-        if q_weight.dtype is not dtype or not q_weight.is_contiguous():
-            return NotImplemented
-        q_at = q_weight.data_ptr()
-    if k_weight is not None:
-        if k_weight.dtype is not dtype or not k_weight.is_contiguous():
-            return NotImplemented
-        k_at = k_weight.data_ptr()
-    if not positions.is_contiguous():
+    q_at, k_at = cpu.address(q_weight, dtype), cpu.address(k_weight, dtype)
+    if q_at < 0 or k_at < 0 or not positions.is_contiguous():
         return NotImplemented
     out = qkv.new_empty((rows, num_heads, width))
     code = library.fbcpu_branch_attention_qkv(

@@ -37,9 +37,9 @@ def branch_attention_qkv(
         *(qkv, q_weight, k_weight, cos, sin, positions), num_heads=num_heads, num_kv_heads=num_kv_heads, eps=eps
     )
     if slots is not None:
-        page, kept = k_cache.shape[1], slots[slots >= 0].long()
-        k_cache[kept // page, kept % page] = k[slots >= 0]
-        v_cache[kept // page, kept % page] = v[slots >= 0]
+        page, used_slots = k_cache.shape[1], slots[slots >= 0].long()
+        k_cache[used_slots // page, used_slots % page] = k[slots >= 0]
+        v_cache[used_slots // page, used_slots % page] = v[slots >= 0]
     first = torch.zeros_like(held) if window is None else (held.long() + 1 - window).clamp(min=0)  # first key seen
     out, _ = branch_attention(
         *(q, k, v, k_cache, v_cache),

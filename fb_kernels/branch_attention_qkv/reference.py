@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from fb_kernels.qk_norm_rope.reference import check_positions, check_slots, qk_n
 
 OP = "branch_attention_qkv"
 LARGEST = torch.iinfo(torch.int32).max
+_project, _project_out = partial(qk_norm_rope, op=OP), partial(qk_norm_rope_out, op=OP)  # errors name this op
 
 
 class Sequence(NamedTuple):
@@ -44,17 +46,33 @@ def branch_attention_qkv(
     scale: float,
 ) -> Tensor:
     """[N, Hq, E]."""
-    inputs = (qkv, q_weight, k_weight, cos, sin, positions)
-    options = (num_heads, num_kv_heads, eps, OP)
     if not qkv.shape[0]:
         return qkv.new_empty(0, num_heads, cos.shape[1])
-    if _host_reads(qkv):
-        return _on_host(inputs, k_cache, v_cache, held, slots, block_table, options, window, scale)
-    sound, slots = sound_slots(cos, positions, k_cache, held, slots, block_table, window)
-    q, k, v = kept(qk_norm_rope, qk_norm_rope_out, inputs, k_cache, v_cache, slots, options)
-    indices = layout(qkv, held, block_table, window)
-    out = branch_attention(q, k, v, k_cache, v_cache, *indices, 1, None, None, scale, None)[0]
-    return out.masked_fill(~sound[:, None, None], torch.nan)
+    caches = (k_cache, v_cache, held, slots, block_table)
+    given = ((qkv, q_weight, k_weight, cos, sin, positions), *caches, (num_heads, num_kv_heads, eps), window, scale)
+    return _on_host(*given) if _host_reads(qkv) else on_device(_project, _project_out, branch_attention, *given)
+
+
+def on_device(
+    project: Callable[..., Any],
+    project_out: Callable[..., Any],
+    attend: Callable[..., Any],
+    inputs: tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    held: Tensor,
+    slots: Tensor | None,
+    block_table: Tensor | None,
+    options: tuple[int, int, float],
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """The op by `qk_norm_rope` and its form with caches, and `branch_attention`; without a sync, bad rows are NaN."""
+    sound, slots = sound_slots(inputs[3], inputs[5], k_cache, held, slots, block_table, window)
+    q, k, v = project_and_write(project, project_out, inputs, k_cache, v_cache, slots, options)
+    indices = layout(q, held, block_table, window)
+    state = attend(q, k, v, k_cache, v_cache, *indices, 1, None, None, scale, None)
+    return state if state is NotImplemented else state[0].masked_fill_(~sound[:, None, None], torch.nan)
 
 
 def _host_reads(x: Tensor) -> bool:
@@ -88,34 +106,34 @@ def sound_slots(
         pages, page = k_cache.shape[:2]
         size = pages * page
         first, begin = first_seen(held, window)[:, None], torch.arange(block_table.shape[1], device=held.device) * page
-        read = (begin < held[:, None]) & (begin + page > first)  # [G, n]
+        visible = (begin < held[:, None]) & (begin + page > first)  # [G, n]
         sound = (held >= 0) & (held <= page * block_table.shape[1])
-        sound = sound & ~(read & ((block_table < 0) | (block_table >= pages))).any(1)
+        sound = sound & ~(visible & ((block_table < 0) | (block_table >= pages))).any(1)
     sound = of_rows(sound) & (positions >= 0) & (positions < cos.shape[0])
     if slots is None:
         return sound, None
     if block_table is None:
-        taken = slots < held
+        occupied = slots < held
     else:
         key = begin + (slots % page)[:, None]  # [N, n]: index of the key that the slot would hold
-        taken = (of_rows(block_table) == (slots // page)[:, None]) & (key >= of_rows(first))
-        taken = (taken & (key < of_rows(held)[:, None])).any(1)
-    sound = sound & ((slots < 0) | ~taken & (slots < size))
+        occupied = (of_rows(block_table) == (slots // page)[:, None]) & (key >= of_rows(first))
+        occupied = (occupied & (key < of_rows(held)[:, None])).any(1)
+    sound = sound & ((slots < 0) | ~occupied & (slots < size))
     return sound, slots.where(sound, -1)
 
 
 def layout(
-    qkv: Tensor, held: Tensor, block_table: Tensor | None, window: int | None
+    q: Tensor, held: Tensor, block_table: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The indices of `branch_attention`: a row is a branch, a sequence's rows are a group over the keys they see."""
-    rows, groups = qkv.shape[0], held.shape[0]
-    bounds = torch.arange(rows + 1, dtype=held.dtype, device=qkv.device)
-    of_groups = torch.arange(groups + 1, dtype=held.dtype, device=qkv.device) * (rows // groups)
+    """The indices of `branch_attention`: each row is a branch, the rows of a sequence are a group over its keys."""
+    rows, groups = q.shape[0], held.shape[0]
+    bounds = torch.arange(rows + 1, dtype=held.dtype, device=q.device)
+    of_groups = torch.arange(groups + 1, dtype=held.dtype, device=q.device) * (rows // groups)
     first = first_seen(held, window)
     return bounds, of_groups, first, held if window is None else held - first, block_table
 
 
-def kept(
+def project_and_write(
     project: Callable[..., Any],
     project_out: Callable[..., Any],
     inputs: tuple[Tensor | None, ...],
@@ -132,20 +150,20 @@ def kept(
         if any(len(x) > 1 and x.stride(0) != x.shape[1] * x.stride(1) for x in caches):
             q, k, v = project(*inputs, *options)
             for cache, rows in zip(caches, (k, v), strict=True):
-                _write(cache, slots, rows)
+                _write_rows(cache, slots, rows)
             return q, k, v
         caches = [x.view(-1, *x.shape[2:]) for x in caches]
     return project_out(*inputs, *caches, slots, *options)
 
 
-def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+def _write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     """Write rows to their slots in pages that are not contiguous; the host never reads the slots."""
-    page, written = cache.shape[1], slots >= 0
-    any_written = written.any()
+    page, has_slot = cache.shape[1], slots >= 0
+    any_slot = has_slot.any()
     # rows without a slot repeat the write of one that has; if none has, slot 0 is written with its own content
-    source = torch.where(written, torch.arange(len(slots), device=slots.device), written.int().argmax())
-    target = torch.where(any_written, slots[source].long(), 0)
-    cache[target // page, target % page] = torch.where(any_written, rows[source], cache[0, 0])
+    source = torch.where(has_slot, torch.arange(len(slots), device=slots.device), has_slot.int().argmax())
+    target = torch.where(any_slot, slots[source].long(), 0)
+    cache[target // page, target % page] = torch.where(any_slot, rows[source], cache[0, 0])
 
 
 def check_sequences(
@@ -169,20 +187,20 @@ def check_sequences(
         if not 0 <= length <= capacity:
             got = f"{length} of sequence {g}"
             raise checks.error(op, "held", f"0 to {capacity}, the room there is", got, "count a sequence's tokens")
-        first, own = 0 if window is None else max(0, length + 1 - window), []
+        first, numbers = 0 if window is None else max(0, length + 1 - window), []
         if block_table is not None and first < length:
-            own = block_table[g, first // page : (length - 1) // page + 1].tolist()
-            for number in own:
+            numbers = block_table[g, first // page : (length - 1) // page + 1].tolist()
+            for number in numbers:
                 if not 0 <= number < pages:
                     expected, got = f"pages from 0 below {pages} where tokens are held", f"{number} of sequence {g}"
                     raise checks.error(op, "block_table", expected, got, "pad only after the held tokens")
-        sequences.append(Sequence(first, length, own))
+        sequences.append(Sequence(first, length, numbers))
     if slots is None:
         return sequences
-    used = check_slots(slots, size, op)
-    assert used is not None
-    for row, slot in enumerate(used):
-        g = row * len(sequences) // len(used)
+    slot_numbers = check_slots(slots, size, op)
+    assert slot_numbers is not None
+    for row, slot in enumerate(slot_numbers):
+        g = row * len(sequences) // len(slot_numbers)
         if slot >= 0 and _holds(sequences[g], slot, page if block_table is not None else None):
             expected, got = "slots that hold none of the sequence's tokens", f"{slot} of sequence {g}"
             raise checks.error(op, "slots", expected, got, "write only to free slots")
@@ -205,17 +223,17 @@ def _on_host(
     held: Tensor,
     slots: Tensor | None,
     block_table: Tensor | None,
-    options: tuple[int, int, float, str],
+    options: tuple[int, int, float],
     window: int | None,
     scale: float,
 ) -> Tensor:
     sequences = check_sequences(inputs[3], inputs[5], k_cache, held, slots, block_table, window)
-    q, k, v = kept(qk_norm_rope, qk_norm_rope_out, inputs, k_cache, v_cache, slots, options)
+    q, k, v = project_and_write(_project, _project_out, inputs, k_cache, v_cache, slots, options)
     if block_table is None:
         first, length, _ = sequences[0]
-        alone = slots is not None and len(q) == 1 and int(slots) == length  # its own key directly follows them
-        seen = [x[first : length + alone] for x in (k_cache, v_cache)]
-        return _attend(q, None if alone else (k, v), seen[0], seen[1], scale)
+        adjacent = slots is not None and len(q) == 1 and int(slots) == length  # the row's own key follows the others
+        keys, values = (x[first : length + adjacent] for x in (k_cache, v_cache))
+        return _attend(q, None if adjacent else (k, v), keys, values, scale)
     per_sequence, page, out = len(q) // len(sequences), k_cache.shape[1], torch.empty_like(q)
     for g, (first, length, pages) in enumerate(sequences):
         rows, begin = slice(g * per_sequence, (g + 1) * per_sequence), first % page

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fb_kernels.branch_attention.triton import branch_attention
-from fb_kernels.branch_attention_qkv.reference import kept, layout, sound_slots
+from fb_kernels.branch_attention_qkv.reference import on_device
 from fb_kernels.qk_norm_rope.triton import qk_norm_rope, qk_norm_rope_out
 
 
-def branch_attention_qkv(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    held: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-    window: int | None,
-    scale: float,
-) -> Tensor:
+def branch_attention_qkv(*arguments: Any) -> Tensor:
     """[N, Hq, E]."""
-    if torch.float64 in (qkv.dtype, cos.dtype):
+    inputs, (k_cache, v_cache, held, slots, block_table, *options, window, scale) = arguments[:6], arguments[6:]
+    if torch.float64 in (inputs[0].dtype, inputs[3].dtype):  # of qkv, of cos
         return NotImplemented
-    inputs, options = (qkv, q_weight, k_weight, cos, sin, positions), (num_heads, num_kv_heads, eps)
-    sound, slots = sound_slots(cos, positions, k_cache, held, slots, block_table, window)
-    q, k, v = kept(qk_norm_rope, qk_norm_rope_out, inputs, k_cache, v_cache, slots, options)
-    indices = layout(qkv, held, block_table, window)
-    state = branch_attention(q, k, v, k_cache, v_cache, *indices, 1, None, None, scale, None)
-    if state is NotImplemented:
-        return NotImplemented
-    return state[0].masked_fill_(~sound[:, None, None], torch.nan)
+    parts = (qk_norm_rope, qk_norm_rope_out, branch_attention)
+    return on_device(*parts, inputs, k_cache, v_cache, held, slots, block_table, tuple(options), window, scale)

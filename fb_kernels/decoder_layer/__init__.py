@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fb_kernels import checks
 from fb_kernels._op import Op, signature
-from fb_kernels.branch_attention_qkv import are_apart, check_sequences, check_written
+from fb_kernels.branch_attention_qkv import check_sequences, check_written
 
 
 class LayerWeights(NamedTuple):
@@ -112,7 +112,8 @@ def decoder_layer(
             if weight is not None:
                 checks.shape(op, f"weights.{name}", weight, sizes, name, "pass the weights of one layer of the model")
         run = _decoder_layer.passed(key, hidden)
-    if slots is not None and not (key and are_apart(hidden, *rest, *weights)):
+    others = (hidden, *weights, cos, sin, positions, held, slots, block_table)
+    if slots is not None and not (key and checks.disjoint((k_cache, v_cache), *others)):
         named = {f"weights.{name}": weight for name, weight in weights._asdict().items()}
         check_written(op, *rest, {"hidden": hidden} | named)
     return run(hidden, *weights, *rest, eps, window, cos.shape[1] ** -0.5 if scale is None else scale)

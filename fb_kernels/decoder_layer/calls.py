@@ -47,14 +47,14 @@ def decoder_layer(
     qkv, o, gate_up, down = (randn(*shape) / shape[1] ** 0.5 for shape in matrices)
     input_norm, q_norm, k_norm, post_norm = (1 + randn(width, seed=s) / 8 for s, width in enumerate((d, e, e, d)))
     weights = LayerWeights(input_norm, qkv, None, q_norm, k_norm, o, None, post_norm, gate_up, None, down, None)
-    given = in_pages(n, lengths, p, hkv, e) if lengths else after(n, p, hkv, e)
-    products = sum(a * b for a, b in matrices)
+    cache = in_pages(n, lengths, p, hkv, e) if lengths else after(n, p, hkv, e)
+    products, shape = sum(a * b for a, b in matrices), f"N={count} D={d} F={f} P={p}"
     return Call(
         "decoder_layer",
-        {"hidden": randn(count, d), "weights": weights} | given | {"eps": EPS},
+        {"hidden": randn(count, d), "weights": weights} | cache | {"eps": EPS},
         written=CACHES,
         least=dict.fromkeys(TABLES, torch.float32),
-        shape=f"G={len(lengths)} " * bool(lengths) + f"N={count} D={d} F={f} P={p}" + " (in pages)" * bool(lengths),
+        shape=f"G={len(lengths)} {shape} (in pages)" if lengths else shape,
         flops=2.0 * count * products,
         bytes=2.0 * products + 4.0 * sum(lengths or (p,)) * hkv * e,
         plain={"torch eager, SDPA": layer},

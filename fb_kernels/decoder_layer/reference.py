@@ -41,8 +41,8 @@ def decoder_layer(
     """[N, D]."""
     plain = hidden.is_cpu
     if plain and plain_attention._host_reads(hidden):
-        given = (cos, positions, k_cache, held, slots, block_table, window)
-        plain_attention.check_sequences(*given, "decoder_layer")
+        indices = (cos, positions, k_cache, held, slots, block_table, window)
+        plain_attention.check_sequences(*indices, "decoder_layer")
     attend = plain_attention.branch_attention_qkv if plain else branch_attention_qkv
     linear = plain_linear.skinny_linear if plain else skinny_linear
     project = partial(linear, norm_weight=None, eps=eps, residual=None, swiglu=False, frozen=True)

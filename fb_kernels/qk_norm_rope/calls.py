@@ -13,7 +13,7 @@ from fb_kernels.calls import EPS, Call, Calls, angles, by_definition, ids, randn
 from fb_kernels.qk_norm_rope import naive
 
 
-def rotated(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+def norm_and_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Heads, normed and rotated by plain torch."""
     first, second = F.rms_norm(x, x.shape[-1:], weight, eps).chunk(2, -1)
     return torch.cat([first, second], -1) * cos + torch.cat([-second, first], -1) * sin
@@ -34,7 +34,7 @@ def split(
     """(q, k, v) by plain torch."""
     q, k, v = qkv.unflatten(-1, (-1, cos.shape[1])).split([num_heads, num_kv_heads, num_kv_heads], 1)
     cos, sin = (table[positions][:, None].to(qkv.dtype) for table in (cos, sin))
-    return rotated(q, q_weight, cos, sin, eps), rotated(k, k_weight, cos, sin, eps), v.contiguous()
+    return norm_and_rotate(q, q_weight, cos, sin, eps), norm_and_rotate(k, k_weight, cos, sin, eps), v.contiguous()
 
 
 def qk_norm_rope(n: int = 4096, hq: int = 16, hkv: int = 8, e: int = 128, *, length: int = 64) -> Call:
@@ -64,7 +64,7 @@ def qk_norm_rope(n: int = 4096, hq: int = 16, hkv: int = 8, e: int = 128, *, len
     )
 
 
-def kept(call: Call, slots: Tensor, size: int) -> Call:
+def with_cache(call: Call, slots: Tensor, size: int) -> Call:
     """The call with caches of `size` slots."""
     rows, width = len(slots), call.arguments["cos"].shape[1]
     heads, kv_heads = call.arguments["num_heads"], call.arguments["num_kv_heads"]
@@ -81,7 +81,7 @@ def kept(call: Call, slots: Tensor, size: int) -> Call:
 def _checked(size: str) -> Iterator[Call]:
     call = qk_norm_rope(*{"small": (5, 4, 2, 8), "checked": (33, 16, 8, 128)}.get(size, ()))
     rows = len(call.arguments["positions"])
-    yield from (call, kept(call, torch.arange(rows) + 2, rows + 3))
+    yield from (call, with_cache(call, torch.arange(rows) + 2, rows + 3))
 
 
 def compiled() -> Iterator[Call]:
@@ -90,9 +90,9 @@ def compiled() -> Iterator[Call]:
         call = qk_norm_rope(rows, length=4096)
         call = call.with_(positions=call.arguments["positions"].int())
         bare = replace(call, gradients=("qkv",), shape=f"{call.shape}, no norm").with_(q_weight=None, k_weight=None)
-        for each in (call, bare):
-            yield each.cast(torch.bfloat16)
-            yield kept(each, call.arguments["positions"], 4096).cast(torch.bfloat16)
+        for variant in (call, bare):
+            yield variant.cast(torch.bfloat16)
+            yield with_cache(variant, call.arguments["positions"], 4096).cast(torch.bfloat16)
 
 
 OPS = (

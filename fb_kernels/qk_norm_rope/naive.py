@@ -22,8 +22,8 @@ def qk_norm_rope(
     """(q[T, Hq, E], k[T, Hkv, E], v): x -> x cos + rotate_half(x) sin with rotate_half(x1, x2) = (-x2, x1)."""
     heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, cos.shape[1])
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
-    q = _rotated(q if q_weight is None else rms_norm(q, q_weight, eps)[0], cos, sin, positions)
-    k = _rotated(k if k_weight is None else rms_norm(k, k_weight, eps)[0], cos, sin, positions)
+    q = _rotate(q if q_weight is None else rms_norm(q, q_weight, eps)[0], cos, sin, positions)
+    k = _rotate(k if k_weight is None else rms_norm(k, k_weight, eps)[0], cos, sin, positions)
     if kv_out is not None:
         k_cache, v_cache, slots = kv_out
         for row, slot in enumerate(slots.tolist()):
@@ -32,7 +32,7 @@ def qk_norm_rope(
     return q, k, v
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     rotate_half = torch.cat((-x[..., half:], x[..., :half]), -1)
     return x * cos[positions.long(), None] + rotate_half * sin[positions.long(), None]

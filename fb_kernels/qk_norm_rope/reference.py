@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -114,25 +118,13 @@ def qk_norm_rope(
     return q.clone(memory_format=FORMAT), k.clone(memory_format=FORMAT), v.clone(memory_format=FORMAT)
 
 
-def qk_norm_rope_out(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-    op: str = OP,
-) -> tuple[Tensor, Tensor, Tensor]:
+def qk_norm_rope_out(*arguments: Any, op: str = OP) -> tuple[Tensor, Tensor, Tensor]:
     """`qk_norm_rope`, with k and v also written to their slots of the caches."""
+    k_cache, v_cache, slots = arguments[6:9]
     size = k_cache.shape[0]
     slot_numbers = check_slots(slots, size, op)
-    q, k, v = qk_norm_rope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps, op)
+    project: Callable[..., Any] = partial(qk_norm_rope, op=op)
+    q, k, v = project(*arguments[:6], *arguments[9:])
     if slot_numbers is not None:
         for cache, rows in ((k_cache, k), (v_cache, v)):
             if len(slot_numbers) == 1 and slot_numbers[0] >= 0:
@@ -140,16 +132,16 @@ def qk_norm_rope_out(
             elif min(slot_numbers, default=0) >= 0:
                 cache.index_copy_(0, slots.long(), rows)
             else:
-                kept = slots >= 0
-                cache.index_copy_(0, slots[kept].long(), rows[kept])
+                has_slot = slots >= 0
+                cache.index_copy_(0, slots[has_slot].long(), rows[has_slot])
     elif size and slots.shape[0]:
-        written = (slots >= 0) & (slots < size)
-        any_written = written.any()
+        has_slot = (slots >= 0) & (slots < size)
+        any_slot = has_slot.any()
         # rows without a slot repeat the write of one that has; if none has, slot 0 is written with its own content
-        source = torch.where(written, torch.arange(slots.shape[0], device=slots.device), written.int().argmax())
-        target = torch.where(any_written, slots[source].long(), 0)
+        source = torch.where(has_slot, torch.arange(slots.shape[0], device=slots.device), has_slot.int().argmax())
+        target = torch.where(any_slot, slots[source].long(), 0)
         for cache, rows in ((k_cache, k), (v_cache, v)):
-            cache.index_copy_(0, target, torch.where(any_written, rows[source], cache[:1]))
+            cache.index_copy_(0, target, torch.where(any_slot, rows[source], cache[:1]))
     return q, k, v
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -190,42 +194,9 @@ def qk_norm_rope(
     num_heads: int,
     num_kv_heads: int,
     eps: float,
+    kv_out: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v), normed where a weight is given, q and k rotated."""
-    return _forward(qkv, q_weight, k_weight, cos, sin, positions, None, num_heads, num_kv_heads, eps)
-
-
-def qk_norm_rope_out(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`qk_norm_rope`, with k and v also written to their slots of the caches."""
-    kv_out = (k_cache, v_cache, slots)
-    return _forward(qkv, q_weight, k_weight, cos, sin, positions, kv_out, num_heads, num_kv_heads, eps)
-
-
-def _forward(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    kv_out: tuple[Tensor, Tensor, Tensor] | None,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v), normed where a weight is given, q and k rotated; kv_out is (k_cache, v_cache, slots)."""
     if torch.float64 in (qkv.dtype, cos.dtype):
         return NotImplemented
     rows, cos, sin = as_rows(qkv), as_rows(cos), as_rows(sin)
@@ -242,6 +213,12 @@ def _forward(
             0 if k_cache is None else len(k_cache), len(cos), num_heads, num_kv_heads, head_dim // 2, eps, **launch,
         )  # fmt: skip
     return q, k, v
+
+
+def qk_norm_rope_out(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`qk_norm_rope`, with k and v also written to their slots of the caches."""
+    run: Callable[..., Any] = partial(qk_norm_rope, kv_out=arguments[6:9])
+    return run(*arguments[:6], *arguments[9:])
 
 
 def qk_norm_rope_backward(
