@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fb_kernels.calls import Call, Calls, Part, by_definition, ids, randn, some
+from fb_kernels.calls import Call, Calls, Part, by_definition, ids, randn, sample_rows
 from fb_kernels.linear_logprob import naive
 
 ALL = ("return_lse", "return_entropy", "return_max")
@@ -47,7 +47,7 @@ def partials(
     return top, (products - top[:, None]).exp().sum(-1), picked
 
 
-def combined(max: Tensor, sumexp: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
+def combine(max: Tensor, sumexp: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
     """Plain torch."""
     lse = (max + sumexp.log()).logsumexp(0)
     return target_logit.amax(0) - lse, lse
@@ -55,12 +55,12 @@ def combined(max: Tensor, sumexp: Tensor, target_logit: Tensor) -> tuple[Tensor,
 
 def part(n: int) -> Part:
     """Some of n rows."""
-    rows = some(n)
+    rows = sample_rows(n)
 
-    def alone(call: Call) -> Call:
+    def take_rows(call: Call) -> Call:
         return call.with_(**{name: call.arguments[name][rows] for name in ("hidden", "target")})
 
-    return Part(alone, lambda results: [x[rows] for x in results])
+    return Part(take_rows, lambda results: [x[rows] for x in results])
 
 
 def linear_logprob(n: int = 1664, d: int = 2048, v: int = 32_768, *, whole: bool = False) -> Call:
@@ -82,9 +82,9 @@ def linear_logprob(n: int = 1664, d: int = 2048, v: int = 32_768, *, whole: bool
 
 def definition(call: Call) -> list[Tensor]:
     """Of the results that it returns."""
-    given = {name: value for name, value in call.arguments.items() if name not in ALL}
-    asked = [True, *(call.arguments.get(name, False) for name in ALL)]
-    return [x for x, wanted in zip(naive.linear_logprob(**given), asked, strict=True) if wanted]
+    arguments = {name: value for name, value in call.arguments.items() if name not in ALL}
+    requests = [True, *(call.arguments.get(name, False) for name in ALL)]
+    return [x for x, requested in zip(naive.linear_logprob(**arguments), requests, strict=True) if requested]
 
 
 def linear_logprob_partials(n: int = 13, d: int = 2048, v: int = 16_384) -> Call:
@@ -116,7 +116,7 @@ def combine_logprob_partials(s: int = 4, n: int = 8192) -> Call:
         shape=f"S={s} N={n} (partials combined)",
         scales=(16.0, 16.0),
         bytes=12.0 * s * n,
-        plain={"torch eager": combined},
+        plain={"torch eager": combine},
     )
 
 

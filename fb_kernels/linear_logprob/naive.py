@@ -27,7 +27,7 @@ def linear_logprob(
     picked = logprob.gather(1, target[counted].long()[:, None])[:, 0]
     entropy = torch.special.entr(logprob.detach().exp()).sum(-1)
     largest = logprob.detach().amax(-1) if logits.numel() else lse.detach()  # [N]
-    return tuple(_filled(counted, values, 0.0) for values in (picked, lse, entropy, largest))  # type: ignore[return-value]
+    return tuple(_fill(counted, values, 0.0) for values in (picked, lse, entropy, largest))  # type: ignore[return-value]
 
 
 def linear_logprob_partials(
@@ -53,7 +53,7 @@ def linear_logprob_partials(
     sumexp = sumexp.masked_fill(top == -torch.inf, float(valid > 0))  # the maximum's own term
     local = target[counted].long() - vocab_start
     picked = logits.gather(1, local.where((local >= 0) & (local < valid), valid)[:, None])[:, 0]
-    return _filled(counted, top, -torch.inf), _filled(counted, sumexp, 0.0), _filled(counted, picked, -torch.inf)
+    return _fill(counted, top, -torch.inf), _fill(counted, sumexp, 0.0), _fill(counted, picked, -torch.inf)
 
 
 def combine_logprob_partials(max: Tensor, sumexp: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,5 +76,5 @@ def _logits(
     return logits / temperature
 
 
-def _filled(counted: Tensor, values: Tensor, fill: float) -> Tensor:
+def _fill(counted: Tensor, values: Tensor, fill: float) -> Tensor:
     return values.new_full(counted.shape, fill).masked_scatter(counted, values)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,7 @@ FAR_BELOW = -1e4  # relative to the maximum: exp is already 0, and 0 * -inf must
 
 
 def _logit_blocks(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    options: Options,
-    valid: int,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, options: Options, valid: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
     """(rows, columns, logits, slope of the soft-cap or None) of hidden[N, D] @ weight[:valid].T, block by block."""
     dtype = accumulation_dtype(hidden.dtype)
@@ -52,7 +49,7 @@ def _logit_blocks(
 
 
 def _outside(target: Tensor, limit: int | None) -> Tensor:
-    """Which ids are outside a vocabulary of `limit` ids; for None only negative ones are."""
+    """Which ids are outside a vocabulary of `limit` ids; None is a vocabulary without an end."""
     return target < 0 if limit is None else (target < 0) | (target >= limit)
 
 
@@ -73,12 +70,7 @@ def check_targets(op: str, target: Tensor, ignore_index: int, limit: int | None)
 
 
 def _statistics(
-    x: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    options: Options,
-    valid: int,
+    x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, options: Options, valid: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Running (max, sum exp(l - max), sum (l - max) exp(l - max), logit of ids, -inf outside [0, valid)), each [N]."""
     dtype = accumulation_dtype(x.dtype)
@@ -101,11 +93,7 @@ def _statistics(
 
 
 def linear_logprob(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    *rest: Any,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(log-prob, lse, entropy, largest log-prob), each of target's shape."""
     options = Options(*rest)
@@ -125,21 +113,23 @@ def linear_logprob(
 def _project_back(
     hidden: Tensor,
     weight: Tensor,
+    target: Tensor,
+    vocab_start: int,
     bias: Tensor | None,
-    ids: Tensor,
     on_target: Tensor,
     on_exponential: Tensor,
     shift: Tensor,
     options: Options,
-    valid: int,
     needs: list[bool],
-    normed: bool,
+    normed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients to hidden, weight, bias of sum_n on_target * l[target] + on_exponential * exp(l - shift).
 
     If the shift is the lse (`normed`) and a block holds whole rows, the block's own lse is used: the forward may have
     been another kernel with other rounding, which matters where a probability is almost 1.
     """
+    ids, valid = target.reshape(-1).long() - vocab_start, options.rows(weight, vocab_start)
+    on_target, on_exponential, shift = (part.reshape(-1) for part in (on_target, on_exponential, shift))
     x = hidden.reshape(ids.shape[0], hidden.shape[-1])
     dtype = accumulation_dtype(x.dtype)
     need_hidden, need_weight, need_bias = needs
@@ -171,7 +161,8 @@ def _project_back(
     return d_hidden.to(hidden.dtype), d_weight.to(weight.dtype), d_bias.to(weight.dtype)
 
 
-def linear_logprob_backward(
+def gradient(
+    project_back: Callable[..., tuple[Tensor, Tensor, Tensor]],
     grad_logprob: Tensor,
     grad_lse: Tensor,
     hidden: Tensor,
@@ -181,26 +172,44 @@ def linear_logprob_backward(
     lse: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of a logit is grad_logprob (onehot - p) + grad_lse p; what `needs` leaves out comes back empty."""
+    """The gradient of a logit is grad_logprob (onehot - p) + grad_lse p; those that are not needed are empty."""
     *given, needs = rest
     options = Options(*given)
-    ids = target.reshape(-1).long()
-    counted = ids != options.ignore_index
-    on_logprob = torch.where(counted, grad_logprob.reshape(-1), 0.0)
-    on_lse = torch.where(counted, grad_lse.reshape(-1), 0.0)
-    return _project_back(
-        hidden,
-        weight,
-        bias,
-        ids,
-        on_logprob,
-        on_lse - on_logprob,
-        lse.reshape(-1),
-        options,
-        options.rows(weight),
-        needs,
-        normed=True,
-    )
+    counted = target != options.ignore_index
+    on_logprob = torch.where(counted, grad_logprob, 0.0)
+    on_exponential = torch.where(counted, grad_lse, 0.0) - on_logprob
+    return project_back(hidden, weight, target, 0, bias, on_logprob, on_exponential, lse, options, needs)
+
+
+def partials_gradient(
+    project_back: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    grad_sumexp: Tensor,
+    grad_target_logit: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    top: Tensor,
+    vocab_start: int,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The maximum is a constant shift: whatever it is, lse = max + log(sumexp) has the same gradient."""
+    *given, needs = rest
+    options = Options(*given)
+    counted = target != options.ignore_index
+    on_target, on_exponential = (torch.where(counted, grad, 0.0) for grad in (grad_target_logit, grad_sumexp))
+    shift = top.masked_fill(top == -torch.inf, 0.0)
+    return project_back(hidden, weight, target, vocab_start, bias, on_target, on_exponential, shift, options, needs)
+
+
+def linear_logprob_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to hidden, weight and bias."""
+    return gradient(partial(_project_back, normed=True), *arguments)
+
+
+def linear_logprob_partials_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to hidden, weight_shard and bias."""
+    return partials_gradient(_project_back, *arguments)
 
 
 def linear_logprob_partials(
@@ -223,38 +232,6 @@ def linear_logprob_partials(
     ignored = ids == options.ignore_index
     empty = ((top, -torch.inf), (total, 0.0), (picked, -torch.inf))
     return tuple(values.masked_fill(ignored, fill).view(target.shape) for values, fill in empty)  # type: ignore[return-value]
-
-
-def linear_logprob_partials_backward(
-    grad_sumexp: Tensor,
-    grad_target_logit: Tensor,
-    hidden: Tensor,
-    weight_shard: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    top: Tensor,
-    vocab_start: int,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The shift by the maximum is a constant: whatever it is, lse = max + log(sumexp) has the same gradient."""
-    *given, needs = rest
-    options = Options(*given)
-    ids = target.reshape(-1).long()
-    counted = ids != options.ignore_index
-    shift = top.reshape(-1)
-    return _project_back(
-        hidden,
-        weight_shard,
-        bias,
-        ids - vocab_start,
-        torch.where(counted, grad_target_logit.reshape(-1), 0.0),
-        torch.where(counted, grad_sumexp.reshape(-1), 0.0),
-        torch.where(shift == -torch.inf, torch.zeros_like(shift), shift),
-        options,
-        options.rows(weight_shard, vocab_start),
-        needs,
-        normed=False,
-    )
 
 
 def combine_logprob_partials(top: Tensor, sumexp: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fb_kernels import tuning
 from fb_kernels.linear_logprob.options import Options
+from fb_kernels.linear_logprob.reference import gradient, partials_gradient
 from fb_kernels.triton import HAS_GLUON
 from fb_kernels.triton.functions import FAR_BELOW, LOG2_E, shift_of, tanh
 
@@ -326,49 +327,14 @@ def combine_logprob_partials(top: Tensor, sumexp: Tensor, target_logit: Tensor) 
     return logprob, lse
 
 
-def linear_logprob_backward(
-    grad_logprob: Tensor,
-    grad_lse: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to hidden, weight and bias; what `needs` leaves out comes back empty."""
-    if hidden.dtype == torch.float64:
-        return NotImplemented
-    *given, needs = rest
-    options = Options(*given)
-    counted = target != options.ignore_index
-    on_logprob = torch.where(counted, grad_logprob, 0.0)
-    on_exponential = torch.where(counted, grad_lse, 0.0) - on_logprob
-    return _project_back(hidden, weight, target, 0, bias, on_logprob, on_exponential, lse, options, needs)
+def linear_logprob_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to hidden, weight and bias."""
+    return gradient(_project_back, *arguments)
 
 
-def linear_logprob_partials_backward(
-    grad_sumexp: Tensor,
-    grad_target_logit: Tensor,
-    hidden: Tensor,
-    weight_shard: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    top: Tensor,
-    vocab_start: int,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to hidden, weight_shard and bias; the maximum is a constant shift."""
-    if hidden.dtype == torch.float64:
-        return NotImplemented
-    *given, needs = rest
-    options = Options(*given)
-    counted = target != options.ignore_index
-    on_target, on_exponential = (torch.where(counted, grad, 0.0) for grad in (grad_target_logit, grad_sumexp))
-    shift = top.masked_fill(top == -torch.inf, 0.0)
-    return _project_back(
-        hidden, weight_shard, target, vocab_start, bias, on_target, on_exponential, shift, options, needs
-    )
+def linear_logprob_partials_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to hidden, weight_shard and bias."""
+    return partials_gradient(_project_back, *arguments)
 
 
 def _rows(hidden: Tensor, rows: int) -> Tensor:
@@ -421,7 +387,7 @@ def _forward(
     *,
     whole: bool,
 ) -> tuple[Tensor, ...]:
-    """Statistics of every tile of a shard, then their merge: the whole head's results, or the shard's share of them."""
+    """Statistics of all tiles, then their merge: if `whole` the results of the whole head, else a shard's partials."""
     if hidden.dtype == torch.float64:
         return NotImplemented
     rows, (_, width), valid = target.numel(), weight.shape, options.rows(weight, vocab_start)
@@ -458,12 +424,12 @@ def _forward(
         tiles = triton.cdiv(valid, launch["BLOCK_V"])
         statistics = x.new_empty(3, tiles, rows, dtype=torch.float32)
         logits = x.new_empty(min(chunk["rows"], rows), min(chunk["columns"], valid), dtype=torch.float32)
-        for columns, some in _chunks(chunk, rows, valid):
-            count, size = columns.stop - columns.start, some.stop - some.start
+        for columns, part in _chunks(chunk, rows, valid):
+            count, size = columns.stop - columns.start, part.stop - part.start
             products = logits[:size, :count]
-            _product(x[some], weight[columns].T, products)
+            _product(x[part], weight[columns].T, products)
             _chunk_statistics_kernel[(triton.cdiv(count, launch["BLOCK_V"]) * triton.cdiv(size, launch["BLOCK_M"]),)](
-                products, bias, ids, statistics, picked, rows, some.start, some.stop, valid, vocab_start, tiles,
+                products, bias, ids, statistics, picked, rows, part.start, part.stop, valid, vocab_start, tiles,
                 columns.start, products.stride(0), *numbers, SOFTCAP=capped, **launch,
             )  # fmt: skip
     launch = tuning.linear_logprob_merge()
@@ -487,6 +453,8 @@ def _project_back(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of sum_n on_target * l[target] + on_exponential * exp(l - shift), one chunk of logits after another."""
+    if hidden.dtype == torch.float64:
+        return NotImplemented
     rows, (vocab, width), valid = target.numel(), weight.shape, options.rows(weight, vocab_start)
     x, ids = _rows(hidden, rows), target.reshape(-1).contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -506,20 +474,20 @@ def _project_back(
     sums = x.new_empty(triton.cdiv(rows, launch["BLOCK_M"]), widest, dtype=torch.float32) if need_bias else None
     unused = ((on_target == 0) & (on_exponential == 0))[:, None]
     used = x.masked_fill(unused, 0.0) if need_weight else x
-    for columns, some in _chunks(chunk, rows, valid):
-        count, size = columns.stop - columns.start, some.stop - some.start
+    for columns, part in _chunks(chunk, rows, valid):
+        count, size = columns.stop - columns.start, part.stop - part.start
         products, d_products = logits[:size, :count], d_logits[:size, :count]
-        _product(x[some], weight[columns].T, products)
+        _product(x[part], weight[columns].T, products)
         _dlogits_kernel[(triton.cdiv(count, launch["BLOCK_V"]) * triton.cdiv(size, launch["BLOCK_M"]),)](
-            products, d_products, None if sums is None else sums[some.start // launch["BLOCK_M"] :], bias, ids[some],
-            on_target[some], on_exponential[some], shift[some], size, valid, vocab_start, columns.start,
+            products, d_products, None if sums is None else sums[part.start // launch["BLOCK_M"] :], bias, ids[part],
+            on_target[part], on_exponential[part], shift[part], size, valid, vocab_start, columns.start,
             products.stride(0), *options.multipliers(), SOFTCAP=options.softcap is not None, **launch,
         )  # fmt: skip
         if need_hidden:
-            _product(d_products, weight[columns], d_hidden[some], add=True)
+            _product(d_products, weight[columns], d_hidden[part], add=True)
         if need_weight:
-            _product(d_products.T, used[some], head[:count], add=some.start > 0)
-        if some.stop == rows:
+            _product(d_products.T, used[part], head[:count], add=part.start > 0)
+        if part.stop == rows:
             if need_weight:
                 d_weight[columns] = head[:count]
             if sums is not None:
