@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fb_kernels import backend, calls, self_check, timing
 from fb_kernels.calls import Call, Calls, listed
-from fb_kernels.testing import assert_close_to_reference
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -85,8 +84,8 @@ def bench(op: str, sizes: Mapping[str, int], dtype: str | None = None, device: s
     if op not in defaults:
         _refuse("an op of " + ", ".join(defaults), repr(op), "name one")
     if wrong := [name for name in sizes if name not in defaults[op]]:
-        wanted = ", ".join(f"--{name}" for name in defaults[op]) or "no dimension"
-        _refuse(f"{wanted} for {op}", f"--{wrong[0]}", "leave it out")
+        names = ", ".join(f"--{name}" for name in defaults[op]) or "no dimension"
+        _refuse(f"{names} for {op}", f"--{wrong[0]}", "leave it out")
     if small := [name for name, size in sizes.items() if size < 1]:
         _refuse(f"--{small[0]} of at least 1", str(sizes[small[0]]), "give another size")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -96,13 +95,13 @@ def bench(op: str, sizes: Mapping[str, int], dtype: str | None = None, device: s
     if dtype is not None and dtype not in DTYPES:
         _refuse(", ".join(DTYPES), repr(dtype), "give one of them as --dtype")
     kind = DTYPES[dtype] if dtype else kind
-    chosen = {**defaults[op], **sizes}
+    shape = {**defaults[op], **sizes}
     folder, function = calls.by_name()[op]
-    call = function.shaped(**chosen).cast(kind)
+    call = function.shaped(**shape).cast(kind)
     copy, product = timing.ceilings(device, kind)
     return Results(
         op,
-        " ".join(f"{name.capitalize()}={size}" for name, size in chosen.items()) or call.shape,
+        " ".join(f"{name.capitalize()}={size}" for name, size in shape.items()) or call.shape,
         torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)",
         str(kind).removeprefix("torch."),
         call.flops,
@@ -119,18 +118,18 @@ def _refuse(expected: str, got: str, remedy: str) -> NoReturn:
 
 def _rows(op: str, folder: str, function: Calls, call: Call, device: str) -> list[Timed]:
     """All ways, checked and timed."""
-    some = call.part.alone(call) if call.part else call
+    part = call.part.alone(call) if call.part else call
     here = call.on(device)
     with torch.no_grad():
-        truth, native = (function.definition(each.on(device)) for each in (some.cast(torch.float64), some))
+        truth, native = (function.definition(one.on(device)) for one in (part.cast(torch.float64), part))
         emulated = ("cuda", "triton") if device == "cpu" else ()
         kernels = {name: why for name, why in backend.kernels(op, device).items() if name not in emulated}
-        with backend.seen() as ran:
+        with backend.seen() as record:
             here.fresh().run()
-        taken = set(ran.values()) or {self_check.REFERENCE}
+        used = set(record.values()) or {self_check.REFERENCE}
         rows = []
         for kernel, absent in {**kernels, self_check.REFERENCE: ""}.items():
-            row = Timed(kernel, ours=True, used=kernel in taken, fault=absent)
+            row = Timed(kernel, ours=True, used=kernel in used, fault=absent)
             with backend.override(f"auto,{folder}={kernel}"):
                 takes = "" if kernel == self_check.REFERENCE else backend.takes(kernel, folder)
                 rows.append(row if absent else _timed(row, here, call.function, truth, native, device, takes))
@@ -150,28 +149,21 @@ def _timed(
 ) -> Timed:
     """The row with its time, or with the reason why it has none, such as that a kernel only takes other calls."""
     call = call.fresh()
-    run = partial(way, **call.arguments)
+    call_once = partial(way, **call.arguments)
     try:
-        with backend.seen() as ran:
-            results = run()
-        if row.ours and row.name != self_check.REFERENCE and row.name not in ran.values():
+        with backend.seen() as record:
+            results = call_once()
+        if row.ours and row.name != self_check.REFERENCE and row.name not in record.values():
             return replace(row, fault=f"it takes only {takes}")
-        shown = [] if results is None else listed(results)
+        outputs = [] if results is None else listed(results)
         if row.ours:
-            shown += (call.tensors[name] for name in call.written)
+            outputs += (call.tensors[name] for name in call.written)
         if call.part:
-            shown = call.part.of(shown)
-        for index, (got, expected, plain) in enumerate(zip(shown, truth, native, strict=False)):
-            if not expected.is_floating_point():
-                if not torch.equal(got.long(), expected.long()):
-                    return replace(row, fault=f"wrong: result {index} has other integers")
-                continue
-            scale = call.scales[index] if index < len(call.scales) else None
-            assert_close_to_reference(got, expected, plain, scale=scale)
-    except AssertionError as problem:
-        return replace(row, fault=f"wrong: {problem}")
+            outputs = call.part.of(outputs)
+        if fault := self_check.fault_of(call, outputs, truth, native):
+            return replace(row, fault=f"wrong: {fault}")
     except backend.NotTakenError:
         return replace(row, fault=f"it takes only {takes}")
     except RuntimeError as problem:  # no memory, or not for this size
         return replace(row, fault=f"did not run: {str(problem).strip().partition(chr(10))[0][:160]}")
-    return replace(row, seconds=timing.steady(run, device))
+    return replace(row, seconds=timing.steady(call_once, device))

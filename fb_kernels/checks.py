@@ -67,7 +67,8 @@ def is_tensor(op: str, argument: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise error(op, argument, "a torch.Tensor", type(value).__name__, "convert it with torch.as_tensor", TypeError)
     if value.layout != torch.strided or value.is_nested:
-        raise error(op, argument, "a dense tensor", f"one of {value.layout}" + ", nested" * value.is_nested, DENSE)
+        kind = f"one of {value.layout}{', nested' if value.is_nested else ''}"
+        raise error(op, argument, "a dense tensor", kind, DENSE)
     if is_astray(value):
         raise error(op, argument, "a tensor in memory", "one without any", "clone it where it still has its values")
 
@@ -87,14 +88,8 @@ def floating(op: str, argument: str, value: object, like: Tensor | None = None) 
     is_tensor(op, argument, value)
     assert isinstance(value, Tensor)
     if value.dtype not in FLOATS:
-        raise error(
-            op,
-            argument,
-            "a float32, bfloat16, float16 or float64 tensor",
-            value,
-            "convert it with .to(dtype)",
-            TypeError,
-        )
+        expected = "a float32, bfloat16, float16 or float64 tensor"
+        raise error(op, argument, expected, value, "convert it with .to(dtype)", TypeError)
     if like is not None:
         if value.dtype != like.dtype:
             raise error(op, argument, f"dtype {like.dtype}", value, "give all tensors one dtype", TypeError)
@@ -255,8 +250,10 @@ def not_negative(op: str, argument: str, value: Any, remedy: str) -> None:
         raise error(op, argument, expected, value, remedy)
 
 
-def offset_values(op: str, argument: str, entries: list[int], total: int) -> None:
-    """Raise unless offsets begin with 0, never fall and end with `total`."""
-    if entries[0] != 0 or entries[-1] != total or any(b < a for a, b in pairwise(entries)):
+def offset_values(op: str, argument: str, entries: list[int], total: int, *, exact: bool = True) -> None:
+    """Raise unless offsets begin with 0, never fall and end with `total`, or with at most `total` if not `exact`."""
+    end_fits = entries[-1] == total if exact else entries[-1] <= total
+    if entries[0] != 0 or not end_fits or any(b < a for a, b in pairwise(entries)):
         shown = entries if len(entries) <= 8 else f"{entries[:4]} ... {entries[-2:]}"
-        raise error(op, argument, f"offsets that begin with 0, never fall and end with {total}", shown, "rebuild them")
+        expected = f"offsets that begin with 0, never fall and end with {'' if exact else 'at most '}{total}"
+        raise error(op, argument, expected, shown, "rebuild them")

@@ -71,11 +71,11 @@ def rows(op: str, device: str, without: Sequence[str] = ()) -> Iterator[Row]:
     """A row for each call and kernel of an op, except `without`: first with fault `ENDED`, then with the result."""
     dtype = _dtype(device)
     sizes = (calls.checked(op, _size(device, size)) for size in ("checked", "timed"))
-    for (function, call), (_, shown) in zip(*sizes, strict=True):
+    for (function, call), (_, timed_call) in zip(*sizes, strict=True):
         call = call.cast(dtype)
-        wide, plain = (evaluated(each, function.definition) for each in (call.cast(torch.float64), call))
+        wide, plain = (evaluated(one, function.definition) for one in (call.cast(torch.float64), call))
         for kernel, absent in {**backend.kernels(op, device), REFERENCE: ""}.items():
-            row = Row(op, shown.shape, kernel, absent=absent)
+            row = Row(op, timed_call.shape, kernel, absent=absent)
             if kernel in without:
                 continue
             if absent:
@@ -83,7 +83,7 @@ def rows(op: str, device: str, without: Sequence[str] = ()) -> Iterator[Row]:
                 continue
             yield replace(row, fault=ENDED)
             with backend.override(f"auto,{op}={kernel}"):
-                fault, absent = _verdict(call, shown, kernel, device, wide, plain)
+                fault, absent = _verdict(call, timed_call, kernel, device, wide, plain)
             yield replace(row, fault=fault, absent=absent)
 
 
@@ -101,35 +101,41 @@ def _size(device: str, size: str) -> str:
 
 
 def _verdict(
-    call: Call, shown: Call, kernel: str, device: str, wide: Sequence[Tensor], plain: Sequence[Tensor]
+    call: Call, timed_call: Call, kernel: str, device: str, wide: Sequence[Tensor], plain: Sequence[Tensor]
 ) -> tuple[str, str]:
     """(what is wrong with a kernel, why it did not run) in one call, each empty if it does not apply."""
     try:
-        with backend.seen() as ran, poisoned_memory():  # elements that are not written stay NaN
-            got = evaluated(call.on(device), Call.run)
-        if kernel != REFERENCE and kernel not in ran.values():
+        with backend.seen() as record, poisoned_memory():  # elements that are not written stay NaN
+            results = evaluated(call.on(device), Call.run)
+        if kernel != REFERENCE and kernel not in record.values():
             return "", "it has none for this call"
-        backward = {kind for name, kind in ran.items() if name.endswith("_backward")}
+        backward = {kind for name, kind in record.items() if name.endswith("_backward")}
         if backward and kernel not in backward:  # another kernel computed the gradients
-            got = got[: len(got) - len(call.gradients)]
-        for index, (actual, expected, native) in enumerate(zip(got, wide, plain, strict=False)):
-            if not expected.is_floating_point():
-                if not torch.equal(actual.cpu().long(), expected.long()):
-                    return f"result {index}: other integers", ""
-                continue
-            scale = call.scales[index] if index < len(call.scales) else None
-            try:
-                assert_close_to_reference(actual, expected, native, scale=scale)
-            except AssertionError as problem:
-                return f"result {index}: {problem}", ""
+            results = results[: len(results) - len(call.gradients)]
+        if fault := fault_of(call, results, wide, plain):
+            return fault, ""
         if device == "cuda":  # compile for the timed size now, while other ops compile too
-            shown.cast(_dtype(device)).on(device).run()
+            timed_call.cast(_dtype(device)).on(device).run()
             torch.cuda.synchronize()
     except (backend.NotTakenError, torch.OutOfMemoryError) as problem:
         return "", _line(problem)
     except Exception as problem:  # it does not compile, or a launch fails
         return f"{type(problem).__name__}: {_line(problem)}", ""
     return "", ""
+
+
+def fault_of(call: Call, results: Sequence[Tensor], truth: Sequence[Tensor], native: Sequence[Tensor]) -> str:
+    """The first fault of a call's results, given the definition in float64 and in the call's dtype; or ""."""
+    for index, (actual, expected, plain) in enumerate(zip(results, truth, native, strict=False)):
+        scale = call.scales[index] if index < len(call.scales) else None
+        try:
+            if expected.is_floating_point():
+                assert_close_to_reference(actual, expected, plain, scale=scale)
+            elif not torch.equal(actual.cpu().long(), expected.cpu().long()):
+                return f"result {index}: other integers"
+        except AssertionError as problem:
+            return f"result {index}: {problem}"
+    return ""
 
 
 def _line(problem: Exception) -> str:
@@ -152,31 +158,31 @@ def apart(op: str, device: str, threads: int, limit: float = LIMIT) -> list[Row]
     """`rows` in its own process; after a kernel that ends, corrupts or hangs it, a new process does the rest."""
     received: list[Row] = []
     without: list[str] = []
-    whole = False
-    while not whole:
-        these, whole = _apart(op, device, threads, limit, without)
-        if not (these or whole):
+    complete = False
+    while not complete:
+        batch, complete = _apart(op, device, threads, limit, without)
+        if not (batch or complete):
             return [*received, Row(op, "", REFERENCE, absent="its process did not start")]
-        received += these
-        if not whole and not these[-1].fault:  # it ended outside of a kernel
+        received += batch
+        if not complete and not batch[-1].fault:  # it ended outside of a kernel
             received.append(Row(op, "", REFERENCE, absent="its process ended, or gave no answer, between two kernels"))
             break
-        without += [row.kernel for row in these[-1:]]
+        without += [row.kernel for row in batch[-1:]]
     return last_of_each(received)
 
 
 def _apart(op: str, device: str, threads: int, limit: float, without: Sequence[str]) -> tuple[list[Row], bool]:
     """(the rows received, whether they are all)."""
     context = get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(theirs, op, device, threads, tuple(without)))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, op, device, threads, tuple(without)))
     process.start()
-    theirs.close()
+    sender.close()
     received: list[Row] = []
     stop = time.monotonic() + limit
     try:
-        while ours.poll(max(0.0, stop - time.monotonic())):
-            row = ours.recv()
+        while receiver.poll(max(0.0, stop - time.monotonic())):
+            row = receiver.recv()
             if row is None:
                 return received, True
             received.append(row)
@@ -212,12 +218,12 @@ def _ruined(device: str) -> bool:
 def timed(op: str, checked: Sequence[Row], device: str, ceiling: tuple[float, float]) -> Iterator[Row]:
     """The rows of an op, with times for those that are right."""
     dtype = _dtype(device)
-    shown = {call.shape: call for _, call in calls.checked(op, _size(device, "timed"))}
+    timed_calls = {call.shape: call for _, call in calls.checked(op, _size(device, "timed"))}
     for row in checked:
         if not row.right:
             yield row
             continue
-        call = shown[row.shape].cast(dtype).on(device).fresh()
+        call = timed_calls[row.shape].cast(dtype).on(device).fresh()
         with backend.override(f"auto,{op}={row.kernel}"), torch.no_grad():
             seconds = timing.elapsed(partial(call.function, **call.arguments), device)
         least = max(call.moved(dtype) / ceiling[0], call.flops / ceiling[1])
@@ -228,9 +234,9 @@ def taken_by(op: str, device: str) -> dict[str, set[str]]:
     """{shape: the implementations that run such a call from now on}."""
     by_shape = {}
     for _, call in calls.checked(op, _size(device, "timed")):
-        with backend.seen() as ran, torch.no_grad():
+        with backend.seen() as record, torch.no_grad():
             call.cast(_dtype(device)).on(device).fresh().run()
-        by_shape[call.shape] = set(ran.values()) or {REFERENCE}  # `seen` does not record an op without kernels
+        by_shape[call.shape] = set(record.values()) or {REFERENCE}  # `seen` does not record an op without kernels
     return by_shape
 
 
@@ -239,18 +245,18 @@ def switch(checked: Sequence[Row], device: str) -> None:
     name = "cpu" if device == "cpu" else tuning._device()
     full = "the CPU" if device == "cpu" else torch.cuda.get_device_name()
     before = {f"{op}/{kind}": why for kind in backend.KERNELS for op, why in devices.off(name, kind).items()}
-    ran = {f"{row.op}/{row.kernel}" for row in checked if not row.absent}
+    kernels_run = {f"{row.op}/{row.kernel}" for row in checked if not row.absent}
     wrong = {f"{row.op}/{row.kernel}": row.fault for row in reversed(checked) if row.fault}
-    off = {key: why for key, why in before.items() if key not in ran}
+    off = {key: why for key, why in before.items() if key not in kernels_run}
     off |= {key: why for key, why in wrong.items() if not key.endswith(f"/{REFERENCE}")}
     path = devices.folder() / f"{name}.json"
     if off != before:
         devices.write(path.parent, name, {"device": full, "torch": torch.__version__}, off=off)
     for key, why in wrong.items():
         op, _, kernel = key.partition("/")
-        said = f"{path} switches it off there" if key in off else "no other implementation can take its place"
+        effect = f"{path} switches it off there" if key in off else "no other implementation can take its place"
         warnings.warn(
-            f"{op}: expected its {kernel} kernel to be right on {full}, got wrong results ({why}); {said}, please "
+            f"{op}: expected its {kernel} kernel to be right on {full}, got wrong results ({why}); {effect}, please "
             "report this with the table of `python -m fb_kernels.env --check`",
             RuntimeWarning,
         )
@@ -262,13 +268,13 @@ def table(checked: Sequence[Row]) -> str:
     lines = [head]
     for row in checked:
         right = "no" if row.fault else ("not run" if row.absent else "yes")
-        spent = "" if row.microseconds is None else f"{row.microseconds:,.1f}"
+        microseconds = "" if row.microseconds is None else f"{row.microseconds:,.1f}"
         share = "" if row.share is None else f"{row.share:.0%}"
-        lines.append((row.op, row.shape, row.kernel, right, spent, share, "yes" if row.used else ""))
+        lines.append((row.op, row.shape, row.kernel, right, microseconds, share, "yes" if row.used else ""))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     for row in checked:
         if row.fault or row.absent:
-            said = f"wrong: {row.fault}" if row.fault else f"not run: {row.absent}"
-            text.append(f"{row.op}, {row.kernel}, {row.shape}: {said}")
+            outcome = f"wrong: {row.fault}" if row.fault else f"not run: {row.absent}"
+            text.append(f"{row.op}, {row.kernel}, {row.shape}: {outcome}")
     return "\n".join(text)
