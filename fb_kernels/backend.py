@@ -58,24 +58,28 @@ def chosen(stem: str, device: str, op: str = "") -> tuple[str, str]:
 
     `op` is one of the folder's operators; by default what any of them has counts.
     """
-    wanted = _overrides.get(stem, _overrides[""])
-    if wanted == "reference":
+    requested = _overrides.get(stem, _overrides[""])
+    if requested == "reference":
         return "reference", f"{VARIABLE} asks for it"
-    own = kinds(op or stem)
-    if not own:
+    available = kinds(op or stem)
+    if not available:
         return "reference", "it has no kernel"
-    tried = _kinds(wanted, own, device)
-    if not tried:
+    candidates = _kinds(requested, available, device)
+    if not candidates:
         others = "CUDA" if device == "cpu" else "CPU"
-        why = f"kernels are for {others} tensors" if wanted in ("auto", *own) else f"it has no {wanted} kernel"
+        why = (
+            f"kernels are for {others} tensors"
+            if requested in ("auto", *available)
+            else f"it has no {requested} kernel"
+        )
         return "reference", why
-    absent: list[str] = []
-    for kind in tried:
+    reasons: list[str] = []
+    for kind in candidates:
         why = _why_not(kind, stem, device)
         if not why:
-            return kind, _reason(kind, wanted, stem, absent)
-        absent.append(f"{kind}: {why}" if len(tried) > 1 else why)
-    return "reference", "; ".join(absent)
+            return kind, _reason(kind, requested, stem, reasons)
+        reasons.append(f"{kind}: {why}" if len(candidates) > 1 else why)
+    return "reference", "; ".join(reasons)
 
 
 def kinds(op: str) -> list[str]:
@@ -146,14 +150,14 @@ def _why_no_triton(device: str) -> str:
 
 def _why_no_launcher() -> str:
     """What Triton lacks to compile the C in which it calls the driver; empty where it has a compiler and Python.h."""
-    given = os.environ.get("CC")
-    if not any(map(shutil.which, [given] if given else ["gcc", "clang"])):
-        got = f"CC={given}, which is not found" if given else "none"
+    compiler = os.environ.get("CC")
+    if not any(map(shutil.which, [compiler] if compiler else ["gcc", "clang"])):
+        got = f"CC={compiler}, which is not found" if compiler else "none"
         return f"triton needs a C compiler, got {got}: install gcc or set CC"
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does on Debian
     include = sysconfig.get_paths(scheme=scheme)["include"]
-    others = (os.environ.get(name, "").split(os.pathsep) for name in ("CPATH", "C_INCLUDE_PATH"))  # of the compiler
-    if any(Path(folder, "Python.h").is_file() for folder in (include, *chain(*others)) if folder):
+    folders = (os.environ.get(name, "").split(os.pathsep) for name in ("CPATH", "C_INCLUDE_PATH"))  # of the compiler
+    if any(Path(folder, "Python.h").is_file() for folder in (include, *chain(*folders)) if folder):
         return ""
     return f"triton needs Python.h, got none in {include}: install python{sysconfig.get_python_version()}-dev"
 

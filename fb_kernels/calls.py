@@ -23,7 +23,7 @@ from fb_kernels import BranchLayout, DecodeState, LayerWeights
 EPS = 1e-6
 SIZES = ("small", "checked", "timed")  # for a CPU; for a GPU, checked by the definition; a model's, to be timed
 INDICES = ("cu_branch", "cu_group", "prefix_start", "prefix_len", "block_table")  # of a layout
-DRAWN = 1 << 23  # drawn numbers: drawing more takes longer than the calls
+DRAWN = 1 << 23  # most random numbers of a tensor, repeated in larger ones: more take longer than the calls
 PAGE = 64
 CHECKED = 16  # rows of a `Part`
 RAGGED = (0, 6, 14)  # offsets of groups of six and eight, in the place of two groups of seven
@@ -55,7 +55,7 @@ class Call:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By name."""
+        """All tensors of the arguments, by name."""
         tensors: dict[str, Tensor] = {}
         for name, value in self.arguments.items():
             if isinstance(value, DecodeState | LayerWeights):
@@ -71,7 +71,7 @@ class Call:
 
     @property
     def floats(self) -> dict[str, Tensor]:
-        """Likewise, those of floating point."""
+        """The tensors of floating point, by name."""
         return {name: x for name, x in self.tensors.items() if x.is_floating_point()}
 
     def changed(self, **changes: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Call:
         return self.with_(**{name: x.to(torch.promote_types(dtype, self.least.get(name, dtype))) for name, x in floats})
 
     def fresh(self) -> Call:
-        """The call with what is written in memory of its own, for one more run."""
+        """The call with copies of the tensors that it writes, for one more run."""
         return self.with_(**{name: self.tensors[name].clone() for name in self.written})
 
     def on(self, device: torch.device | str) -> Call:
@@ -148,7 +148,7 @@ class Calls:
     optional: tuple[str, ...] = ()  # further arguments that gradients reach, which `shaped` does not pass
 
     def dimensions(self) -> dict[str, int]:
-        """Those of `shaped`, with their defaults."""
+        """The dimensions of `shaped`, with their defaults."""
         parameters = inspect.signature(self.shaped).parameters.values()
         return {x.name: x.default for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD}
 
@@ -186,9 +186,9 @@ def by_definition(naive: Callable[..., Any]) -> Callable[[Call], list[Tensor]]:
 
 
 def on(device: torch.device | str, x: Tensor) -> Tensor:
-    """The same with its strides, which `to` changes where elements lie apart."""
-    stored = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
-    return stored.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+    """The tensor on a device, with its strides; `to` changes those of a tensor with gaps."""
+    storage = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+    return storage.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def listed(results: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -202,8 +202,8 @@ def randn(*shape: int, seed: int = 0, heavy: int = 0) -> Tensor:
         return torch.empty(shape)
     count = torch.Size(shape).numel()
     source = torch.Generator().manual_seed(seed + sum(shape))
-    drawn = torch.randn(min(count, DRAWN), generator=source, device="cpu").to(torch.get_default_device())
-    x = drawn.repeat(-(-count // max(len(drawn), 1)))[:count].view(shape)
+    numbers = torch.randn(min(count, DRAWN), generator=source, device="cpu").to(torch.get_default_device())
+    x = numbers.repeat(-(-count // max(len(numbers), 1)))[:count].view(shape)
     if heavy:
         x[-heavy:] *= 2
     return x
@@ -217,8 +217,8 @@ def ids(limit: int, count: int) -> Tensor:
     return torch.randint(limit, (count,), generator=source, device="cpu").to(torch.get_default_device())
 
 
-def widened(x: Tensor) -> Tensor:
-    """In the dtype of sums: float32, or float64 for float64."""
+def widen(x: Tensor) -> Tensor:
+    """The tensor in the dtype of sums: float32, or float64 for float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -233,13 +233,13 @@ def angles(length: int, width: int) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def some(rows: int) -> Tensor:
-    """Rows to check among so many."""
+def sample_rows(rows: int) -> Tensor:
+    """Up to CHECKED of the numbers 0 to rows - 1, evenly spaced."""
     return torch.linspace(0, rows - 1, min(rows, CHECKED)).long()
 
 
 def sequences(lengths: tuple[int, ...], rows: int) -> tuple[int, dict[str, Tensor]]:
-    """(pages, indices) of rows after sequences in pages of PAGE."""
+    """(number of pages, indices) of `rows` rows after each sequence, in pages of PAGE tokens."""
     held, groups = torch.tensor(lengths, dtype=torch.int32), len(lengths)
     columns = -(-(max(lengths) + rows) // PAGE)
     order = torch.randperm(groups * columns, generator=torch.Generator().manual_seed(groups))

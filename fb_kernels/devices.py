@@ -1,4 +1,4 @@
-"""Known facts of a device: the name of its files, launches measured on it, kernels that were wrong on it.
+"""Files about a device: the launches measured on it, and the kernels that were wrong on it.
 
 The package may have a file of a device, `fb_kernels/tuned/<device>.json`, and so may the user, whose entries take
 precedence: `<device>.json` in the folder that FB_KERNELS_DEVICES names, else in ~/.cache/futurebridge.
@@ -77,10 +77,10 @@ def write(
         "off": before["off"] if off is None else off,
     }
     directory.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
+    temporary = path.with_suffix(f".{os.getpid()}")
     content = {**about, **{name: dict(sorted(part.items())) for name, part in parts.items()}}
-    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
     forget()
     return path
 

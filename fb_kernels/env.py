@@ -37,7 +37,7 @@ def report() -> str:
             [("built for", torch.version.cuda or "none: this torch is built without CUDA"), ("driver", _driver())],
         ),
         ("devices", _devices()),
-        ("compiled libraries", [("fb_kernels", _shown(cuda)), ("fb_cpu", _shown(cpu))]),
+        ("compiled libraries", [("fb_kernels", _state(cuda)), ("fb_cpu", _state(cpu))]),
         ("known devices", [("folder", str(devices.folder()))]),
         (
             f"ops ({backend.VARIABLE}={os.environ.get(backend.VARIABLE, 'auto')}); other calls run the reference",
@@ -71,7 +71,7 @@ def _triton() -> str:
         return f"absent: {type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else 'no reason given'}"
 
 
-def _shown(kernels: ModuleType) -> str:
+def _state(kernels: ModuleType) -> str:
     """The state of a compiled library, in words."""
     library = kernels.library()
     return library if isinstance(library, str) else f"loaded, with version {kernels.ABI_VERSION} of its C interface"
@@ -114,7 +114,8 @@ def _what_runs(op: str, stem: str) -> Iterator[tuple[str, str]]:
     for title, device in ((op, "cpu"), ("", "cuda")):
         kind, reason = backend.chosen(stem, device, op)
         calls = "" if kind == "reference" else f" kernel for {backend.takes(kind, stem)}"
-        yield title, f"{device}: {kind}{calls}" + f" ({reason})" * (reason != "it has a kernel")
+        why = "" if reason == "it has a kernel" else f" ({reason})"
+        yield title, f"{device}: {kind}{calls}{why}"
 
 
 def main() -> int:

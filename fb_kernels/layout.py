@@ -61,12 +61,12 @@ class _Memory:
     """Cached results of a layout's tensors: name -> (versions of the tensors at that time, value)."""
 
     indices: Indices
-    made: dict[Hashable, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
+    results: dict[Hashable, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
     fixed: list[dict[Hashable, Any]] = field(default_factory=list)  # name -> value, inside each `unchanged`
 
 
 _MEMORIES: WeakValueDictionary[tuple[int, ...], _Memory] = WeakValueDictionary()
-"""By the ids of the tensors, which are no other's as long as the memory lives."""
+"""By the ids of the tensors; no other tensor can have these ids while the memory lives."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +139,7 @@ class BranchLayout:
         Args:
             branches: for each group the number of rows of each branch, such as `[[3, 5], [4]]`.
             prefixes: for each group (start, length) of its slice.
-            block_table: for each group its pages, any number of them; or a tensor [G, n] as above.
+            block_table: for each group its pages, any number of them; or a tensor [G, n].
             device: where the rows are; None for torch's default.
 
         Returns:
@@ -181,7 +181,7 @@ class BranchLayout:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Inside, nobody changes the tensors, and what follows is computed once, also in a graph's capture."""
+        """A promise that nobody changes the tensors inside: results are computed once, also in a graph's capture."""
         if self._memory is None:
             yield
             return
@@ -218,13 +218,13 @@ def remembered(indices: Indices, name: Hashable, make: Callable[[], T]) -> T:
         if torch.cuda.is_current_stream_capturing():
             return make()
         name = name, torch.cuda.current_stream(indices[0].device).cuda_stream
-    given = [x for x in indices if x is not None]
-    if memory is None or any(x.is_inference() for x in given):  # those have no version to show a change
+    tensors = [x for x in indices if x is not None]
+    if memory is None or any(x.is_inference() for x in tensors):  # those have no version to show a change
         return make()
-    versions = tuple(x._version for x in given)
-    entry = memory.made.get(name)
+    versions = tuple(x._version for x in tensors)
+    entry = memory.results.get(name)
     if entry is None or entry[0] != versions:
-        entry = memory.made[name] = (versions, make())
+        entry = memory.results[name] = (versions, make())
     return entry[1]
 
 
@@ -260,25 +260,25 @@ def _plan(numbers: Numbers, rows: int, pages: int | None, size: int) -> Plan:
         if length and start + length > capacity:
             got = f"{start} + {length} in group {g}"
             raise checks.error(OP, "prefix_len", f"slices that end within {capacity} keys", got, "shorten the slice")
-        own = None
+        entries = None
         if table is not None and pages is not None:
-            own = table[g][start // size : (start + length - 1) // size + 1] if length else []
-            if any(not 0 <= page < pages for page in own):
+            entries = table[g][start // size : (start + length - 1) // size + 1] if length else []
+            if any(not 0 <= page < pages for page in entries):
                 expected = f"pages from 0 below {pages} wherever the slice lies"
-                raise checks.error(OP, "block_table", expected, f"{own} in group {g}", "pad only after the slice")
+                raise checks.error(OP, "block_table", expected, f"{entries} in group {g}", "pad only after the slice")
             start = start % size if length else 0
         branches = bounds[of_groups[g] : of_groups[g + 1] + 1]
         longest = max((b - a for a, b in pairwise(branches)), default=0)
-        groups.append(Group(branches[0], branches[-1], start, length, own, longest))
+        groups.append(Group(branches[0], branches[-1], start, length, entries, longest))
     begins = torch.tensor(bounds)
     return Plan(bounds, begins[:-1].repeat_interleave(begins.diff()), groups)
 
 
 def _integers(name: str, lists: Sequence[Sequence[int]], least: int = 0) -> list[int]:
     """The integers of all lists, concatenated and checked."""
-    for given in (lists, *lists) if isinstance(lists, list | tuple) else (lists,):
-        if not isinstance(given, list | tuple):
-            got = type(given).__name__
+    for entry in (lists, *lists) if isinstance(lists, list | tuple) else (lists,):
+        if not isinstance(entry, list | tuple):
+            got = type(entry).__name__
             raise checks.error(OP, name, "a list of ints for each group", got, "write [[3, 5], [4]]", TypeError)
     values = list(chain.from_iterable(lists))
     for value in values:

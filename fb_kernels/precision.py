@@ -44,7 +44,7 @@ def lowered(*values: Any) -> tuple[Any, ...]:
 
 
 def promoted(*values: Any) -> tuple[Any, ...]:
-    """The arguments of any other op, likewise."""
+    """The arguments of any other op under autocast: floats of several dtypes become the widest of them."""
     if not _inside(values[0]):
         return values
     dtypes = {x.dtype for x in values if _is_cast(x)}

@@ -50,7 +50,7 @@ def opened(path: Path, prefix: str, version: int, names: Iterable[str]) -> ctype
 
 
 def _by_name(function: Any, packed: struct.Struct, names: tuple[str, ...]) -> Callable[..., int]:
-    """A function that is called in every op: no more is checked than that no name is missing."""
+    """The function with arguments by name. It is called in every op, so only a missing name is an error."""
     function.restype = ctypes.c_int64
     pack, in_order = packed.pack, itemgetter(*names)
 

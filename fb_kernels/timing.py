@@ -41,9 +41,9 @@ class Timed:
 
 
 def timer(run: Callable[[], object], device: str, timing: Timing = Timing.COLD) -> Timed:
-    """Graphs are captured here."""
+    """How to time a call; a graph is captured here."""
     if device == "cpu":
-        return Timed(lambda: _returned(run), 0.0)
+        return Timed(lambda: _call_seconds(run), 0.0)
     calls, work = GRAPH_CALLS if timing is Timing.GRAPH_WARM else 1, run
     if timing in (Timing.GRAPH_COLD, Timing.GRAPH_WARM):
         graph = torch.cuda.CUDAGraph()
@@ -56,7 +56,7 @@ def timer(run: Callable[[], object], device: str, timing: Timing = Timing.COLD) 
     host = math.inf
     for _ in range(3):
         torch.cuda.synchronize()
-        host = min(host, _returned(work))
+        host = min(host, _call_seconds(work))
         if host > HIDDEN:
             break
     flushes = 1 + math.ceil(1.5 * min(host, HIDDEN) / _flush_seconds()) if "cold" in timing.value else 0
@@ -75,7 +75,7 @@ def timer(run: Callable[[], object], device: str, timing: Timing = Timing.COLD) 
     return Timed(seconds, host / calls)
 
 
-def _returned(run: Callable[[], object]) -> float:
+def _call_seconds(run: Callable[[], object]) -> float:
     """Seconds until a call returns."""
     start = time.perf_counter()
     run()
@@ -108,11 +108,11 @@ def elapsed(run: Callable[[], object], device: str, timing: Timing = Timing.COLD
 
 
 def steady(run: Callable[[], object], device: str) -> float:
-    """The same, on a CPU of as many calls as make the median steady."""
+    """Median seconds of a call; on a CPU of as many calls as make the median steady."""
     if device == "cuda":
         return elapsed(run, device)
-    timed = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return float(timed.adaptive_autorange(min_run_time=LEAST, max_run_time=MOST).median)
+    benchmark = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return float(benchmark.adaptive_autorange(min_run_time=LEAST, max_run_time=MOST).median)
 
 
 def ceilings(device: str, dtype: torch.dtype) -> tuple[float, float]:
@@ -122,6 +122,6 @@ def ceilings(device: str, dtype: torch.dtype) -> tuple[float, float]:
     target = torch.empty_like(source)
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     out = torch.empty_like(a)
-    copied = elapsed(lambda: target.copy_(source), device, Timing.EAGER)
-    multiplied = elapsed(lambda: torch.mm(a, b, out=out), device, Timing.EAGER)
-    return 2 * source.nbytes / copied, 2.0 * size**3 / multiplied
+    copy_seconds = elapsed(lambda: target.copy_(source), device, Timing.EAGER)
+    product_seconds = elapsed(lambda: torch.mm(a, b, out=out), device, Timing.EAGER)
+    return 2 * source.nbytes / copy_seconds, 2.0 * size**3 / product_seconds

@@ -79,7 +79,7 @@ def linear_logprob_merge() -> Launch:
 
 
 def combine_logprob_partials() -> Launch:
-    """The same for any number of rows."""
+    """BLOCK rows a program, for any number of rows and shards."""
     return _tuned("combine_logprob_partials", torch.float32, (), {"BLOCK": 256, "num_warps": 4})
 
 
@@ -141,7 +141,7 @@ def branch_attention_split(dtype: torch.dtype, head_dim: int, repeat: int, form:
 
 
 def _registers(short: bool) -> Launch:
-    """All that a thread may have where they are short: else the assembler spills some so that two programs fit."""
+    """No limit on a thread's registers where they are short: the assembler would spill to fit two programs."""
     return {"maxnreg": 255} if short or _capability() != 90 else {}
 
 
@@ -162,7 +162,7 @@ def branch_attention_backward(dtype: torch.dtype, head_dim: int, repeat: int, ro
 
 
 def branch_attention_backward_prefix(dtype: torch.dtype, head_dim: int, form: str) -> Launch:
-    """For tiles of KEYS keys of the prefix, which meet KEY_ROWS rows times heads at a time; `form` is as above."""
+    """For tiles of KEYS keys of the prefix, which read KEY_ROWS packed rows at a time; `form` is "(un)aligned"."""
     width = max(16, next_power_of_2(head_dim))
     if dtype == torch.float32 or width > 128 or form == "unaligned":  # for want of registers
         default = {"KEYS": 16 if dtype == torch.float32 else 32, "KEY_ROWS": 16, "num_stages": 1}
@@ -228,7 +228,7 @@ def merge_attention_states(dtype: torch.dtype, head_dim: int) -> Launch:
 
 
 def _warps(block: int) -> int:
-    """One for 512 elements, up to sixteen."""
+    """Warps for a block: one for 512 elements, up to sixteen."""
     return min(max(block // 512, 1), 16)
 
 
@@ -245,7 +245,7 @@ def _tuned(op: str, dtype: torch.dtype, bucket: tuple[int | str, ...], default: 
 
 
 def hopper() -> bool:
-    """Whether kernels are compiled for one: also where there is no GPU."""
+    """Whether kernels are compiled for Hopper, as they also are where there is no GPU."""
     return _capability() == 90
 
 
@@ -256,7 +256,7 @@ def processors() -> int:
 
 
 def _capability() -> int:
-    """Of the current GPU, 90 for Hopper and also where there is none."""
+    """Compute capability of the current GPU, 90 for Hopper; 90 if there is no GPU."""
     return _gpu(_index())[0]
 
 

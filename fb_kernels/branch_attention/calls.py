@@ -31,17 +31,17 @@ def branch_attention(
 ) -> Call:
     """With `whole` also lse."""
     rows, pairs = g * k * l, g * k * l * p + g * k * l * (l + 1) // 2
-    last = (torch.arange(g)[:, None] * k * l + torch.arange((k - 1) * l, k * l)).flatten()  # each group's last branch
+    tail = (torch.arange(g)[:, None] * k * l + torch.arange((k - 1) * l, k * l)).flatten()  # each group's last branch
     tensors = {"q": randn(rows, hq, e)}
     tensors |= {name: randn(rows, hkv, e, seed=seed) for name, seed in (("k", 1), ("v", 2))}
     shared = (("prefix_k", 3), ("prefix_v", 4))
     tensors |= {name: randn(g * p, hkv, e, seed=seed, heavy=5) for name, seed in shared}
 
-    def alone(call: Call) -> Call:
-        return call.with_(**{name: call.arguments[name][last] for name in ("q", "k", "v")}, layout=layout(g, 1, l, p))
+    def take_rows(call: Call) -> Call:
+        return call.with_(**{name: call.arguments[name][tail] for name in ("q", "k", "v")}, layout=layout(g, 1, l, p))
 
     def of(results: Sequence[Tensor]) -> list[Tensor]:
-        return [results[0][last], *(lse[:, last] for lse in results[1:])]
+        return [results[0][tail], *(lse[:, tail] for lse in results[1:])]
 
     def sdpa(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, **rest: Tensor) -> Tensor:
         """SDPA over copies of the prefix, which every call makes."""
@@ -61,17 +61,17 @@ def branch_attention(
         scales=(None, 8.0)[: 1 + whole],
         flops=4.0 * hq * e * pairs,
         bytes=4.0 * ((g * p + rows) * hkv + rows * hq) * e,
-        part=Part(alone, of),
+        part=Part(take_rows, of),
         plain={"SDPA over copies of the prefix": sdpa},
     )
 
 
 def definition(call: Call) -> list[Tensor]:
     """[out], or [out, lse] where the call returns both."""
-    given = dict(call.arguments)
-    layout, both = given.pop("layout"), given.pop("return_lse", False)
-    state = naive.branch_attention(**given, **{name: getattr(layout, name) for name in INDICES})
-    return list(state[: 1 + both])
+    arguments = dict(call.arguments)
+    layout, with_lse = arguments.pop("layout"), arguments.pop("return_lse", False)
+    state = naive.branch_attention(**arguments, **{name: getattr(layout, name) for name in INDICES})
+    return list(state[: 1 + with_lse])
 
 
 def _checked(size: str) -> Iterator[Call]:

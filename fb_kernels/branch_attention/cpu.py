@@ -19,11 +19,11 @@ GRADS = ("dq", "dk", "dv", "dprefix_k", "dprefix_v")
 def branch_attention(
     q: Tensor, k: Tensor | None, v: Tensor | None, prefix_k: Tensor, prefix_v: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """(out[T, Hq, E], lse[Hq, T]); rows that see values that are not finite are computed by the reference."""
+    """(out[T, Hq, E], lse[Hq, T]); rows that see inf or NaN are computed by the reference."""
     results = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     done = torch.empty(len(q), dtype=torch.bool)
-    given, written = {"q": q, "k": k, "v": v}, {"out": results[0], "lse": results[1], "done": done}
-    if not _run("branch_attention", given, prefix_k, prefix_v, options, written):
+    inputs, outputs = {"q": q, "k": k, "v": v}, {"out": results[0], "lse": results[1], "done": done}
+    if not _run("branch_attention", inputs, prefix_k, prefix_v, options, outputs):
         return NotImplemented
     if done.all():
         return results
@@ -43,43 +43,43 @@ def branch_attention_backward(
     lse: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dprefix_k, dprefix_v); rows that values that are not finite reach are computed by the reference."""
+    """(dq, dk, dv, dprefix_k, dprefix_v); rows that inf or NaN reach are computed by the reference."""
     *layout_and_numbers, prefix_grads = options
     grad, state = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, out))  # a sum's is expanded
-    wanted = (q, k, v, *((prefix_k, prefix_v) if prefix_grads else (None, None)))
-    grads = [q.new_zeros(0 if x is None else x.shape, dtype=torch.float32) for x in wanted]
-    given = {"grad": grad, "out": state, "q": q, "k": k, "v": v}
+    leaves = (q, k, v, *((prefix_k, prefix_v) if prefix_grads else (None, None)))
+    grads = [q.new_zeros(0 if x is None else x.shape, dtype=torch.float32) for x in leaves]
+    inputs = {"grad": grad, "out": state, "q": q, "k": k, "v": v}
     done = torch.empty(2, len(q), dtype=torch.bool)  # of dq, of dk and dv
     totals = {name: x if x is None else x.contiguous() for name, x in (("lse", lse), ("dlse", grad_lse))}
-    written = {**totals, **dict(zip(GRADS, grads, strict=True)), "done": done}
-    if not _run("branch_attention_backward", given, prefix_k, prefix_v, tuple(layout_and_numbers), written):
+    outputs = {**totals, **dict(zip(GRADS, grads, strict=True)), "done": done}
+    if not _run("branch_attention_backward", inputs, prefix_k, prefix_v, tuple(layout_and_numbers), outputs):
         return NotImplemented
     dq, dk, dv, dprefix_k, dprefix_v = (x.to(q.dtype) for x in grads)
     if not done.all():
         exact = reference.branch_attention_backward(grad_out, grad_lse, q, k, v, prefix_k, prefix_v, out, lse, *options)
-        dprefix_k, dprefix_v = exact[3:]  # of all rows: values that are not finite may already be in the sums
-        mine, own = done[..., None, None]
-        dq = torch.where(mine, dq, exact[0])
+        dprefix_k, dprefix_v = exact[3:]  # of all rows: inf or NaN may already be in the sums
+        q_done, kv_done = done[..., None, None]
+        dq = torch.where(q_done, dq, exact[0])
         if k is not None:
-            dk, dv = torch.where(own, dk, exact[1]), torch.where(own, dv, exact[2])
+            dk, dv = torch.where(kv_done, dk, exact[1]), torch.where(kv_done, dv, exact[2])
     return dq, dk, dv, dprefix_k, dprefix_v
 
 
 def _run(
     name: str,
-    given: dict[str, Tensor | None],
+    inputs: dict[str, Tensor | None],
     prefix_k: Tensor,
     prefix_v: Tensor,
     options: tuple[Any, ...],
-    written: Mapping[str, Tensor | None],
+    outputs: Mapping[str, Tensor | None],
 ) -> bool:
-    """Write the results, of which `done` marks the rows that are valid; returns whether the kernel takes the call."""
-    library, q = cpu.library(), given["q"]
+    """Write the outputs, of which `done` marks the valid rows; returns whether the kernel takes the call."""
+    library, q = cpu.library(), inputs["q"]
     branch, group, start, length, table, _, _, window, scale, softcap = options  # the op's arguments from cu_branch on
     if isinstance(library, str) or q is None or q.dtype not in cpu.STEP:
         return False
-    fields = {name: 0 if x is None else x.data_ptr() for name, x in written.items()}
-    for argument, x in (*given.items(), ("prefix_k", prefix_k), ("prefix_v", prefix_v)):
+    fields = {name: 0 if x is None else x.data_ptr() for name, x in outputs.items()}
+    for argument, x in (*inputs.items(), ("prefix_k", prefix_k), ("prefix_v", prefix_v)):
         row = head = address = 0
         if x is not None:
             *_, row, head, step = x.stride()

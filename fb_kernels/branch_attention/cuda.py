@@ -39,12 +39,12 @@ def branch_attention(
     table = cu_branch[None, :1] if block_table is None else block_table
     indices, capacity = (cu_branch, cu_group, prefix_start, prefix_len), size * table.shape[1]
     pairs = ((k, v), (prefix_k, prefix_v))
-    given = [window is softcap is None, q.dtype in (torch.float16, torch.bfloat16), width in (64, 128, 256)]
-    given += [max(rows * heads, pages, capacity, branches, groups) < 1 << 30]
-    given += [x.is_contiguous() for x in indices] + [x.dtype == cu_branch.dtype for x in (*indices, table)]
-    given += [x.stride(-1) == 1 for x in (q, q if k is None else k, prefix_k, table)]
-    given += [x is y is None or (x is not None and y is not None and x.stride() == y.stride()) for x, y in pairs]
-    if not all(given):
+    conditions = [window is softcap is None, q.dtype in (torch.float16, torch.bfloat16), width in (64, 128, 256)]
+    conditions += [max(rows * heads, pages, capacity, branches, groups) < 1 << 30]
+    conditions += [x.is_contiguous() for x in indices] + [x.dtype == cu_branch.dtype for x in (*indices, table)]
+    conditions += [x.stride(-1) == 1 for x in (q, q if k is None else k, prefix_k, table)]
+    conditions += [x is y is None or (x is not None and y is not None and x.stride() == y.stride()) for x, y in pairs]
+    if not all(conditions):
         return NotImplemented
     library, most_keys = cuda.library(), capacity if max_prefix_len is None else min(capacity, max_prefix_len)
     assert not isinstance(library, str)
@@ -58,7 +58,7 @@ def branch_attention(
         return out, lse
     own, page = (0, 0) if k is None else k.stride()[:2], 0 if block_table is None else prefix_k.stride(0)
     workspace = q.new_empty(needed, dtype=torch.float32)
-    taken = cuda.launch(
+    launched = cuda.launch(
         "branch_attention", q, q=q, q_row=q.stride(0), q_head=q.stride(1), k=k, v=v, own_row=own[0], own_head=own[1],
         prefix_k=prefix_k, prefix_v=prefix_v, page_stride=page, slot_stride=prefix_k.stride(-3),
         prefix_head=prefix_k.stride(-2), pages=pages, page_size=size, cu_branch=cu_branch, cu_group=cu_group,
@@ -67,4 +67,4 @@ def branch_attention(
         lse=lse, workspace=workspace, most_keys=most_keys, rows=rows, heads=heads, kv_heads=kv_heads, head_dim=width,
         scale=scale, dtype=cuda.DTYPES[q.dtype],
     )  # fmt: skip
-    return (out, lse) if taken else NotImplemented
+    return (out, lse) if launched else NotImplemented

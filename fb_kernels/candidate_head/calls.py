@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fb_kernels.calls import EPS, Call, Calls, by_definition, offsets, randn, widened
+from fb_kernels.calls import EPS, Call, Calls, by_definition, offsets, randn, widen
 from fb_kernels.candidate_head import naive
 
 
-def headed(
+def score_groups(
     hidden: Tensor, norm_weight: Tensor, head_weight: Tensor, cu_group: Tensor, *, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plain torch, for groups of one size."""
     normed = F.rms_norm(hidden, hidden.shape[-1:], norm_weight, eps)
-    score = F.linear(widened(normed), widened(head_weight)[None]).view(len(cu_group) - 1, -1)
+    score = F.linear(widen(normed), widen(head_weight)[None]).view(len(cu_group) - 1, -1)
     return score.flatten(), score.softmax(-1).flatten(), score.argmax(-1)
 
 
@@ -35,10 +35,10 @@ def candidate_head(g: int = 8, k: int = 13, d: int = 2048, *, normed: bool = Fal
         arguments | {"cu_group": offsets(g, k), "eps": EPS},
         gradients=tuple(name for name, x in arguments.items() if x is not None),
         least=dict.fromkeys(("head_weight", "head_bias"), torch.float32) if master else {},
-        shape=f"G={g} K={k} D={d}" + ", normed" * normed,
+        shape=f"G={g} K={k} D={d}{', normed' if normed else ''}",
         scales=(4.0, 1.0, None),
         bytes=2.0 * g * k * d,
-        plain={"torch eager": headed},
+        plain={"torch eager": score_groups},
         launches={"_candidate_head_fwd_kernel": 2 * g * k * d, "_candidate_head_bwd_kernel": 4 * g * k * d},
     )
 

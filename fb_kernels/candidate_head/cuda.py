@@ -29,10 +29,10 @@ def candidate_head(
     score, prob = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     best = cu_group.new_empty(groups, dtype=torch.int64)
     wide_bias = head_bias is not None and head_bias.dtype == torch.float32
-    taken = cuda.launch(
+    launched = cuda.launch(
         "candidate_head", x, hidden=x, stride=x.stride(0), norm_weight=norm_weight, head_weight=head_weight,
         wide_head=head_weight.dtype == torch.float32, head_bias=head_bias, wide_bias=wide_bias, offsets=cu_group,
         wide_offsets=cu_group.dtype == torch.int64, rows=rows, groups=groups, width=width, dtype=cuda.DTYPES[x.dtype],
         eps=eps, score=score, prob=prob, best=best,
     )  # fmt: skip
-    return (score, prob, best) if taken else NotImplemented
+    return (score, prob, best) if launched else NotImplemented

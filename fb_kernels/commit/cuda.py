@@ -25,10 +25,10 @@ def commit_(
 ) -> None:
     """End a decode step in place."""
     flat = (length, halt, budget, token, entropy, eos_ids)
-    given = [tokens.stride(-1) == 1, token.dtype == torch.int64, entropy.dtype == torch.float32]
-    given += [threshold.dtype == torch.float64, eos_ids.dtype == torch.int64, max_length.dtype == torch.int32]
-    given += [outcome is None or (outcome.stride(1) == 1 and outcome.dtype == torch.float32)]
-    if not (all(given) and all(x.is_contiguous() for x in flat)):
+    conditions = [tokens.stride(-1) == 1, token.dtype == torch.int64, entropy.dtype == torch.float32]
+    conditions += [threshold.dtype == torch.float64, eos_ids.dtype == torch.int64, max_length.dtype == torch.int32]
+    conditions += [outcome is None or (outcome.stride(1) == 1 and outcome.dtype == torch.float32)]
+    if not (all(conditions) and all(x.is_contiguous() for x in flat)):
         return NotImplemented
     rows, slots = tokens.shape
     steps = [x.stride(0) if x is not None and x.ndim else 0 for x in (threshold, max_length, outcome)]

@@ -46,8 +46,8 @@ def commit_(
     end = _on_host if _host_reads(tokens) else _on_device
     end(tokens, length, halt, budget, token, entropy, threshold, eos_ids, max_length)
     if outcome is not None:
-        seen = torch.stack([values.to(outcome.dtype) for values in (halt, token, entropy)], 1)
-        outcome.copy_(seen, non_blocking=True)  # it may be in pinned memory
+        results = torch.stack([values.to(outcome.dtype) for values in (halt, token, entropy)], 1)
+        outcome.copy_(results, non_blocking=True)  # it may be in pinned memory
 
 
 def _on_device(
@@ -94,7 +94,7 @@ def _on_host(
     eos_ids: Tensor,
     max_length: Tensor,
 ) -> None:
-    """The same with plain numbers, which takes fewer operations for the few rows of a decode step."""
+    """End a step with plain numbers: fewer operations than tensors take for the few rows of a decode step."""
     lengths, ends, width = length.tolist(), eos_ids.tolist(), tokens.shape[1]
     thresholds, limits = (x.tolist() if x.ndim else [x.item()] * len(lengths) for x in (threshold, max_length))
     if any(math.isnan(limit) for limit in thresholds):
@@ -102,25 +102,25 @@ def _on_host(
     if min(lengths, default=0) < 0:
         raise checks.error("commit_", "state.length", "lengths of 0 or more", min(lengths), "rebuild the state")
     rows = zip(lengths, halt.tolist(), budget.tolist(), token.tolist(), entropy.tolist(), strict=True)
-    going: list[tuple[int, int, int]] = []  # row, position, token
-    for row, (held, halted, left, taken, nats) in enumerate(rows):
+    appends: list[tuple[int, int, int]] = []  # row, position, token
+    for row, (position, halted, events, next_token, nats) in enumerate(rows):
         if halted != Halt.NONE:
             continue
         if math.isnan(nats):
             halt[row] = Halt.NAN
-        elif nats > thresholds[row] and left > 0:
+        elif nats > thresholds[row] and events > 0:
             halt[row] = Halt.EVENT
-        elif taken in ends:
+        elif next_token in ends:
             halt[row] = Halt.EOS
-        elif held >= min(limits[row], width):
+        elif position >= min(limits[row], width):
             halt[row] = Halt.LENGTH
         else:
-            going.append((row, held, taken))
-    if len(going) == 1:  # one sequence, where every operation counts
-        ((row, held, taken),) = going
-        tokens[row, held] = taken
-        length[row] = held + 1
-    elif going:
-        indices, positions, ids = torch.tensor(going).T
+            appends.append((row, position, next_token))
+    if len(appends) == 1:  # one sequence, where every operation counts
+        ((row, position, next_token),) = appends
+        tokens[row, position] = next_token
+        length[row] = position + 1
+    elif appends:
+        indices, positions, ids = torch.tensor(appends).T
         tokens[indices, positions] = ids
         length[indices] = (positions + 1).to(length.dtype)

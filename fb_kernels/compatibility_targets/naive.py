@@ -24,14 +24,14 @@ def compatibility_targets(
         if first < last:
             z = torch.zeros_like(mean[first:last])
             if alpha > 0:
-                z = alpha * _standardised(mean[first:last], eps)
+                z = alpha * _standardise(mean[first:last], eps)
             if local is not None and alpha < 1:
-                z = z + (1 - alpha) * _standardised(local.detach()[first:last, None], eps)
+                z = z + (1 - alpha) * _standardise(local.detach()[first:last, None], eps)
             q[first:last] = (z / temperature).softmax(0)
     return mean, q
 
 
-def _standardised(x: Tensor, eps: float) -> Tensor:
+def _standardise(x: Tensor, eps: float) -> Tensor:
     """z(x) = (x - mean) / (population deviation + eps) of each column, 0 where only rounding spreads it."""
     deviation = x.std(0, correction=0)
     flat = deviation <= torch.finfo(x.dtype).eps * x.abs().amax(0)

@@ -31,11 +31,11 @@ def compatibility_targets(
     groups = segments("compatibility_targets", cu_group, logprob.shape[0])
     dtype = accumulation_dtype(logprob.dtype)
     total = logprob.new_zeros(logprob.shape[0], dtype=torch.float64)
-    done, means = 0, {}
+    start, means = 0, {}
     for horizon in sorted(set(horizons)):
-        total = total + logprob[:, done:horizon].sum(1, dtype=torch.float64)
+        total = total + logprob[:, start:horizon].sum(1, dtype=torch.float64)
         means[horizon] = total / horizon
-        done = horizon
+        start = horizon
     mean = torch.stack([means[horizon] for horizon in horizons], 1)  # [N, h]
     resolution = torch.finfo(dtype).eps
     z = _standardise(mean, groups, eps, resolution)

@@ -12,8 +12,8 @@ def joint_pool(slm_ids: Tensor, llm_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
     count, source = ids.new_zeros(rows, dtype=torch.int32), ids.new_zeros((rows, size), dtype=torch.int32)
     for row in range(rows):
         pool: dict[int, int] = {}
-        for bit, given in ((1, slm_ids), (2, llm_ids)):
-            for token in given.reshape(rows, given.shape[-1])[row].tolist():
+        for bit, ids_of_model in ((1, slm_ids), (2, llm_ids)):
+            for token in ids_of_model.reshape(rows, ids_of_model.shape[-1])[row].tolist():
                 if token >= 0:  # others are padding
                     pool[token] = pool.get(token, 0) | bit
         count[row] = len(pool)

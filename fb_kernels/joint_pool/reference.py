@@ -11,13 +11,13 @@ def joint_pool(slm_ids: Tensor, llm_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
     split = slm_ids.shape[-1]
     ids = torch.cat([slm_ids, llm_ids], -1)
     same = ids[..., :, None] == ids[..., None, :]  # [..., K, K]
-    kept = (ids >= 0) & ~same.tril(-1).any(-1)  # first occurrences
+    first = (ids >= 0) & ~same.tril(-1).any(-1)  # first occurrences
     source = same[..., :split].any(-1).int() + 2 * same[..., split:].any(-1).int()
-    count = kept.sum(-1, dtype=torch.int32)
-    front, rest = kept.cumsum(-1) - 1, (~kept).cumsum(-1) - 1
-    positions = torch.where(kept, front, count[..., None] + rest)  # a permutation: kept ids move to the front
+    count = first.sum(-1, dtype=torch.int32)
+    front, rest = first.cumsum(-1) - 1, (~first).cumsum(-1) - 1
+    positions = torch.where(first, front, count[..., None] + rest)  # a permutation: kept ids move to the front
     return (
-        torch.empty_like(ids).scatter_(-1, positions, ids.masked_fill(~kept, -1)),
+        torch.empty_like(ids).scatter_(-1, positions, ids.masked_fill(~first, -1)),
         count,
-        torch.empty_like(source).scatter_(-1, positions, source.masked_fill(~kept, 0)),
+        torch.empty_like(source).scatter_(-1, positions, source.masked_fill(~first, 0)),
     )

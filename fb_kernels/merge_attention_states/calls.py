@@ -9,7 +9,7 @@ from fb_kernels.calls import Call, Calls, by_definition, randn
 from fb_kernels.merge_attention_states import naive
 
 
-def merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Plain torch."""
     lse = torch.logaddexp(lse_a, lse_b)
     parts = [out * (own - lse).exp().T[..., None] for out, own in ((out_a, lse_a), (out_b, lse_b))]
@@ -29,7 +29,7 @@ def merge_attention_states(n: int = 4096, hq: int = 16, e: int = 128) -> Call:
         shape=f"T={n} Hq={hq} E={e}",
         scales=(None, 4.0),
         bytes=6.0 * n * hq * e,
-        plain={"torch eager": merged},
+        plain={"torch eager": merge},
         launches={"_merge_attention_states_kernel": 6 * n * hq * e + 12 * hq * n},
     )
 

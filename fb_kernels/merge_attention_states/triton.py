@@ -11,7 +11,7 @@ from fb_kernels import tuning
 
 
 @triton.jit
-def _weighed(out, head, weight, lse, tile):
+def _weigh(out, head, weight, lse, tile):
     """[ROWS, WIDTH] out * weight; 0 and not read where the state has no keys."""
     present = (lse != -float("inf"))[:, None]
     x = tl.load(out + head, mask=tile & present, other=0.0).to(tl.float32)
@@ -44,8 +44,8 @@ def _merge_attention_states_kernel(
     weight_a, weight_b = tl.exp(a - top), tl.exp(b - top)
     total = weight_a + weight_b
     divisor = tl.where(total == 0, 1.0, total)  # two empty states merge to out 0, lse -inf
-    merged = _weighed(out_a, (token * a_token + head * a_head)[:, None] + column, weight_a / divisor, a, tile)
-    merged += _weighed(out_b, (token * b_token + head * b_head)[:, None] + column, weight_b / divisor, b, tile)
+    merged = _weigh(out_a, (token * a_token + head * a_head)[:, None] + column, weight_a / divisor, a, tile)
+    merged += _weigh(out_b, (token * b_token + head * b_head)[:, None] + column, weight_b / divisor, b, tile)
     tl.store(out + row[:, None] * head_dim + column, merged, mask=tile)
     tl.store(lse + head * tokens + token, top + tl.log(total), mask=real)
 

@@ -105,14 +105,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     if x.dtype == torch.float64:
         return NotImplemented
     rows, width = as_rows(x), x.shape[-1]
-    residual_rows = None if residual is None else as_rows(residual)
+    addend = None if residual is None else as_rows(residual)
     normed, summed = x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
     launch = tuning.rms_norm(x.dtype, width)
     blocks = triton.cdiv(width, launch["BLOCK"])
     if normed.numel():
         _rms_norm_fwd_kernel[(len(rows) * blocks,)](
-            rows, residual_rows, weight.contiguous(), normed, summed,
-            rows.stride(0), 0 if residual is None else residual_rows.stride(0), width, eps, BLOCKS=blocks, **launch,
+            rows, addend, weight.contiguous(), normed, summed,
+            rows.stride(0), 0 if addend is None else addend.stride(0), width, eps, BLOCKS=blocks, **launch,
         )  # fmt: skip
     return normed, summed
 

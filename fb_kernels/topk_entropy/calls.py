@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fb_kernels.calls import Call, Calls, by_definition, randn, widened
+from fb_kernels.calls import Call, Calls, by_definition, randn, widen
 from fb_kernels.topk_entropy import naive
 
 
 def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Plain torch, without indices: torch.topk picks any of equal values."""
-    values = widened(logits.topk(k).values)
+    values = widen(logits.topk(k).values)
     logprob = values.log_softmax(-1)
     return -(logprob.exp() * logprob).sum(-1), values
 
@@ -36,8 +36,8 @@ def compiled() -> Iterator[Call]:
     half, single = torch.bfloat16, torch.float32
     for rows, dtype in ((1, half), (4096, half), (4096, torch.float16), (4096, single)):
         call = topk_entropy(rows)
-        moved = {"_topk_entropy_kernel": int(call.moved(dtype))}
-        yield replace(call.cast(dtype), shape=f"{call.shape} {str(dtype)[6:]}", launches=moved)
+        launches = {"_topk_entropy_kernel": int(call.moved(dtype))}
+        yield replace(call.cast(dtype), shape=f"{call.shape} {str(dtype)[6:]}", launches=launches)
 
 
 OPS = (

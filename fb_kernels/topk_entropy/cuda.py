@@ -25,8 +25,8 @@ def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     x = logits.reshape(rows, width)
     x = x if x.stride(1) == 1 else x.contiguous()
     workspace = logits.new_empty(rows * (min(width, GROUPS) + 1), dtype=torch.int64)
-    taken = cuda.launch(
+    launched = cuda.launch(
         "topk_entropy", x, logits=x, stride=x.stride(0), rows=rows, width=width, k=k, dtype=cuda.DTYPES[x.dtype],
         workspace=workspace, entropy=entropy, values=values, indices=indices,
     )  # fmt: skip
-    return (entropy, values, indices) if taken else NotImplemented
+    return (entropy, values, indices) if launched else NotImplemented

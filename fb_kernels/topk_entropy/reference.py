@@ -39,10 +39,10 @@ def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         indices = _top_indices(block, k)
         parts.append((block.gather(1, indices), indices))
     values, indices = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-    top = values[:, :1]
-    shifted = values - top
+    highest = values[:, :1]
+    shifted = values - highest
     exponentials = shifted.exp()
     total = exponentials.sum(1)
     weighted = exponentials.mul_(shifted).masked_fill_(values == -torch.inf, 0.0).sum(1)  # 0 * -inf counts as 0
-    entropy = (total.log() - weighted.div_(total)).masked_fill_(top[:, 0].isinf(), torch.nan)
+    entropy = (total.log() - weighted.div_(total)).masked_fill_(highest[:, 0].isinf(), torch.nan)
     return entropy.view(rows), values.view(*rows, k), indices.contiguous().view(*rows, k)
