@@ -55,7 +55,7 @@ def describe(tensor: Tensor) -> str:
 
 
 def has_memory(x: Tensor) -> bool:
-    """Whether a tensor's elements lie somewhere; not so if it is sparse, an efficient zero, freed, or wraps another."""
+    """Whether a tensor has memory of its own; a sparse, an efficient zero, a freed or a wrapping tensor has none."""
     try:
         return x.data_ptr() != 0 or x.numel() == 0
     except RuntimeError:
@@ -74,7 +74,7 @@ def is_tensor(op: str, argument: str, value: object) -> None:
 
 
 def is_astray(x: Tensor) -> bool:
-    """Whether a dense tensor's elements lie nowhere, though neither compilation nor a transform now is the reason."""
+    """Whether a dense tensor has no memory, though neither compilation nor a transform that is active explains it."""
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or has_memory(x):
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -185,7 +185,7 @@ def _overlap(left: Tensor, right: Tensor) -> bool:
 
 
 def _repeats(value: Tensor) -> bool:
-    """Whether two elements of a tensor share memory; they differ by 1 or more in their outermost differing index."""
+    """Whether two elements of a tensor share memory: whether a nonzero difference of their indices has offset 0."""
     terms = sorted(((stride, size - 1) for size, stride in zip(value.shape, value.stride(), strict=True)), reverse=True)
     inner = [sum(stride * most for stride, most in terms[position + 1 :]) for position in range(len(terms))]
     return any(

@@ -1,7 +1,7 @@
 """The layout of a packed forward: its branches, their groups, and the prefix that each group sees.
 
 What is derived from a layout (its numbers on the host, the plan of the CPU reference) is computed once for all layers,
-forward and backward. An operator gets only tensors; their identity leads it to the results.
+forward and backward. An operator gets only tensors, and finds the results by the identity of these.
 """
 
 from __future__ import annotations

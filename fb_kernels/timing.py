@@ -19,8 +19,8 @@ from torch.utils.benchmark import Timer
 
 CALLS = 15  # calls that are timed
 GRAPH_CALLS = 20  # per replay, when a graph is timed with a warm cache
-HIDDEN = 0.03  # most seconds of the host's work for a call that queued work hides
-LEAST, MOST = 0.2, 3.0  # seconds of `steady`; more if the times are noisy
+HIDDEN = 0.03  # queued GPU work covers the host's work for a call up to so many seconds
+LEAST, MOST = 0.2, 3.0  # seconds that `steady` measures, at least and at most: longer if times are noisy
 
 
 class Timing(Enum):

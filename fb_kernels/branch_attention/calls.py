@@ -29,7 +29,7 @@ def branch_attention(
     *,
     whole: bool = False,
 ) -> Call:
-    """With `whole` also lse."""
+    """A call on G groups of K branches of L rows after P keys; if `whole` it returns lse too."""
     rows, pairs = g * k * l, g * k * l * p + g * k * l * (l + 1) // 2
     tail = (torch.arange(g)[:, None] * k * l + torch.arange((k - 1) * l, k * l)).flatten()  # each group's last branch
     tensors = {"q": randn(rows, hq, e)}

@@ -21,7 +21,7 @@ from fb_kernels.precision import accumulation_dtype
 SCORES = 1 << 22
 """Scores in memory at once."""
 ROW_BLOCK = 256
-OWN_BLOCK = 64  # rows against their own branches; in a larger block most keys would belong to other branches
+OWN_BLOCK = 64  # rows against own branches; most keys of a larger block would belong to other branches
 
 
 class _Piece(NamedTuple):
@@ -333,7 +333,7 @@ def _fast(
 
 
 def _doubtful(lse: Tensor) -> Tensor:
-    """[T] of lse[Hq, T]: flash gives 0 also where every score is -inf, and +inf where one overflows."""
+    """[T], from lse[Hq, T]: rows to compute exactly, since flash gives lse 0 or +inf for scores that are not finite."""
     return ((lse == 0) | (lse == torch.inf)).any(0)
 
 

@@ -94,7 +94,7 @@ OPS = (
         branch_attention_qkv,
         with_tables(naive.branch_attention_qkv, "qkv"),
         checked=_checked,
-        compiled=lambda: (),  # its kernels of Triton's are those of its parts
+        compiled=lambda: (),  # its Triton kernels are those of its parts
         takes="qkv[N, (Hq + 2 Hkv) E], (q_weight[E]), (k_weight[E]), cos[S, E], sin[S, E], positions[N], " + TAKES,
         gives="out[N, Hq, E]; writes k and v to their slots",
         cpu="fp32, bf16",

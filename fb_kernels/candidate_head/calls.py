@@ -22,7 +22,7 @@ def score_groups(
 
 
 def candidate_head(g: int = 8, k: int = 13, d: int = 2048, *, normed: bool = False, master: bool = False) -> Call:
-    """A call on G groups of K candidates; `normed` needs no norm, `master` is a head in float32 with a bias."""
+    """A call on G groups of K candidates: `normed` ones need no norm, a `master` head is float32 and has a bias."""
     arguments = {
         "hidden": randn(g * k, d),
         "norm_weight": None if normed else 1 + randn(d) / 8,

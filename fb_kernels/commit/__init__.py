@@ -104,7 +104,7 @@ def commit_(
 
 
 def _may_be_pinned(outcome: Tensor) -> bool:
-    """Whether it is in pinned memory; in a capture, where the driver must not be asked, the call before it has told."""
+    """Whether it is in pinned memory, as the call before a capture has checked: a capture must not ask the driver."""
     return torch.cuda.is_current_stream_capturing() or outcome.is_pinned()
 
 

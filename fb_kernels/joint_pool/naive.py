@@ -14,7 +14,7 @@ def joint_pool(slm_ids: Tensor, llm_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
         pool: dict[int, int] = {}
         for bit, ids_of_model in ((1, slm_ids), (2, llm_ids)):
             for token in ids_of_model.reshape(rows, ids_of_model.shape[-1])[row].tolist():
-                if token >= 0:  # others are padding
+                if token >= 0:  # negative ids are padding
                     pool[token] = pool.get(token, 0) | bit
         count[row] = len(pool)
         for column, (token, bits) in enumerate(pool.items()):

@@ -64,7 +64,7 @@ def part(n: int) -> Part:
 
 
 def linear_logprob(n: int = 1664, d: int = 2048, v: int = 32_768, *, whole: bool = False) -> Call:
-    """With `whole` also lse, entropy and maximum."""
+    """A call on N rows; if `whole` it returns lse, entropy and maximum too."""
     tensors = {"hidden": randn(n, d), "weight": randn(v, d, heavy=9) * 2 / d**0.5, "target": ids(v, n)}
     return Call(
         "linear_logprob",
@@ -81,7 +81,7 @@ def linear_logprob(n: int = 1664, d: int = 2048, v: int = 32_768, *, whole: bool
 
 
 def definition(call: Call) -> list[Tensor]:
-    """Of the results that it returns."""
+    """The results that the call returns."""
     arguments = {name: value for name, value in call.arguments.items() if name not in ALL}
     requests = [True, *(call.arguments.get(name, False) for name in ALL)]
     return [x for x, requested in zip(naive.linear_logprob(**arguments), requests, strict=True) if requested]

@@ -47,7 +47,7 @@ def linear_logprob_partials(
     counted = target != ignore_index
     valid = len(weight_shard) if valid_vocab is None else min(len(weight_shard), max(0, valid_vocab - vocab_start))
     logits = _logits(hidden[counted], weight_shard[:valid], bias, logit_scale, softcap, temperature)
-    logits = torch.cat([logits, logits.new_full((len(logits), 1), -torch.inf)], 1)  # [N, valid + 1]: no id's
+    logits = torch.cat([logits, logits.new_full((len(logits), 1), -torch.inf)], 1)  # [N, valid + 1], the last of no id
     top = logits.detach().amax(-1)
     sumexp = (logits - top.masked_fill(top == -torch.inf, 0.0)[:, None]).exp().sum(-1)
     sumexp = sumexp.masked_fill(top == -torch.inf, float(valid > 0))  # the maximum's own term

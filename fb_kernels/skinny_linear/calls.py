@@ -59,7 +59,7 @@ OPS = (
         skinny_linear,
         by_definition(naive.skinny_linear),
         checked=_checked,
-        compiled=lambda: (),  # its kernels of Triton's are those of its parts
+        compiled=lambda: (),  # its Triton kernels are those of its parts
         takes="x[N, K], weight[M, K], (bias[M]), (norm_weight[K]), (residual[N, M])",
         gives="[N, M], with swiglu [N, M / 2]",
         cpu="fp32, bf16",
