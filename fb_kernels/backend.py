@@ -102,16 +102,16 @@ def kernels(op: str, device: str) -> dict[str, str]:
     return {kind: why for kind, why in reasons.items() if not why or kind in _TRIED["auto", device]}
 
 
-def _kinds(wanted: str, own: Sequence[str], device: str) -> list[str]:
+def _kinds(requested: str, own: Sequence[str], device: str) -> list[str]:
     """The op's kernels to try, in order; only the requested one if one is requested."""
-    kinds = [kind for kind in _TRIED[wanted, device] if kind in own]
-    return [wanted] if wanted in kinds else kinds
+    kinds = [kind for kind in _TRIED[requested, device] if kind in own]
+    return [requested] if requested in kinds else kinds
 
 
-def _reason(kind: str, wanted: str, stem: str, absent: list[str]) -> str:
-    if wanted == kind:
+def _reason(kind: str, requested: str, stem: str, absent: list[str]) -> str:
+    if requested == kind:
         return f"{VARIABLE} asks for it"
-    if wanted == "cuda" and stem not in _with["cuda"]:
+    if requested == "cuda" and stem not in _with["cuda"]:
         return "it has no CUDA kernel"
     return "; ".join(["it has a kernel", *absent])
 
@@ -208,16 +208,16 @@ def implementation(name: str, stem: str, reference: Callable, own: list[str], de
                 _seen[name] = "reference" if out is NotImplemented else "cpu"
             return reference(*arguments) if out is NotImplemented else out
         first, why = chosen(stem, device)
-        wanted = _overrides.get(stem, _overrides[""])
-        kinds = _kinds(wanted, own, device) if wanted != "reference" else []
-        if first == "reference" and wanted in own and device == ("cpu" if wanted == "cpu" else "cuda"):
+        requested = _overrides.get(stem, _overrides[""])
+        kinds = _kinds(requested, own, device) if requested != "reference" else []
+        if first == "reference" and requested in own and device == ("cpu" if requested == "cpu" else "cuda"):
             raise ValueError(
-                f"{name}: expected {wanted} kernels, as {VARIABLE} asks, got none ({why}); install what is missing "
+                f"{name}: expected {requested} kernels, as {VARIABLE} asks, got none ({why}); install what is missing "
                 f"or set {VARIABLE}=auto"
             )
         for kind in kinds:
             if kind != first and _why_not(kind, stem, device):
-                if kind == kinds[0] and device == "cuda" and wanted == "auto":
+                if kind == kinds[0] and device == "cuda" and requested == "auto":
                     _warn_once(name, kind, first, why)
                 continue
             with _on_device_of(arguments, device):
@@ -226,9 +226,9 @@ def implementation(name: str, stem: str, reference: Callable, own: list[str], de
                 if _seen is not None:
                     _seen[name] = kind
                 return out
-        if wanted == first and first in own:
+        if requested == first and first in own:
             raise NotTakenError(
-                f"{name}: expected arguments that the {wanted} kernel takes, got others (dtype or sizes); "
+                f"{name}: expected arguments that the {requested} kernel takes, got others (dtype or sizes); "
                 f"set {VARIABLE}=auto or {VARIABLE}=auto,{stem}=reference"
             )
         if _seen is not None:

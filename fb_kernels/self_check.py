@@ -63,8 +63,8 @@ def check(device: str, ops: Sequence[str] = ()) -> list[Row]:
     bounds = timing.ceilings(device, _dtype(device))
     checked = [row for op, op_rows in zip(ops, rows_by_op, strict=True) for row in timed(op, op_rows, device, bounds)]
     switch(checked, device)
-    taken = {op: taken_by(op, device) for op in ops}
-    return [replace(row, used=row.right and row.kernel in taken[row.op].get(row.shape, ())) for row in checked]
+    used = {op: taken_by(op, device) for op in ops}
+    return [replace(row, used=row.right and row.kernel in used[row.op].get(row.shape, ())) for row in checked]
 
 
 def rows(op: str, device: str, without: Sequence[str] = ()) -> Iterator[Row]:

@@ -254,25 +254,25 @@ def _pieces(
             rows = slice(first, min(first + step, group.last))
             row = torch.arange(rows.start, rows.stop)[:, None]  # [R, 1]
             start = plan.row_start[rows, None]
-            seen = 0  # first key of the prefix that the window reaches
+            first_key = 0  # first key of the prefix that the window reaches
             if window is not None:
-                seen = max(0, group.length + int((row - start).min()) + 1 - window)
-            if seen < group.length:
+                first_key = max(0, group.length + int((row - start).min()) + 1 - window)
+            if first_key < group.length:
                 visible = None
                 if window is not None:
-                    visible = group.length + row - start - torch.arange(seen, group.length) < window
-                shared = slice(group.start + seen, group.start + group.length)
-                yield _Piece(rows, False, shared, keys[seen:], values[seen:], visible)
+                    visible = group.length + row - start - torch.arange(first_key, group.length) < window
+                shared = slice(group.start + first_key, group.start + group.length)
+                yield _Piece(rows, False, shared, keys[first_key:], values[first_key:], visible)
             if k is None or v is None:
                 continue
             for block in range(0, len(row), OWN_BLOCK):
-                mine, began = row[block : block + OWN_BLOCK], start[block : block + OWN_BLOCK]
-                low, stop = int(began[0]), int(mine[-1]) + 1
+                own_rows, began = row[block : block + OWN_BLOCK], start[block : block + OWN_BLOCK]
+                low, stop = int(began[0]), int(own_rows[-1]) + 1
                 if window is not None:
-                    low = max(low, int(mine[0]) + 1 - window)
+                    low = max(low, int(own_rows[0]) + 1 - window)
                 own = slice(low, stop)
-                visible = _own_visible(mine, own, began, window)
-                yield _Piece(slice(int(mine[0]), stop), True, own, k[own].to(dtype), v[own].to(dtype), visible)
+                visible = _own_visible(own_rows, own, began, window)
+                yield _Piece(slice(int(own_rows[0]), stop), True, own, k[own].to(dtype), v[own].to(dtype), visible)
 
 
 def _own_visible(row: Tensor, own: slice, start: Tensor, window: int | None) -> Tensor:
@@ -291,14 +291,14 @@ def _fast(
     inputs only, and the rows that see anything else are computed exactly.
     """
     exact_rows = torch.zeros(q.shape[0], dtype=torch.bool)
-    given = (q, k, v)
-    if not all(x is None or _finite(x) for x in given):
+    inputs = (q, k, v)
+    if not all(x is None or _finite(x) for x in inputs):
         exact_rows |= ~q.isfinite().flatten(1).all(1)
         if k is not None and v is not None:
             strange = ~(k.isfinite() & v.isfinite()).flatten(1).all(1)
             count = strange.long().cumsum(0)
             exact_rows |= count > (count - strange.long())[plan.row_start]
-        q, k, v = (None if x is None else x.nan_to_num(0.0, 0.0, 0.0) for x in given)  # type: ignore[assignment]
+        q, k, v = (None if x is None else x.nan_to_num(0.0, 0.0, 0.0) for x in inputs)  # type: ignore[assignment]
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype))
     out = torch.zeros(q.shape, dtype=q.dtype)
     if k is not None and v is not None:
@@ -325,8 +325,8 @@ def _fast(
             exact_rows[rows] = True
     if exact_rows.any():
         groups = [group for group in plan.groups if exact_rows[group.first : group.last].any()]
-        pieces = _pieces(given[0], given[1], given[2], prefix_k, prefix_v, plan._replace(groups=groups), None)
-        exact_out, exact_lse = _exact(given[0], pieces, scale, None)
+        pieces = _pieces(inputs[0], inputs[1], inputs[2], prefix_k, prefix_v, plan._replace(groups=groups), None)
+        exact_out, exact_lse = _exact(inputs[0], pieces, scale, None)
         out = torch.where(exact_rows[:, None, None], exact_out.to(out.dtype), out)
         lse = torch.where(exact_rows, exact_lse, lse)
     return out, lse

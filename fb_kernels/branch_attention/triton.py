@@ -481,8 +481,8 @@ def branch_attention(
     window = everything if window is None else min(window, everything)
     table = cu_branch[None] if block_table is None else block_table
     prefix_k, prefix_v = (x[None] if block_table is None else x for x in (prefix_k, prefix_v))
-    given = (q, q if k is None else k, q if v is None else v, prefix_k, prefix_v)
-    q, own_k, own_v, prefix_k, prefix_v = (x if x.stride(-1) == 1 else x.contiguous() for x in given)
+    tensors = (q, q if k is None else k, q if v is None else v, prefix_k, prefix_v)
+    q, own_k, own_v, prefix_k, prefix_v = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
     if max(x.stride(-3) for x in (own_k, own_v, prefix_k, prefix_v)) >= 1 << 23:  # offsets in a block are 32-bit
         return NotImplemented
     indices = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
@@ -530,11 +530,11 @@ def branch_attention(
         return out, lse
     flat = form == "plain" and block_table is None and (capacity or k is not None)
     if flat and tuning.branch_attention_form(q.dtype, width, repeat) == "gluon":
-        given = (q, *((None, None) if k is None else (own_k, own_v)), prefix_k[0], prefix_v[0])
-        if _for_gluon(repeat, *given):
+        tensors = (q, *((None, None) if k is None else (own_k, own_v)), prefix_k[0], prefix_v[0])
+        if _for_gluon(repeat, *tensors):
             from fb_kernels.branch_attention import gluon  # experimental, and not in every Triton
 
-            gluon.attend(*given, out, lse, indices, numbers[1])
+            gluon.attend(*tensors, out, lse, indices, numbers[1])
             return out, lse
     launch = tuning.branch_attention(q.dtype, width, repeat, form)
     tiles, starts, _ = branch_layout.tables(indices, rows, repeat, launch["BLOCK_M"])

@@ -592,13 +592,13 @@ def branch_attention_backward(
     window = everything if window is None else min(window, everything)
     table = cu_branch[None] if block_table is None else block_table
     prefix_k, prefix_v = (x[None] if block_table is None else x for x in (prefix_k, prefix_v))
-    given = [grad_out, q, q if k is None else k, q if v is None else v, prefix_k, prefix_v, out]
-    given = [x if x.stride(-1) == 1 else x.contiguous() for x in given]
-    if max(x.stride(-3) for x in given) >= 1 << 23:  # offsets in a block of keys are 32-bit
+    tensors = [grad_out, q, q if k is None else k, q if v is None else v, prefix_k, prefix_v, out]
+    tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    if max(x.stride(-3) for x in tensors) >= 1 << 23:  # offsets in a block of keys are 32-bit
         return NotImplemented
     if grad_lse is not None:  # they share their strides
         lse, grad_lse = lse.contiguous(), grad_lse.contiguous()
-    aligned, block_e = branch_layout.aligned(*given), max(16, tuning.next_power_of_2(width))
+    aligned, block_e = branch_layout.aligned(*tensors), max(16, tuning.next_power_of_2(width))
     form = "aligned" if aligned else "unaligned"
     launch = tuning.branch_attention_backward(q.dtype, width, repeat, triton.cdiv(rows, filled), form)
     tiles, starts, _ = branch_layout.tables(indices, rows, repeat, launch["BLOCK_M"])
@@ -610,9 +610,9 @@ def branch_attention_backward(
         numbers = (window, scale, scale * LOG2_E, 0.0)
     else:
         numbers = (window, scale, softcap * LOG2_E, scale / softcap)
-    strides = [n for x in given for n in x.stride()[:-1]]
+    strides = [n for x in tensors for n in x.stride()[:-1]]
     _branch_attention_bwd_kernel[((len(tiles) * splits + len(key_tiles)) * kv_heads,)](
-        *given, lse, grad_lse, pieces, dk, dv,
+        *tensors, lse, grad_lse, pieces, dk, dv,
         tiles, key_tiles, starts, prefix_start.contiguous(), prefix_len.contiguous(), table,
         rows, kv_heads, len(tiles), splits, capacity, max(page_size, 1), prefix_k.shape[0],
         *numbers, *strides, *lse.stride(), *table.stride(), OWN=k is not None, PAGED=block_table is not None,
@@ -624,7 +624,7 @@ def branch_attention_backward(
             pieces, dq, dq.numel(), splits, BLOCK=512, num_warps=4
         )
     if dprefix_k.numel():
-        grad, query, *_, own_out = given
+        grad, query, *_, own_out = tensors
         state = q.new_empty((2, rows, heads), dtype=torch.float32)
         launch = tuning.branch_attention_backward_prefix(q.dtype, width, form)
         state_rows = max(1, (4096 if aligned else 1024) // block_e)  # unaligned addresses take registers
@@ -633,10 +633,10 @@ def branch_attention_backward(
             ALIGNED=aligned, HEAD_DIM=width, BLOCK_E=block_e, ROWS=state_rows, num_warps=4,
         )  # fmt: skip
         _branch_attention_bwd_prefix_kernel[(triton.cdiv(capacity, launch["KEYS"]) * kv_heads,)](
-            grad, query, given[4], given[5], state, dprefix_k, dprefix_v,
+            grad, query, tensors[4], tensors[5], state, dprefix_k, dprefix_v,
             tiles, starts, cu_group.contiguous(), prefix_start.contiguous(), prefix_len.contiguous(),
             rows, kv_heads, groups, capacity, *numbers,
-            *(n for x in (grad, query, given[4], given[5]) for n in x.stride()[-3:-1]),
+            *(n for x in (grad, query, tensors[4], tensors[5]) for n in x.stride()[-3:-1]),
             ALIGNED=aligned, WINDOW=windowed, SOFTCAP=softcap is not None, REPEAT=repeat, HEAD_DIM=width,
             BLOCK_E=block_e, OFFSETS=branch_layout.OFFSETS, **launch,
         )  # fmt: skip

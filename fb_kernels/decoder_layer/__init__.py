@@ -114,8 +114,8 @@ def decoder_layer(
         run = _decoder_layer.passed(key, hidden)
     others = (hidden, *weights, cos, sin, positions, held, slots, block_table)
     if slots is not None and not (key and checks.disjoint((k_cache, v_cache), *others)):
-        named = {f"weights.{name}": weight for name, weight in weights._asdict().items()}
-        check_written(op, *rest, {"hidden": hidden} | named)
+        by_name = {f"weights.{name}": weight for name, weight in weights._asdict().items()}
+        check_written(op, *rest, {"hidden": hidden} | by_name)
     return run(hidden, *weights, *rest, eps, window, cos.shape[1] ** -0.5 if scale is None else scale)
 
 
