@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from fb_core._util import write_file
 from numpy.random import Generator
 from scipy.stats import binomtest
 
@@ -32,7 +33,6 @@ from fb_core.apps.demo.worlds import END, Role, World, WorldProblem, step_text
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.processes import processes
 from fb_core.apps.settings.config import RunSettings, changed
-from fb_core.atomic import write_file
 
 SEEDS = tuple(range(97_001, 97_051))  # of problems, training sets and rerankers; fixed before the run
 QUANTILE, PROBLEMS = 0.92, 800

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fb_kernels import backend, calls, self_check, timing
+from fb_kernels import calls, self_check
+from fb_kernels._runtime import backend, timing
 from fb_kernels.calls import Call, Calls, listed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

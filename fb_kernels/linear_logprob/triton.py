@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fb_kernels import tuning
+from fb_kernels._runtime import tuning
 from fb_kernels.linear_logprob.options import Options
 from fb_kernels.linear_logprob.reference import gradient, partials_gradient
 from fb_kernels.triton import HAS_GLUON

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fb_core._util import check_count
 from tiny import tiny
 
 from fb_core import (
@@ -17,7 +18,6 @@ from fb_core import (
     TokenReranker,
 )
 from fb_core.apps.settings.config import PairSettings
-from fb_core.counts import check_count
 from fb_core.decode.pair import Pair
 from fb_core.models.checkpoints import load_model
 from fb_core.rerank.training import Optimisation
