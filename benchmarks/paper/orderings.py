@@ -160,11 +160,12 @@ def _horizons(rows: Sequence[Result]) -> Iterator[Ordering]:
             yield Ordering(words, paper, *minus, may_be_equal=longer is row)
 
 
-def ordering_lines(columns: Mapping[str, Sequence[Result]]) -> list[str]:
+def ordering_lines(columns: Mapping[str, Sequence[Result]], reversed_only: bool = False) -> list[str]:
     """Markdown on which of the paper's orderings hold, those that are reversed first; unmeasured ones are counted.
 
     Args:
         columns: the rows of one benchmark each, by a head such as its name.
+        reversed_only: list the orderings that some column reverses; others are only counted.
     """
     named_orderings: dict[str, dict[str, Ordering]] = {}
     counts = {head: Counter[str]() for head in columns}
@@ -180,6 +181,7 @@ def ordering_lines(columns: Mapping[str, Sequence[Result]]) -> list[str]:
         (words, by_head)
         for words, by_head in named_orderings.items()
         if any(ordering.difference is not None for ordering in by_head.values())
+        and (not reversed_only or "reversed" in map(Ordering.verdict, by_head.values()))
     ]
     measured.sort(key=lambda item: "reversed" not in map(Ordering.verdict, item[1].values()))
     rows = [

@@ -31,7 +31,6 @@ from benchmarks import harness
 from benchmarks.servers.server_process import MODEL, PAIR, THREADS, Server, Truth, alone
 from fb_core import CompatibilityScorer, Sampling
 from fb_core.apps.demo.pairs import DemoPair, load_pair
-from fb_core.apps.pipeline.page import markdown_table
 
 RESULTS = harness.ROOT / "benchmarks" / "results" / "soak"
 LIMITS, EVENTS, ANSWERS = (60, 25, 7), (8, 0), 2  # maximum tokens, events and answers
@@ -248,22 +247,13 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     first, last = result["held"][0], result["held"][-1]
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in result["kinds"].items())
     statuses = ", ".join(f"{count:,} of {status}" for status, count in sorted(result["statuses"].items()))
-    rows = [
-        [
-            f"{held['requests']:,}",
-            f"{held['resident_bytes'] / 2**20:.1f}",
-            f"{held['open_files']}",
-            f"{held['threads']}",
-        ]
-        for held in result["held"]
-    ]
     more = (last["resident_bytes"] - first["resident_bytes"]) / 2**20
     return [
         f"{last['requests']:,} requests ({kinds}), {result['clients']} at once, in {result['seconds']:.0f} s: "
-        f"{len(result['wrong'])} wrong answers; statuses: {statuses}; {more:+.1f} MiB of memory since request "
-        f"{first['requests']:,}. At each row no page of the KV cache was held.",
-        "",
-        *markdown_table(["requests so far", "resident MiB", "open files", "threads"], rows),
+        f"{len(result['wrong'])} wrong answers; statuses: {statuses}. From request {first['requests']:,} on, the "
+        f"server's memory changed by {more:+.1f} MiB, to {last['resident_bytes'] / 2**20:.0f} MiB, its open files from "
+        f"{first['open_files']} to {last['open_files']}, its threads from {first['threads']} to {last['threads']}. "
+        "Whenever it was idle, no page of the KV cache was held.",
         "",
         f"*{result['device']}, commit {harness.shown_commit(result)}, {result['date']}*",
     ]

@@ -207,7 +207,7 @@ def test_the_demos_words_are_scored():
 
 
 def test_the_documents_example_runs(capsys):
-    text = (Path(__file__).parents[2] / "docs" / "shared_prefix.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "scoring.md").read_text(encoding="utf-8")
     (block,) = (one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "score_texts(" in one)
     exec(block, {})
     assert capsys.readouterr().out.startswith("tensor([")
