@@ -292,7 +292,7 @@ def times_below(cells: Cells, name: str, delta: float) -> int:
 
 
 def methods(cells: Cells, delta: float) -> list[str]:
-    """Accuracy and cost of the methods, and how often and how far they are below greedy decoding or the direct score.
+    """Accuracy and cost of the methods, and how often and how far rerankers are below the other two.
 
     The last columns are: the cells below by more than delta, those of them that are significantly so, and the worst.
     """
@@ -305,10 +305,11 @@ def methods(cells: Cells, delta: float) -> list[str]:
                 continue
             accuracy = percent(cells.interval(world, lambda cell, name=name: cells.correct(cell, name)))
             counts = (f"{cells.mean(world, name, column):.2f}" for column in ("calls", "llm_tokens"))
-            low = below(cells, world, name, delta)
-            rows.append(
-                [world, label, accuracy, *counts, f"{low.seen}", f"{low.significant}", f"{100 * low.worst:+.1f}"]
-            )
+            falls = ["", "", ""]
+            if name in ("deployed", "published", "value"):
+                low = below(cells, world, name, delta)
+                falls = [f"{low.seen}", f"{low.significant}", f"{100 * low.worst:+.1f}"]
+            rows.append([world, label, accuracy, *counts, *falls])
     return markdown_table(head, rows)
 
 
