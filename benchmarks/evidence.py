@@ -292,7 +292,7 @@ def times_below(cells: Cells, name: str, delta: float) -> int:
 
 
 def methods(cells: Cells, delta: float) -> list[str]:
-    """Accuracy and cost of the methods, and how often and how far rerankers are below the other two.
+    """Accuracy and cost of the methods, and how often and how far rerankers are below greedy or direct.
 
     The last columns are: the cells below by more than delta, those of them that are significantly so, and the worst.
     """
