@@ -245,8 +245,8 @@ def spread(name: str) -> Case:
 
 
 MIXED: Groups = [([3, 1], 0, 6), ([1, 1], 6, 3)]  # branches of one row in a group of their own, for the CPU's kernel
-LONG: Groups = [([40], 3, 0), ([33, 1, 1, 17, 17], 5, 100)]
-SPANNING = [{"groups": LONG, "heads": (2, 1)} | options for options in ({}, {"window": 50})]
+LONG: Groups = [([20], 3, 0), ([17, 1, 1, 9], 5, 40)]
+SPANNING = [{"groups": LONG, "heads": (2, 1)} | options for options in ({}, {"window": 25})]
 EVERY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FEW = [(1, 1), (2, 1), (2, 2), (3, 1), (0, 1)]
 
@@ -319,7 +319,7 @@ OP = Op(
             layouts=ROWS,
             also=[
                 *SPANNING,
-                {"groups": [([300, 5], 0, 700), ([], 0, 3), ([1] * 70, 4, 300)], "heads": (2, 1)},
+                {"groups": [([33, 5], 0, 250), ([], 0, 3), ([1] * 33, 4, 260)], "heads": (2, 1)},
                 {"groups": [([2], 0, 3)], "heads": (200, 1)},
             ],
             refused=[

@@ -13,8 +13,6 @@ import pytest
 import torch
 from cases import OPS
 from cases.base import Case
-from test_aot import OPS as COMPILED
-from test_aot import kernels_in, sources_of
 from test_contract import check, evaluate
 
 from benchmarks.gpu.aot import linear_logprob
@@ -24,6 +22,8 @@ from fb_kernels import tuning
 from fb_kernels.branch_attention import triton_backward
 from ptx.launches import executed
 from ptx.machine import Executed
+from ptx.test_aot import OPS as COMPILED
+from ptx.test_aot import kernels_in, sources_of
 
 PAIRS = [
     (name, way) for name, op in OPS.items() for way in op.ways if way.startswith("triton") and not way.endswith("gluon")
