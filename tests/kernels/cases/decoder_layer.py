@@ -184,7 +184,6 @@ OP = Op(
     which_strange=False,
     wrong=[
         ("hidden", {"hidden": torch.ones(6, 12, 1)}, ValueError),
-        ("hidden", {"hidden": [1.0]}, TypeError),
         ("hidden", {"hidden": torch.ones(6, 12, requires_grad=True)}, ValueError),
         ("weights", {"weights": tuple(TYPICAL.arguments["weights"])}, TypeError),
         ("weights.qkv", {"weights.qkv": torch.ones(63, 12)}, ValueError),
@@ -205,7 +204,6 @@ OP = Op(
         ("held", {"held": ids(14)}, ValueError),
         *(("slots", {"slots": ids(5, other, 7, 8, 9, 10)}, ValueError) for other in (4, 13, 5)),
         ("window", {"window": 0}, ValueError),
-        ("scale", {"scale": math.nan}, ValueError),
         ("eps", {"eps": 0.0}, ValueError),
         *wrong_pages(2, 8),
     ],

@@ -71,15 +71,9 @@ OP = Op(
     result_rows=(0, 0),
     alone=True,
     wrong=[
-        ("x", {"x": [1.0]}, TypeError),
-        ("x", {"x": torch.ones(7, 29, dtype=torch.int64)}, TypeError),
         ("x", {"x": torch.tensor(1.0)}, ValueError),
         ("weight", {"weight": torch.ones(28)}, ValueError),
-        ("weight", {"weight": torch.ones(29, dtype=torch.float64)}, TypeError),
-        ("weight", {"weight": torch.ones(29, device="meta")}, ValueError),
         ("residual", {"residual": torch.ones(29)}, ValueError),
-        ("residual", {"residual": torch.ones(7, 29, dtype=torch.float16)}, TypeError),
-        ("eps", {"eps": None}, TypeError),
         *BAD_EPS,
     ],
 )
