@@ -1,4 +1,4 @@
-"""The compiled kernels for CPU tensors: threads, blocks and widths of vectors, and which calls they take by themselves."""
+"""The compiled kernels for CPU tensors: their threads, blocks and vectors, and which calls they take by themselves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ every_width = pytest.mark.usefixtures("vectors")
 @every_width
 def test_soft_caps_of_every_size() -> None:
     """Logits from where tanh is its argument to where it is 1."""
-    bias = torch.cat((torch.linspace(-20, 20, 4001), torch.tensor([1e-30, -1e-9, 0.0, INF, -INF, 200.0, -1e30])))
+    bias = torch.cat((torch.linspace(-20, 20, 801), torch.tensor([1e-30, -1e-9, 0.0, INF, -INF, 200.0, -1e30])))
     for x in bias.split(1):  # its own log-prob is 0, its lse the logit
         lse = linear_logprob(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), x,
                              softcap=2.0, return_lse=True)[1]  # fmt: skip
