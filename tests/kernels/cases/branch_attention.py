@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from layouts import LAYOUTS
 from torch import Tensor
 
-from cases.base import INDICES, ROWS, Case, Op, Way, definition, generator, ids, launched, normal, randn, seeds, single
+from cases.base import INDICES, ROWS, Case, Op, Way, definition, generator, ids, launched, normal, seeds, single
 from fb_kernels import BranchLayout
 from fb_kernels.branch_attention import reference, triton_backward, triton_layout
 from fb_kernels.branch_attention.naive import branch_attention as naive
@@ -368,37 +368,14 @@ OP = Op(
 )
 
 
-def branches(rows: int, lengths: tuple[int, ...], paged: bool = False, own: bool = True) -> dict[str, Any]:
-    """Two groups over one buffer; branches of the given lengths, the first half of them the first group's."""
-    prefix = (3, 4, 2, 8) if paged else (9, 2, 8)
-    half = len(lengths) // 2
-    return {
-        "q": randn(rows, 4, 8),
-        "k": randn(rows, 2, 8, seed=1) if own else None,
-        "v": randn(rows, 2, 8, seed=2) if own else None,
-        "prefix_k": randn(*prefix, seed=3),
-        "prefix_v": randn(*prefix, seed=4),
-        "layout": BranchLayout(
-            ids(*torch.tensor((0, *lengths)).cumsum(0).tolist()),
-            ids(0, half, len(lengths)),
-            ids(1, 0) if paged else ids(1, 3),
-            ids(6, 4) if paged else ids(5, 6),
-            ids(2, 0, 1, -1).view(2, 2) if paged else None,
-        ),
-    }
-
-
-def example(arguments: dict[str, Any], gradients: tuple[str, ...] = (*OWN, *SHARED)) -> Case:
-    outputs = (0, 1) if arguments.get("return_lse") else (0,)
-    return Case("branch_attention", arguments, gradients=gradients, outputs=outputs)
-
-
+GROUPS: Groups = [([2, 3], 0, 5), ([1, 3], 2, 6)]
+SINGLE: Groups = [([1] * 3, 0, 5), ([1] * 3, 2, 6)]
 EXAMPLES = {
-    "branch_attention": lambda: example(branches(9, (2, 3, 1, 3)) | {"return_lse": True}),
-    "branch_attention, one row each": lambda: example(branches(6, (1,) * 6) | {"return_lse": True}),
-    "branch_attention, one page each": lambda: example(branches(6, (1,) * 6, True) | {"return_lse": True}, OWN).with_(
-        **{"layout.block_table": ids(2, 0).view(2, 1), "layout.prefix_len": ids(3, 4)}
+    "branch_attention": OP.example(groups=GROUPS, spare=0),
+    "branch_attention, one row each": OP.example(groups=SINGLE, spare=0),
+    "branch_attention, one page each": OP.example(groups=[([1] * 3, 0, 3), ([1] * 3, 0, 4)], spare=0, page=4),
+    "branch_attention, paged": OP.example(
+        groups=GROUPS, spare=0, page=4, window=3, softcap=2.0, scale=None, return_lse=False
     ),
-    "branch_attention, paged": lambda: example(branches(9, (2, 3, 1, 3), True) | {"window": 3, "softcap": 2.0}, OWN),
-    "branch_attention, prefix only": lambda: example(branches(9, (2, 3, 1, 3), own=False), ("q", *SHARED)),
+    "branch_attention, prefix only": OP.example(groups=GROUPS, spare=0, own=False, return_lse=False),
 }

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases import branch_attention
-from cases.base import CONTIGUOUS, LOW, Case, Op, Way, definition, generator, ids, normal, randn, seeds, single
-from cases.qk_norm_rope import heads
+from cases.base import CONTIGUOUS, LOW, Case, Op, Way, definition, generator, ids, normal, seeds, single
 from fb_kernels import BranchLayout
 from fb_kernels.precision import accumulation_dtype
 from fb_kernels.qk_norm_rope.naive import qk_norm_rope
@@ -338,14 +337,8 @@ OP = Op(
 )
 
 
-def arguments(rows: int) -> dict[str, Any]:
-    return heads(rows) | {"k_cache": randn(9, 2, 8, seed=5), "v_cache": randn(9, 2, 8, seed=6), "held": ids(5)}
-
-
 EXAMPLES = {
-    "branch_attention_qkv": lambda: Case("branch_attention_qkv", arguments(1)),
-    "branch_attention_qkv, written": lambda: Case(
-        "branch_attention_qkv", arguments(4) | {"slots": ids(6, 5, 8, 7), "window": 4}, written=CACHES
-    ),
-    "branch_attention_qkv, in pages": lambda: single(make(2, held=7, page=3, sequences=2, seed=7, wide_tables=True)),
+    "branch_attention_qkv": OP.example(rows=1, keep="none", unheld=0.5),
+    "branch_attention_qkv, written": OP.example(rows=4, window=4, unheld=0.5),
+    "branch_attention_qkv, in pages": OP.example(rows=2, held=7, page=3, sequences=2, seed=7),
 }

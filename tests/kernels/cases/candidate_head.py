@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import ROWS, WIDTHS, Case, Op, Way, ids, launched, normal, randn, seeds, single
+from cases.base import ROWS, WIDTHS, Case, Op, Way, ids, launched, normal, seeds, single
 from fb_kernels.candidate_head import cpu, cuda
 from fb_kernels.candidate_head.naive import candidate_head as naive
 from fb_kernels.testing import magnitude
@@ -171,17 +171,4 @@ OP = Op(
         ("eps", {"eps": -1.0}, ValueError),
     ],
 )
-EXAMPLES = {
-    "candidate_head": lambda: Case(
-        "candidate_head",
-        {
-            "hidden": randn(7, 16),
-            "norm_weight": randn(16),
-            "head_weight": randn(16, seed=1),
-            "cu_group": ids(0, 3, 3, 6),
-            "eps": EPS,
-            "head_bias": randn(1),
-        },
-        gradients=("hidden", "norm_weight", "head_weight", "head_bias"),
-    )
-}
+EXAMPLES = {"candidate_head": OP.example(groups=(3, 0, 3), tail=1, width=16)}

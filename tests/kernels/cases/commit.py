@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import ROWS, Case, Op, Way, definition, generator, ids, seeds
+from cases.base import ROWS, Case, Op, Way, definition, generator, seeds
 from fb_kernels import DecodeState
 
 WRITTEN = ("state.tokens", "state.length", "state.halt")
@@ -121,17 +121,4 @@ OP = Op(
         ("outcome", {"outcome": [0.0]}, TypeError),
     ],
 )
-EXAMPLES = {
-    "commit_": lambda: Case(
-        "commit_",
-        {
-            "state": DecodeState(torch.arange(28).view(4, 7), ids(3, 4, 2, 7), ids(0, 0, 3, 0), ids(1, 0, 2, 1)),
-            "token": ids(9, 5, 6, 8),
-            "entropy": torch.tensor([0.5, 2.0, 0.1, 0.2]),
-            "threshold": torch.tensor([1.0, 1.0, 1.0, 1.0]),
-            "eos_ids": ids(7, 8, 2),
-            "max_length": ids(6, 6, 6, 6),
-        },
-        written=WRITTEN,
-    )
-}
+EXAMPLES = {"commit_": OP.example(rows=4, slots=7, ends=3, told=False)}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import LOW, Case, Op, Sizes, Way, generator, ids, offsets, randn, seeds
+from cases.base import LOW, Case, Op, Sizes, Way, generator, ids, offsets, seeds
 from fb_kernels.compatibility_targets.naive import compatibility_targets as naive
 from fb_kernels.testing import magnitude
 
@@ -88,15 +88,4 @@ OP = Op(
         ("local", {"local": LOCAL[:3]}, ValueError),
     ],
 )
-EXAMPLES = {
-    "compatibility_targets": lambda: Case(
-        "compatibility_targets",
-        {
-            "logprob": -randn(7, 5).square(),
-            "cu_group": ids(0, 3, 3, 6),
-            "horizons": [2, 5],
-            "local": -randn(7).square(),
-            "alpha": 0.5,
-        },
-    )
-}
+EXAMPLES = {"compatibility_targets": OP.example(**OP.typical)}

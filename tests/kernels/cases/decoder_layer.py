@@ -210,12 +210,8 @@ OP = Op(
 )
 
 
-def _example(rows: int, **options: Any) -> Case:
-    return single(make(rows, seed=7, wide_tables=True, **options))
-
-
 EXAMPLES = {
-    "decoder_layer": lambda: _example(1, keep="none"),
-    "decoder_layer, written": lambda: _example(4, window=4, normed=False, biased=False),
-    "decoder_layer, in pages": lambda: _example(2, held=7, page=3, sequences=2),
+    "decoder_layer": OP.example(rows=1, keep="none", seed=7),
+    "decoder_layer, written": OP.example(rows=4, window=4, normed=False, biased=False, seed=7),
+    "decoder_layer, in pages": OP.example(rows=2, held=7, page=3, sequences=2, seed=7),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,6 @@ from cases.base import (
     ids,
     launched,
     normal,
-    randn,
     seeds,
     single,
 )
@@ -342,30 +341,9 @@ COMBINATION = Op(
 )
 
 
-def _head(rows: int = 6, vocabulary: int = 11) -> dict[str, Any]:
-    target = ids(*(3, 0, 10, -100, 7, 5)[:rows], dtype=torch.int64)
-    return {"hidden": randn(rows, 8), "target": target, "bias": randn(vocabulary, seed=1)}
-
-
-EXAMPLES: dict[str, Callable[[], Case]] = {
-    "linear_logprob": lambda: Case(
-        "linear_logprob", _head() | {"weight": randn(11, 8)} | ALL, gradients=FLOATS, outputs=(0, 1)
-    ),
-    "linear_logprob, three dimensions": lambda: Case(
-        "linear_logprob",
-        {"hidden": randn(2, 3, 8), "weight": randn(11, 8), "target": ids(1, 2, 3, 4, 5, 6).view(2, 3)},
-        gradients=("hidden", "weight"),
-    ),
-    "linear_logprob_partials": lambda: Case(
-        "linear_logprob_partials",
-        _head() | {"weight_shard": randn(11, 8), "vocab_start": 2},
-        gradients=("hidden", "weight_shard", "bias"),
-        outputs=(1, 2),
-    ),
-    "combine_logprob_partials": lambda: Case(
-        "combine_logprob_partials",
-        {"max": randn(3, 5), "sumexp": randn(3, 5, seed=1).square() + 1, "target_logit": randn(3, 5, seed=2)},
-        gradients=("sumexp", "target_logit"),
-        outputs=(0, 1),
-    ),
+EXAMPLES = {
+    "linear_logprob": OP.example(rows=(6,), width=8, vocabulary=11),
+    "linear_logprob, three dimensions": OP.example(rows=(2, 3), width=8, vocabulary=11, bias=False, index=torch.int32),
+    "linear_logprob_partials": PARTIALS.example(rows=(6,), width=8, vocabulary=11, vocab_start=2),
+    "combine_logprob_partials": COMBINATION.example(shards=3, rows=5),
 }

@@ -22,7 +22,6 @@ from cases.base import (
     ids,
     launched,
     normal,
-    randn,
     seeds,
     single,
 )
@@ -240,29 +239,8 @@ def written() -> Case:
     return single(make_written(3, [0, 1], half=1))
 
 
-def heads(rows: int) -> dict[str, Any]:
-    """Arguments of a decoding step."""
-    width, num_heads, num_kv_heads = 8, 4, 2
-    angles = randn(12, width // 2).repeat(1, 2)
-    return {
-        "qkv": randn(rows, (num_heads + 2 * num_kv_heads) * width),
-        "q_weight": randn(width, seed=1),
-        "k_weight": randn(width, seed=2),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
-        "positions": ids(*(5, 7, 2, 0, 11, 3)[:rows]),
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-    }
-
-
-_LEAVES = ("qkv", "q_weight", "k_weight")
 EXAMPLES = {
-    "qk_norm_rope": lambda: Case("qk_norm_rope", heads(6), gradients=_LEAVES, outputs=(0, 1, 2)),
-    "qk_norm_rope, one row": lambda: Case("qk_norm_rope", heads(1), gradients=_LEAVES, outputs=(0, 1, 2)),
-    "qk_norm_rope, written": lambda: Case(
-        "qk_norm_rope",
-        heads(4) | {"kv_out": (randn(9, 2, 8, seed=5), randn(9, 2, 8, seed=6), ids(6, -1, 8, 7))},
-        written=CACHES,
-    ),
+    "qk_norm_rope": OP.example(rows=6, half=4),
+    "qk_norm_rope, one row": OP.example(rows=1, half=4),
+    "qk_norm_rope, written": WRITTEN.example(size=9, slots=[6, -1, 8, 7], half=4),
 }

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import ROWS, WIDTHS, Case, Op, Sizes, Way, definition, normal, randn, seeds, single
+from cases.base import ROWS, WIDTHS, Case, Op, Sizes, Way, definition, normal, seeds, single
 from fb_kernels import cpu, cuda
 from fb_kernels.rms_norm.naive import rms_norm
 from fb_kernels.testing import magnitude
@@ -174,21 +174,11 @@ OP = Op(
 )
 
 
-def _example(rows: int, *options: str) -> Case:
-    given = {
-        "bias": randn(12, seed=1),
-        "norm_weight": randn(16, seed=2),
-        "residual": randn(rows, 12, seed=3),
-        "swiglu": True,
-    }
-    built = {"x": randn(rows, 16), "weight": randn(12, 16)}
-    return Case("skinny_linear", built | {name: given[name] for name in options})
-
-
+FEW = {"width": 16, "outputs": 12}
 EXAMPLES = {
-    "skinny_linear": lambda: _example(3, "bias", "norm_weight"),
-    "skinny_linear, one row": lambda: _example(1, "residual"),
-    "skinny_linear, residual": lambda: _example(3, "bias", "residual"),
-    "skinny_linear, gated": lambda: _example(3, "bias", "swiglu"),
-    "skinny_linear, many rows": lambda: _example(20, "bias", "norm_weight", "residual"),
+    "skinny_linear": OP.example(rows=3, **FEW, given=BOTH),
+    "skinny_linear, one row": OP.example(rows=1, **FEW, behind="residual"),
+    "skinny_linear, residual": OP.example(rows=3, **FEW, given=("bias",), behind="residual"),
+    "skinny_linear, gated": OP.example(rows=3, width=16, outputs=6, given=("bias",), behind="swiglu"),
+    "skinny_linear, many rows": OP.example(rows=20, **FEW, given=BOTH, behind="residual"),
 }

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import ROWS, Case, Op, Sizes, Way, definition, normal, randn, seeds, single
+from cases.base import ROWS, Case, Op, Sizes, Way, definition, normal, seeds, single
 from fb_kernels import tuning
 from fb_kernels.topk_entropy import cpu, cuda
 
@@ -142,6 +142,6 @@ OP = Op(
     ],
 )
 EXAMPLES = {
-    "topk_entropy": lambda: Case("topk_entropy", {"logits": randn(2, 3, 40), "k": 5}),
-    "topk_entropy, many rows": lambda: Case("topk_entropy", {"logits": randn(12, 40), "k": 5}),
+    "topk_entropy": OP.example(batch=(2, 3), width=40, k=5),
+    "topk_entropy, many rows": OP.example(batch=(12,), width=40, k=5),
 }
