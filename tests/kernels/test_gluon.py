@@ -94,7 +94,7 @@ ORDERS = [attention(heads=(4, 2)), head(), head(dtype=torch.float16, **OPTIONS),
 
 @pytest.mark.parametrize("case", ORDERS, ids=lambda case: case.op)
 def test_no_order_of_events_shows(case: Case) -> None:
-    found = [launched(case, seed=seed) for seed in range(8)]
+    found = [launched(case, seed=seed) for seed in range(5)]
     right(case, found[0])
     assert all(same(found[0], other) for other in found)
 
