@@ -168,6 +168,16 @@ def test_long_runs_of_nan_are_not_dropped(way: str) -> None:
         assert clean.run()[0].isfinite().all()
 
 
+@pytest.mark.parametrize("options", [{"window": 2}, {"window": 5, "page": 3}], ids=str)
+@pytest.mark.parametrize("longest", [TILE, SPLIT])
+def test_windows_over_branches_of_many_blocks(longest: int, options: dict[str, Any]) -> None:
+    """Also where the hint says one row."""
+    groups: Groups = [([17], 0, 0), ([3, 0, 15], 2, 35)] if longest == TILE else [([7, 3], 2, 9)]
+    case = single(make(groups, FEW, 16, longest=longest, **options))
+    with blocks("triton"):
+        check(OP, case, case.run(), [])
+
+
 @kernels(ALL, {"softcap": 1000.0})
 def test_a_large_soft_cap_of_small_scores_does_not_cancel(
     way: str, longest: int | None, options: dict[str, Any]
