@@ -41,7 +41,7 @@ from fb_kernels.branch_attention import reference, triton, triton_backward, trit
 from fb_kernels.testing import assert_close_to_reference, largest_tensor
 
 STRANGE = (math.nan, math.inf, -math.inf)
-WAYS = [way for way in names(OP) if "=" not in way]  # Hopper's kernel: test_branch_attention_gluon.py
+WAYS = [way for way in names(OP) if "=" not in way]  # Hopper's kernel: test_gluon.py
 HINTS = {"triton": (TILE, SPLIT), "cuda": (SPLIT,)}
 ALL = [(way, hint) for way in WAYS for hint in HINTS.get(way, (None,))]
 NOT_READ = [(way, hint) for way, hint in ALL if way != "reference" and not way.startswith("cpu")]
