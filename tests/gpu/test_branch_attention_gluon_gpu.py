@@ -13,7 +13,7 @@ import torch
 from gpu_checks import DEVICE, PROMISES, Case, matches_the_reference, randn
 from test_branch_attention_gpu import LAYOUTS, Layout, make
 
-from fb_kernels import tuning
+from fb_kernels._runtime import tuning
 from fb_kernels.triton import HAS_GLUON
 
 pytestmark = pytest.mark.gpu

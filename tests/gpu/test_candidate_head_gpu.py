@@ -7,7 +7,8 @@ import torch
 from gpu_checks import DEVICE, Case, filled, large, randn, usual
 from torch import Tensor
 
-from fb_kernels import backend, candidate_head
+from fb_kernels import candidate_head
+from fb_kernels._runtime import backend
 
 pytestmark = pytest.mark.gpu
 SIZES = {

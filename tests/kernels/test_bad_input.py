@@ -16,7 +16,8 @@ import torch
 from cases import NAMES, case
 from torch import Tensor
 
-from fb_kernels import BranchLayout, checks
+from fb_kernels import BranchLayout
+from fb_kernels._runtime import checks
 
 ERRORS = {"kind": (TypeError,), "dtype": (TypeError,), "mixed": (TypeError,)}
 ERRORS |= {"device": (ValueError,), "shape": (ValueError,), "value": (ValueError,), "memory": (TypeError, ValueError)}

@@ -22,7 +22,7 @@ from cases.linear_logprob import make as make_head
 from test_contract import check, evaluate, same
 from ways import VECTORS, running
 
-from fb_kernels import backend, cpu
+from fb_kernels._runtime import backend, cpu
 from fb_kernels.candidate_head import candidate_head
 from fb_kernels.linear_logprob import linear_logprob
 from fb_kernels.qk_norm_rope import qk_norm_rope
@@ -56,7 +56,7 @@ def test_threads_are_those_of_torch() -> None:
     code = """
 import os, torch
 from pathlib import Path
-from fb_kernels import cpu, skinny_linear
+from fb_kernels import skinny_linear; from fb_kernels._runtime import cpu
 x, weight = torch.ones(1, 512), torch.ones(1024, 512)
 if cpu.why_not():
     raise SystemExit(77)

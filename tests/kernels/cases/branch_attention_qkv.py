@@ -13,7 +13,7 @@ from torch import Tensor
 from cases import branch_attention
 from cases.base import CONTIGUOUS, LOW, Case, Op, Way, definition, generator, ids, normal, seeds, single
 from fb_kernels import BranchLayout
-from fb_kernels.precision import accumulation_dtype
+from fb_kernels._runtime.precision import accumulation_dtype
 from fb_kernels.qk_norm_rope.naive import qk_norm_rope
 from fb_kernels.testing import magnitude
 
