@@ -128,9 +128,7 @@ def test_a_link_is_not_followed(folder, tmp_path, name):
 def test_an_adapter_without_a_threshold_is_not_pushed(folder):
     """Whoever downloads it could only guess."""
     TokenReranker.from_base(load_pair("plans").slm).save_pretrained(folder)
-    with pytest.raises(
-        ValueError, match=r"futurebridge\.json: expected the threshold and pool sizes .* got none; name"
-    ):
+    with pytest.raises(ValueError, match=r"futurebridge\.json:"):
         push_to_hub(folder, "owner/name")
 
 
@@ -149,7 +147,7 @@ def test_other_folders_are_no_adapters(tmp_path, undisturbed):
 
 @pytest.mark.parametrize("repo_id", ["", "a/b/c", "o/na me", "../x", "o/name.git", "https://me:s3cret@host/x"])
 def test_an_id_that_the_hub_has_not_is_refused(folder, repo_id):
-    with pytest.raises(ValueError, match=r"repo_id: expected an id such as owner/name, got ") as raised:
+    with pytest.raises(ValueError, match=r"repo_id:") as raised:
         push_to_hub(folder, repo_id)
     assert "\n" not in str(raised.value)
 

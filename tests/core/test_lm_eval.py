@@ -284,7 +284,7 @@ def test_what_cannot_be_scored_is_refused(
     model: PreTrainedModel, words: PreTrainedTokenizerFast, context: str, continuation: str
 ) -> None:
     lm = FutureBridgeLM(model, tokenizer=words, max_length=8)
-    with pytest.raises(ValueError, match=r"^requests: expected a context and 1 to 8 tokens to be scored after it, got"):
+    with pytest.raises(ValueError, match=r"^requests:"):
         lm.loglikelihood(requests("loglikelihood", (context, continuation)), disable_tqdm=True)
 
 
@@ -341,7 +341,7 @@ def test_generations_are_a_pairs_where_there_is_a_large_model(
         device="cpu",
     )
     assert found["n-samples"]["fb_generate"]["effective"] == 3
-    with pytest.raises(ValueError, match=r"^adapter: expected an llm with it"):
+    with pytest.raises(ValueError, match=r"^adapter:"):
         FutureBridgeLM(model, tokenizer=words, adapter="folder")
 
 
@@ -373,7 +373,7 @@ def test_an_adapter_brings_what_it_was_trained_for(
     large = tiny("qwen3", 2, vocab_size=len(words), max_position_embeddings=1024)
     TokenReranker.from_base(model).save_pretrained(tmp_path)
     given = {"tokenizer": words, "llm": large, "adapter": str(tmp_path)}
-    with pytest.raises(ValueError, match=r"^threshold: expected the nats at which the adapter in .* got none there"):
+    with pytest.raises(ValueError, match=r"^threshold:"):
         FutureBridgeLM(model, **given)
     pools = {"pool": "joint", "slm_k": 3, "llm_k": 2, "max_events": 5}
     Deployed(name="published", value=None, threshold=1.7068, top_k=64, pools=pools, thinking=True).save(tmp_path)

@@ -147,5 +147,5 @@ def test_a_replica_whose_engine_is_closed_is_not_healthy():
     replica = SimpleNamespace(server=load_server(ServeSettings(**PAIR, kv_memory=1 << 24), loopback=False))
     Replica.check_health(replica)
     replica.server.service.engine.close()
-    with pytest.raises(RuntimeError, match="engine: expected a running one"):
+    with pytest.raises(RuntimeError, match="engine:"):
         Replica.check_health(replica)

@@ -211,11 +211,11 @@ def test_settings_of_another_type_are_refused(given):
 
 def test_sampling_of_another_type_is_refused():
     decoder = CollaborativeDecoder(tiny("qwen3", 2), None, None, NEVER, max_events=0)
-    with pytest.raises(TypeError, match="sampling: expected type Sampling, got dict"):
+    with pytest.raises(TypeError, match="sampling:"):
         decoder.generate([3], 4, sampling={"temperature": 1.0})
     with (
         Engine(Pair(decoder.slm, None), None, NEVER, max_length=8, max_events=0) as engine,
-        pytest.raises(TypeError, match="sampling: expected type Sampling, got float"),
+        pytest.raises(TypeError, match="sampling:"),
     ):
         engine.submit([3], 4, sampling=0.7)
 
