@@ -341,8 +341,7 @@ def test_greedy_asks_nobody_and_options_come_from_the_recipe(run, chosen_setting
     ("change", "words"),
     [
         (lambda recipe: recipe.update(threshold="high"), "threshold: "),
-        (lambda recipe: recipe.update(more=1), "more: "),
-        (lambda recipe: recipe.update(name="magic"), "name: "),
+        *((lambda recipe: recipe.update(more=1), "more: "), (lambda recipe: recipe.update(name="magic"), "name: ")),
         (lambda recipe: recipe.update(value={"weights": [1.0]}), "value: .*ValueHead: expected 14 finite weights"),
         (lambda recipe: recipe.update(value=None), "name value without a head"),
         (lambda recipe: recipe.update(name="direct"), "name direct with a head"),

@@ -354,12 +354,8 @@ def test_a_setting_that_a_pair_does_not_follow_is_refused(
     whole, same = lm.generate_until(requests("generate_until", ("Kate", plain), ("Kate", plain | idle)), True)
     assert whole == same
     for name, value in (
-        ("repetition_penalty", 1.2),
-        ("no_repeat_ngram_size", 1),
-        ("min_new_tokens", 3),
-        ("num_beams", 2),
-        ("bad_words_ids", [[7]]),
-        ("presence_penalty", 0.5),
+        *(("repetition_penalty", 1.2), ("no_repeat_ngram_size", 1), ("min_new_tokens", 3), ("num_beams", 2)),
+        *(("bad_words_ids", [[7]]), ("presence_penalty", 0.5)),
     ):
         with pytest.raises(ValueError, match=f"^{name}: expected none with llm=, which does not follow it, got"):
             lm.generate_until(requests("generate_until", ("Kate", plain | {name: value})), disable_tqdm=True)

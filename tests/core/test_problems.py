@@ -82,9 +82,7 @@ EXPECTED = {
     "aime-2024": [("aime-2024/60", "Aya walks.", "73"), ("aime-2024/61", "Bea runs.", "0")],
     "aime-2025": [("aime-2025/0", "Bases.", "70"), ("aime-2025/1", "Angles.", "336^\\circ")],
     "math-train": [
-        ("math-train/0", "A", "\\frac{1}{2}"),
-        ("math-train/1", "B", "7"),
-        ("math-train/2", "C", "23"),
+        *(("math-train/0", "A", "\\frac{1}{2}"), ("math-train/1", "B", "7"), ("math-train/2", "C", "23")),
         ("math-train/5", "F", "4"),
     ],
 }

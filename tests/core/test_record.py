@@ -94,12 +94,8 @@ def test_what_is_written_is_read_back_by_id(run):
     assert list(examples.trajectories) == ["a/1", "b@2", "c"]
     assert list(examples.states) == ["a/1@4", "c@1", "a/1@8"]
     for found, wanted in (
-        (examples.trajectories, TRAJECTORIES),
-        (examples.states, STATES),
-        (examples.futures(), FUTURES),
-        (examples.futures("own-futures"), FUTURES[:1]),
-        (examples.groups, GROUPS),
-        (examples.rollouts(), ROLLOUTS),
+        *((examples.trajectories, TRAJECTORIES), (examples.states, STATES), (examples.futures(), FUTURES)),
+        *((examples.futures("own-futures"), FUTURES[:1]), (examples.groups, GROUPS), (examples.rollouts(), ROLLOUTS)),
     ):
         for one, other in zip(found.values(), wanted, strict=True):
             assert_alike(one, other)

@@ -350,8 +350,7 @@ def test_cache_that_is_not_this_prefix_alone_is_refused():
         (cache_of(model, torch.stack([prefix + 5, prefix])), ValueError, "one sequence, got 2"),
         (cache_of(tiny("qwen3", num_hidden_layers=3), prefix), ValueError, "2 layers, got those of 3"),
         (cache_of(tiny("qwen3").bfloat16(), prefix), ValueError, "torch.float32"),
-        (DynamicCache(), ValueError, "2 layers, got those of 0"),
-        (((prefix, prefix),), TypeError, "tuple"),
+        *((DynamicCache(), ValueError, "2 layers, got those of 0"), (((prefix, prefix),), TypeError, "tuple")),
     ):
         for call in (lambda c=cache: scorer.score(*GROUP, c), lambda c=cache: reranker.scores(prefix, candidates, c)):
             with pytest.raises(kind, match=words):

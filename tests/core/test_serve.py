@@ -410,9 +410,7 @@ def test_every_error_has_openais_form(server, problems):
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")
     for method, path, status in (
-        ("GET", "/v1/nothing", 404),
-        ("POST", "/v1/embeddings", 404),
-        ("GET", "/v1/completions", 405),
+        *(("GET", "/v1/nothing", 404), ("POST", "/v1/embeddings", 404), ("GET", "/v1/completions", 405)),
         ("DELETE", "/v1/models", 405),
     ):
         answer = httpx.request(method, f"{server.url}{path}")

@@ -290,11 +290,9 @@ def mixture() -> MixtralForCausalLM:
 @pytest.mark.parametrize(
     ("model", "settings", "said"),
     [
-        (tiny, {"entropy_coef": 0.1}, "entropy_coef"),
-        (tiny, {"use_adaptive_entropy": True}, "entropy_coef"),
+        *((tiny, {"entropy_coef": 0.1}, "entropy_coef"), (tiny, {"use_adaptive_entropy": True}, "entropy_coef")),
         (tiny, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
-        (tiny, {"torch_compile": True}, "torch_compile"),
-        (mixture, {}, "router_aux_loss_coef"),
+        *((tiny, {"torch_compile": True}, "torch_compile"), (mixture, {}, "router_aux_loss_coef")),
         (tiny, {"peft_config": adapter(lora_dropout=0.1)}, "lora_dropout"),
         (lambda: zoo.build("starcoder2", vocab_size=V, residual_dropout=0.2), {"disable_dropout": True}, "residual_"),
         (lambda: tiny(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), {}, "dynamic"),

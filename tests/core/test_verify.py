@@ -68,21 +68,14 @@ def ordinary(count: int, seed: int) -> list[tuple[str, str]]:
         other = a + draw.choice((0, draw.randint(1, 9)))
         content, gold = draw.choice(
             (
-                (f"{other}", f"{a}"),
-                (f"-{other:06}", f"-{a}"),
-                (f"{other:,}", f"{a}"),
+                *((f"{other}", f"{a}"), (f"-{other:06}", f"-{a}"), (f"{other:,}", f"{a}")),
                 (f"{other / 100}", rf"\frac{{{a}}}{{100}}"),
                 (rf"\frac{{{2 * other}}}{{{2 * b}}}", rf"\frac{{{a}}}{{{b}}}"),
-                (f"{other}/{b}", rf"\dfrac{{{a}}}{{{b}}}"),
-                (rf"{other}\sqrt{{{c}}}", rf"{a}\sqrt{{{c}}}"),
+                *((f"{other}/{b}", rf"\dfrac{{{a}}}{{{b}}}"), (rf"{other}\sqrt{{{c}}}", rf"{a}\sqrt{{{c}}}")),
                 (rf"\frac{{{other}\pi}}{{{c}}}", rf"\frac{{{a}\pi}}{{{c}}}"),
-                (f"[{other},{a + b + 10})", f"[{a}, {a + b + 10})"),
-                (f"({other}, {b})", f"({a},{b})"),
-                (rf"\{{{b}, {other}\}}", rf"\{{{a},{b}\}}"),
-                (f"x = {other}", f"{a}"),
-                (f"y={other}", f"y = {a}"),
-                (f"{b}x^2+{other}x-{c}", f"{a}x+{b}x^2-{c}"),
-                (rf"{other}\%", rf"{a}\%"),
+                *((f"[{other},{a + b + 10})", f"[{a}, {a + b + 10})"), (f"({other}, {b})", f"({a},{b})")),
+                *((rf"\{{{b}, {other}\}}", rf"\{{{a},{b}\}}"), (f"x = {other}", f"{a}"), (f"y={other}", f"y = {a}")),
+                *((f"{b}x^2+{other}x-{c}", f"{a}x+{b}x^2-{c}"), (rf"{other}\%", rf"{a}\%")),
             )
         )
         work = "Step by step, with $x^2+1$ and the identity above, the sum telescopes. " * draw.randint(3, 6)
@@ -128,21 +121,16 @@ def test_verdicts(verifier: Verifier, answer: str, gold: str, verdict: str) -> N
     ("answer", "gold"),
     [
         *((text, "15") for text in ("15_8", "15_{16}", "15_{ 8 }", "(15)_8", r"15_{\text{8}}")),
-        ("15", "15_8"),
-        ("15_9", "15_8"),
+        *(("15", "15_8"), ("15_9", "15_8")),
         *(
             (text, "15")
             for text in (r"\ne 15", r"\neq15", "\u2260 15", "> 15", "<15", r"\gt 15", r"\geq 15", r"\nless 15")
         ),
         *((text, "15") for text in (r"\not 15", r"\not=15", r"\neg 15", r"x \not= 15")),
-        (r"x \not= 15", "x = 15"),
-        ("10:30 PM", "10:30 AM"),
-        ("10:30am", "10:30pm"),
-        (r"10:30\text{ p.m.}", r"10:30\text{ a.m.}"),
-        (r"10\text{ PM}", r"10\text{ AM}"),
+        *((r"x \not= 15", "x = 15"), ("10:30 PM", "10:30 AM"), ("10:30am", "10:30pm")),
+        *((r"10:30\text{ p.m.}", r"10:30\text{ a.m.}"), (r"10\text{ PM}", r"10\text{ AM}")),
         *((text, "15") for text in ("16 = 15", "16=16=15", "2+14=15", r"\frac{32}{2}=15", "16.0 = 15")),
-        ("(1/0, 2)", "2"),
-        (r"\frac{1}{0} + 2", "2"),
+        *(("(1/0, 2)", "2"), (r"\frac{1}{0} + 2", "2")),
         *(("f(2)=6", "f(2)=5"), ("f(7)=5", "f(2)=5"), (r"\gcd(12,18)=3", r"\gcd(12,18)=6"), ("x^2=-1", "x^2=-2")),
         *((r"P(X>3)=0.5", "P(X>2)=0.5"), (r"3\text{ hours }50\text{ minutes}", r"3\text{ hours }20\text{ minutes}")),
         *(("3", r"3\text{ hours }20\text{ minutes}"), (r"5\text{ ft 2 in}", r"5\text{ ft 11 in}")),
@@ -208,14 +196,9 @@ def test_workers_parse_quickly() -> None:
 
 def test_a_tally_tells_what_the_prompt_must_mend() -> None:
     judged: list[tuple[str, verify.Verdict]] = [
-        (r"\boxed{5}", "correct"),
-        (r"\boxed{6 cows}", "wrong"),
-        (r"\boxed{6}", "wrong"),
-        (r"\boxed{\text{six}}", "wrong"),
-        ("so 5", "unparsable"),
-        (r"\boxed{5", "unparsable"),
-        (r"\boxed{?!}", "unparsable"),
-        ("x", "timeout"),
+        *((r"\boxed{5}", "correct"), (r"\boxed{6 cows}", "wrong"), (r"\boxed{6}", "wrong")),
+        *((r"\boxed{\text{six}}", "wrong"), ("so 5", "unparsable"), (r"\boxed{5", "unparsable")),
+        *((r"\boxed{?!}", "unparsable"), ("x", "timeout")),
     ]
     counts = Verifier().tally([answer for answer, _ in judged], [verdict for _, verdict in judged])
     assert counts == {"correct": 1, "wrong": 3, "unparsable": 3, "timeout": 1, "unboxed": 2, "worded": 1}
@@ -340,11 +323,8 @@ def test_hostile_texts_end_in_a_logged_verdict(
 @pytest.mark.parametrize(
     ("start", "unit", "end", "verdict"),
     [
-        ("", "{", "", "unparsable"),
-        ("", "\\boxed{", "", "unparsable"),
-        (r"\boxed{5}", "x", "", "correct"),
-        ("", "\U0001f4a3", r"\boxed{5}", "correct"),
-        (r"\boxed{", "5", "}", "unparsable"),
+        *(("", "{", "", "unparsable"), ("", "\\boxed{", "", "unparsable"), (r"\boxed{5}", "x", "", "correct")),
+        *(("", "\U0001f4a3", r"\boxed{5}", "correct"), (r"\boxed{", "5", "}", "unparsable")),
     ],
     ids=["no box", "unclosed boxes", "box first", "box last", "in the box"],
 )
