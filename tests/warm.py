@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -86,4 +87,8 @@ def _command(program: str, arguments: list[str], folder: Path, cwd: Path, enviro
     sys.argv = ["futurebridge", *arguments]
     os.environ.update(environment)
     os.chdir(cwd)
-    import_module(program).main()
+    try:
+        import_module(program).main()
+    except KeyboardInterrupt:  # as Python ends of it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)

@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import get_args
@@ -120,9 +121,7 @@ def test_matrices_and_log_p_of_candidates_are_those_of_full_forwards(run, pair):
 
 
 def test_the_filters_count_as_the_paper_has_it(run):
-    counts = Artefact(run, "scores").finished()["counts"]
-    futures = Artefact(run, "futures").finished()["counts"]
-    states = Artefact(run, "states").finished()["counts"]
+    counts, futures, states = (Artefact(run, stage).finished()["counts"] for stage in ("scores", "futures", "states"))
     assert counts["admitted"] == states["states"] == futures["futures"]
     assert counts["verified"] == futures["correct"]
     assert counts["admitted"] >= counts["verified"] >= counts["long_enough"] >= counts["valid_group"] > 0
@@ -171,11 +170,8 @@ def test_the_reranker_folder_loads_and_its_card_runs(run, pair):
 
 def test_every_problem_has_its_row(run):
     problems = {problem.prompt for problem in load_pair("plans").world.problems(9, 0, "test")}
-    rows = [
-        json.loads(line)
-        for path in sorted((run / "evaluation").glob("*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
+    files = sorted((run / "evaluation").glob("*.jsonl"))
+    rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     for seed in (None, 0, 1):
         mine = [row for row in rows if row["seed"] == seed]
         assert {row["method"] for row in mine} == ({"greedy", "s2t", "direct"} if seed is None else {"published"})
@@ -186,9 +182,8 @@ def test_every_problem_has_its_row(run):
             assert (row["loop"], row["seconds"]) == ("batch", None)  # many at once: none has a time of its own
             assert not row["events"] or row["method"] != "greedy"
     table = Artefact(run, "evaluation").finished()["summary"]["table"]
-    assert [(row["method"], row["problems"], row["runs"]) for row in table] == [
-        *(("Greedy", 9, 1), ("S2T", 9, 1), ("Direct LLM score", 9, 1), ("Published recipe", 9, 2)),
-    ]
+    runs = {"Greedy": 1, "S2T": 1, "Direct LLM score": 1, "Published recipe": 2}
+    assert [(row["method"], row["problems"], row["runs"]) for row in table] == [(m, 9, n) for m, n in runs.items()]
 
 
 def test_manifests_say_what_made_them(run):
@@ -359,13 +354,6 @@ def test_the_advice_on_a_horizon_leads_through_and_keeps_the_futures(undisturbed
     assert contents(run / "futures") == futures
 
 
-def test_a_summary_says_verdicts_in_words(tmp_path):
-    counts = {"trajectories": 12, "wrong": 2, "unparsable": 7, "timeout": 0, "unboxed": 6, "worded": 1}
-    text = TrajectoryStage(settings(), tmp_path).report({"counts": counts, "cost": {"seconds": 1.0}})
-    verdicts = "2 wrong (1 with words in the box), 7 unparsable (6 without a closed box)"
-    assert text == f"**trajectories**: 12 trajectories, {verdicts}; 0:00:01 of work"
-
-
 def test_nothing_to_validate_on_is_said_before_training(undisturbed, tmp_path):
     run = copied(undisturbed, tmp_path, "futures")
     futures = Artefact(run, "futures")
@@ -417,25 +405,19 @@ def test_before_anything_is_collected_plans_have_a_bound_from_the_settings(undis
         shown: list[str] = []
         run_command(command, settings(), tmp_path, dry_run=True, show=shown.append)
         for text in shown:
-            name = text.partition(":")[0]
             if "cannot run yet" in text:
-                bound = re.search(r"according to the settings, at most ([\d,]+) (\w+)", text)
-                assert bound, text
-                bounds[name] = int(bound[1].replace(",", ""))
+                (bound,) = re.findall(r"according to the settings, at most ([\d,]+) \w+", text)
+                bounds[text.partition(":")[0]] = int(bound.replace(",", ""))
     assert bounds["futures"] == bounds["scores"] == 48 * 8
     assert bounds["training"] == 2 * 36 * 8
     assert not any(tmp_path.iterdir())
     run = undisturbed[0]["evaluate"]
     for kind in (FutureStage, ScoreStage, TrainStage):
         assert sum(kind(settings(), run).shards().values()) <= bounds[kind.name]
-
-
-def test_a_plan_without_models_on_this_machine_has_its_tokens(tmp_path):
-    absent = settings(models={"slm": "nobody/small", "llm": "nobody/large"})
+    absent = settings(models={"slm": "nobody/small", "llm": "nobody/large"})  # not on this machine
     text = plan(TrajectoryStage(absent, tmp_path))
-    assert text == (
-        f"trajectories: 8 of 8 shards, 48 of 48 problems to do, at most {48 * 2 * 45:,} tokens without the prompts, "
-        "since the tokenizer is not on this machine"
+    assert text.startswith(
+        f"trajectories: 8 of 8 shards, 48 of 48 problems to do, at most {48 * 2 * 45:,} tokens without"
     )
 
 
@@ -466,18 +448,14 @@ def test_the_choice_is_bounded_ahead_of_time(undisturbed, tmp_path):
 
 
 def test_tokens_of_a_plan_are_not_exceeded(undisturbed):
-    run, counts = undisturbed[0]["evaluate"], {}
-    for stage in ("trajectories", "futures"):
-        counts[stage] = Artefact(run, stage).finished()["counts"]
-    trajectories = [
-        t for s in TrajectoryStage(settings(), run).shards() for t in Examples(run, s).trajectories.values()
-    ]
-    assert 2 * sum(len(t.tokens) for t in trajectories) <= TrajectoryStage(settings(), run).most_tokens() * 48
-    stage, passed = FutureStage(settings(), run), 0
-    for shard in stage.shards():
-        futures = Examples(run, shard).futures().values()
-        passed += sum(future.state.position + 1 + len(future.tokens) for future in futures)
-    assert passed <= stage.most_tokens() * counts["futures"]["futures"]
+    run = undisturbed[0]["evaluate"]
+    stage, examples = TrajectoryStage(settings(), run), partial(Examples, run)
+    passed = sum(2 * len(t.tokens) for shard in stage.shards() for t in examples(shard).trajectories.values())
+    assert passed <= stage.most_tokens() * 48
+    stage = FutureStage(settings(), run)
+    futures = [future for shard in stage.shards() for future in examples(shard).futures().values()]
+    passed = sum(future.state.position + 1 + len(future.tokens) for future in futures)
+    assert passed <= stage.most_tokens() * len(futures)
 
 
 def test_verdicts_are_told_while_futures_and_trajectories_are_made(tmp_path, capsys):
@@ -485,37 +463,33 @@ def test_verdicts_are_told_while_futures_and_trajectories_are_made(tmp_path, cap
     for command, stage in (("collect", "trajectories"), ("futures", "futures")):
         run_command(command, chosen, tmp_path, show=lambda text: None)
         counts = Artefact(tmp_path, stage).finished()["counts"]
-        judged = sum(counts[verdict] for verdict in get_args(Verdict))
-        assert judged == counts["trajectories" if stage == "trajectories" else "futures"] > 0
-        lines = [
-            line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{stage}: ") and "done" in line
-        ]
-        assert len(lines) == 2
-        assert lines[-1].endswith(f"; {tally_words(counts)}")
-        assert "correct" in lines[-1]
+        assert sum(counts[verdict] for verdict in get_args(Verdict)) == counts[stage] > 0
+        shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{stage}: ")]
+        done = [line for line in shown if "done" in line]
+        assert len(done) == 2
+        assert done[-1].endswith(f"; {tally_words(counts)}")
+        assert "correct" in done[-1]
+    counts = {"trajectories": 12, "wrong": 2, "unparsable": 7, "timeout": 0, "unboxed": 6, "worded": 1}
+    text = TrajectoryStage(settings(), tmp_path).report({"counts": counts, "cost": {"seconds": 1.0}})
+    verdicts = "2 wrong (1 with words in the box), 7 unparsable (6 without a closed box)"
+    assert text == f"**trajectories**: 12 trajectories, {verdicts}; 0:00:01 of work"
 
 
 def test_a_pair_that_never_boxes_shows_at_once(tmp_path, capsys, monkeypatch, caplog):
     monkeypatch.setattr("fb_core.apps.pipeline.collect.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
     small = {"limit": 12, "validation": 6}
-    refused = {
-        "boxed": r"expected answers with a closed \\boxed\{...\}, got none of 6 .*, the first ends in '34'; ask for it",
-        "choice": "got none of 6 that can be judged, and no gold answer can be read, such as '.*'; correct",
-    }
+    refused = {"boxed": "none of 6 .*ends in '34'", "choice": "none of 6 that can be judged, .*no gold answer"}
     for judge, words in refused.items():
         stopping = settings(problems=small, collect={"unread": "stop"}, verify={"judge": judge})
         with pytest.raises(ValueError, match=f"trajectories: .*{words}"):
             run_command("collect", stopping, tmp_path / judge)
     chosen = settings(problems=small)
-    run_command("collect", chosen, tmp_path, show=lambda text: None)
-    assert caplog.text.count("got none of 6 that can be judged") == 1  # of the first shard
     for command in ("collect", "futures", "score"):
         run_command(command, chosen, tmp_path, show=lambda text: None)
         out = capsys.readouterr().out
         assert command == "score" or re.search(r"; (\d+) unparsable \(\1 without a closed box\)", out)
-    with pytest.raises(
-        ValueError, match=r"futures: (\d+) unparsable \(\1 without a closed box\); check .*prompt, \"\{problem.*boxed"
-    ):
+    assert caplog.text.count("got none of 6 that can be judged") == 1  # of the first shard
+    with pytest.raises(ValueError, match=r"futures: (\d+) unparsable \(\1 without a closed box\); .*prompt"):
         run_command("train", chosen, tmp_path, show=lambda text: None)
 
 
@@ -587,17 +561,19 @@ def test_a_file_may_change_another(tmp_path):
 
 def test_what_is_set_is_a_setting_of_the_run(undisturbed, tmp_path):
     """It is recorded like any setting, and refused if it differs from the one that the run began with."""
-    folder, config = tmp_path / "run", tmp_path / "small.yaml"
-    shutil.copytree(undisturbed[0]["collect"], folder)
+    folder, config = copied(undisturbed, tmp_path, "collect"), tmp_path / "small.yaml"
     config.write_text(yaml.safe_dump(SMALL | {"collect": SMALL["collect"] | {"slm_k": 2}}))
-    arguments = ["--config", config, "--run-dir", folder]
-    done = futurebridge("collect", *arguments, "--set", "collect.slm_k=3", "--set", "evaluate.limit=4")
+
+    def collect(*changes):
+        return futurebridge("collect", "--config", config, "--run-dir", folder, *changes)
+
+    done = collect("--set", "collect.slm_k=3", "--set", "evaluate.limit=4")
     assert done.returncode == 0, done.stderr
     assert settings_of(folder).evaluate.limit == 4
-    for changes in ([], ["--set", "collect.slm_k=4"]):
-        done = futurebridge("collect", *arguments, *changes)
+    for changes, got in (([], 2), (["--set", "collect.slm_k=4"], 4)):
+        done = collect(*changes)
         assert done.returncode == 2
-        assert f"begun with settings.collect.slm_k 3, got {4 if changes else 2}; put that back" in done.stderr
+        assert f"begun with settings.collect.slm_k 3, got {got}; put that back" in done.stderr
 
 
 def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
