@@ -204,9 +204,9 @@ def test_sampling_of_another_type_is_refused():
     decoder = CollaborativeDecoder(tiny("qwen3", 2), None, None, NEVER, max_events=0)
     with pytest.raises(TypeError, match="sampling:"):
         decoder.generate([3], 4, sampling={"temperature": 1.0})
-    with Engine(Pair(decoder.slm, None), None, NEVER, max_length=8, max_events=0) as engine:
-        with pytest.raises(TypeError, match="sampling:"):
-            engine.submit([3], 4, sampling=0.7)
+    engine = Engine(Pair(decoder.slm, None), None, NEVER, max_length=8, max_events=0)
+    with engine, pytest.raises(TypeError, match="sampling:"):
+        engine.submit([3], 4, sampling=0.7)
 
 
 def test_a_request_counts_before_the_settings():
