@@ -7,9 +7,10 @@ import os
 import re
 import signal
 import socket
-import time
 import urllib.request
+from collections import Counter, defaultdict
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -19,7 +20,7 @@ import torch
 from dialects import byte_tokenizer
 from limits import HANG
 from pydantic import ValidationError
-from serving import MODEL, THRESHOLD, Server, service_of
+from serving import MODEL, THRESHOLD, Server, service_of, until
 from starlette.testclient import TestClient
 from tiny import tiny
 
@@ -211,6 +212,24 @@ def test_parameters_that_want_nothing_change_nothing(server, problems, expected)
     assert again.choices[0].message.content == expected[0].text
 
 
+def gathered(client, *, stream, **options):
+    """(texts, ends, numbers of events) by choice, and the usage, of a completion as a whole or in pieces."""
+    options = {"model": MODEL, "max_tokens": 60} | options
+    if stream:
+        *pieces, last = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+        usage, choices = last.usage, [choice for piece in pieces for choice in piece.choices]
+    else:
+        whole = client.completions.create(**options)
+        usage, choices = whole.usage, whole.choices
+    texts, ends, events = defaultdict(str), {}, Counter()
+    for choice in choices:
+        texts[choice.index] += choice.text
+        ends[choice.index] = choice.finish_reason or ends.get(choice.index)
+        events[choice.index] += len((choice.model_extra or {}).get("futurebridge", {"events": []})["events"])
+    places = range(len(texts))
+    return [texts[n] for n in places], [ends[n] for n in places], [events[n] for n in places], usage
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_drawn_answers_are_the_decoders(server, pair, problems, stream):
     """Each prompt's `n` answers are the samples that the decoder draws for it; so for equal prompts, text and chats."""
@@ -218,42 +237,26 @@ def test_drawn_answers_are_the_decoders(server, pair, problems, stream):
     sampling = Sampling(temperature=1.5, top_p=0.9, top_k=0, seed=7)
     settings = {"max_length": 256, "tokenizer": pair.world.tokenizer}
     decoder = LowLatencyDecoder(pair.slm, pair.llm, LLMPreference(), RequestPolicy(THRESHOLD), **settings)
-    prompts = [ids for ids in asked for _ in range(3)]
-    want = decoder.generate_many(prompts, 60, sampling=sampling)
+    want = decoder.generate_many([ids for ids in asked for _ in range(3)], 60, sampling=sampling)
     assert len({each.text for each in want}) > 2
-    options = {"model": MODEL, "prompt": asked, "max_tokens": 60, "n": 3, "temperature": 1.5, "top_p": 0.9, "seed": 7}
-    got, usage = ["" for _ in want], None
-    if stream:
-        for piece in client.completions.create(**options, stream=True, stream_options={"include_usage": True}):
-            usage = piece.usage
-            for choice in piece.choices:
-                got[choice.index] += choice.text
-    else:
-        whole = client.completions.create(**options)
-        got, usage = [choice.text for choice in whole.choices], whole.usage
+    drawn = {"temperature": 1.5, "top_p": 0.9, "seed": 7}
+    got, _, _, usage = gathered(client, stream=stream, prompt=asked, n=3, **drawn)
     assert got == [each.text for each in want]
     assert usage.prompt_tokens == sum(map(len, asked))
     assert usage.completion_tokens == sum(len(each.token_ids) for each in want)
     messages = [{"role": "user", "content": problems[0].prompt}]
-    chat = {"messages": messages, "model": MODEL, "max_tokens": 60, "temperature": 1.5, "top_p": 0.9, "seed": 7}
-    assert client.chat.completions.create(**chat).choices[0].message.content == want[0].text
+    chat = client.chat.completions.create(messages=messages, model=MODEL, max_tokens=60, **drawn)
+    assert chat.choices[0].message.content == want[0].text
 
 
 def test_what_clients_send_by_default_is_drawn_anew_each_time(server, problems):
     """LangChain's and Open WebUI's requests name a temperature and no seed; the latter offer tools."""
-    client, texts = server.client(), set()
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": problems[0].prompt}], "max_tokens": 60}
+    asked |= {"top_p": 1, "stream": True, "logprobs": True, "top_logprobs": 2, "tools": tools}
+    texts = set()
     for temperature in (0.7, 2.0, 2.0, 2.0):
-        pieces = client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": problems[0].prompt}],
-            temperature=temperature,
-            top_p=1,
-            max_tokens=60,
-            stream=True,
-            logprobs=True,
-            top_logprobs=2,
-            tools=[{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}],
-        )
+        pieces = server.client().chat.completions.create(**asked, temperature=temperature)
         choices = [piece.choices[0] for piece in pieces]
         texts.add("".join(choice.delta.content or "" for choice in choices))
         tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
@@ -297,27 +300,13 @@ def test_a_chat_template_gets_what_a_message_holds(pair):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_prompts_are_answered_each_as_alone(server, problems, expected, stream):
-    client = server.client()
     texts, ids = [p.prompt for p in problems[:3]], [list(p.prompt_ids) for p in problems[:3]]
     for prompt in (texts, ids, texts[:1], ids[:1]):
-        options = {"model": MODEL, "prompt": prompt, "max_tokens": 60, "n": 2}
-        got, finish, events = ["" for _ in prompt * 2], {}, {}
-        if stream:
-            *pieces, last = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
-            usage, choices = last.usage, [piece.choices[0] for piece in pieces]
-        else:
-            whole = client.completions.create(**options)
-            usage, choices = whole.usage, whole.choices
-        for choice in choices:
-            got[choice.index] += choice.text
-            finish[choice.index] = choice.finish_reason
-            events[choice.index] = events.get(choice.index, 0) + len(
-                (choice.model_extra or {}).get("futurebridge", {"events": []})["events"]
-            )
+        got, ends, events, usage = gathered(server.client(), stream=stream, prompt=prompt, n=2)
         want = [each for each in expected[: len(prompt)] for _ in range(2)]
         assert got == [each.text for each in want]
-        assert set(finish.values()) == {"stop"}
-        assert [events[index] for index in range(len(want))] == [len(each.events) for each in want]
+        assert set(ends) == {"stop"}
+        assert events == [len(each.events) for each in want]
         assert usage.prompt_tokens == sum(len(p.prompt_ids) for p in problems[: len(prompt)])
         assert usage.completion_tokens == sum(len(each.token_ids) for each in want)
         assert usage.model_extra["large_model"]["calls"] == sum(each.usage.calls for each in want) // 2
@@ -436,15 +425,12 @@ def test_an_address_in_use_is_one_sentence_that_names_the_option():
         listen("192.0.2.1", 0)
 
 
-@pytest.mark.parametrize("key", ["", "abc\r", " abc", "a\nb", "schl\xfcssel", "\udcff"])
+@pytest.mark.parametrize("key", ["", "abc\r", " abc", "a\nb", "schl\xfcssel", "\udcff", None])
 def test_a_key_that_no_client_can_send_is_refused(monkeypatch, key):
-    monkeypatch.setenv("OUR_KEY", key)
-    settings = {"slm": MODEL, "llm": MODEL, "key_variable": "OUR_KEY"}
-    with pytest.raises(ValueError, match=r"^key_variable:"):
-        load_server(ServeSettings(**settings), loopback=True)
-    monkeypatch.delenv("OUR_KEY")
-    with pytest.raises(ValueError, match=r"^key_variable:"):
-        load_server(ServeSettings(**settings), loopback=True)
+    if key is not None:
+        monkeypatch.setenv("OUR_KEY", key)
+    with pytest.raises(ValueError, match=r"^key_variable:.*" + ("OUR_KEY" if key is None else "letters")):
+        load_server(ServeSettings(slm=MODEL, llm=MODEL, key_variable="OUR_KEY"), loopback=True)
 
 
 @pytest.mark.parametrize(
@@ -466,19 +452,12 @@ def test_no_piece_waits_for_the_clients_acknowledgement():
 
 
 def test_a_client_that_goes_away_frees_its_place(server, problems):
-    body = {"model": MODEL, "prompt": problems[0].prompt, "max_tokens": 200, "stream": True}
+    body = {"model": MODEL, "prompt": problems[0].prompt, "max_tokens": 200}
     for stream in (True, False):
-        try:
-            with httpx.stream(
-                "POST", f"{server.url}/v1/completions", json=body | {"stream": stream}, timeout=0.02
-            ) as gone:
-                next(gone.iter_lines())
-        except httpx.TimeoutException:
-            pass
-    stop = time.monotonic() + 30
-    while "futurebridge_kv_pages_used 0.0" not in httpx.get(f"{server.url}/metrics").text:
-        assert time.monotonic() < stop
-        time.sleep(0.05)
+        asked = {"json": body | {"stream": stream}, "timeout": 0.02}
+        with suppress(httpx.TimeoutException), httpx.stream("POST", f"{server.url}/v1/completions", **asked) as gone:
+            next(gone.iter_lines())
+    until(lambda: "futurebridge_kv_pages_used 0.0" in httpx.get(f"{server.url}/metrics").text)
 
 
 def test_a_key_a_queue_and_a_graceful_end(problems, monkeypatch):
