@@ -126,7 +126,7 @@ def test_other_folders_are_no_adapters(tmp_path, undisturbed):
 
 @pytest.mark.parametrize("repo_id", ["", "a/b/c", "o/na me", "../x", "o/name.git", "https://me:s3cret@host/x"])
 def test_an_id_that_the_hub_has_not_is_refused(folder, repo_id):
-    with pytest.raises(ValueError, match=r"repo_id:") as raised:
+    with pytest.raises(ValueError, match="repo_id:") as raised:
         push_to_hub(folder, repo_id)
     assert "\n" not in str(raised.value)
 

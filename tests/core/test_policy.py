@@ -31,19 +31,16 @@ def test_calibration_takes_tensors_of_any_shape_and_keeps_top_k():
 
 
 @pytest.mark.parametrize(
-    ("call", "sentence"),
+    ("call", "named"),
     [
-        *((lambda: RequestPolicy(math.nan), r"threshold:"), (lambda: RequestPolicy(10**400), r"threshold:")),
-        *((lambda: RequestPolicy(1.0, 0), r"top_k:"), (lambda: RequestPolicy.calibrate([]), r"entropies:")),
-        (lambda: RequestPolicy.calibrate([1.0, math.nan]), r"entropies:"),
-        (lambda: RequestPolicy.calibrate([1.0, math.inf]), r"entropies:"),
-        (lambda: RequestPolicy.calibrate([1.0], 1.1), r"quantile:"),
-        (lambda: RequestPolicy.calibrate([1.0], -0.1), r"quantile:"),
-        (lambda: RequestPolicy.calibrate([1.0], math.nan), r"quantile:"),
+        *((lambda it=it: RequestPolicy(it), "threshold:") for it in (math.nan, 10**400)),
+        (lambda: RequestPolicy(1.0, 0), "top_k:"),
+        *((lambda it=it: RequestPolicy.calibrate(it), "entropies:") for it in ([], [1.0, math.nan], [1.0, math.inf])),
+        *((lambda it=it: RequestPolicy.calibrate([1.0], it), "quantile:") for it in (1.1, -0.1, math.nan)),
     ],
 )
-def test_bad_arguments(call, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_bad_arguments(call, named):
+    with pytest.raises(ValueError, match=named):
         call()
 
 

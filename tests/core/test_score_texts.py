@@ -30,7 +30,7 @@ V = 400
 
 @pytest.mark.parametrize(("text", "kind"), [("a\ud800b", ValueError), ("\udfff", ValueError), (b"a", TypeError)])
 def test_what_is_no_unicode_text_has_no_ids(text, kind):
-    with pytest.raises(kind, match=r"prompt:"):
+    with pytest.raises(kind, match="prompt:"):
         text_ids(byte_pairs(), text)
     if isinstance(text, str):
         with pytest.raises(kind, match="prompt:"):
