@@ -10,7 +10,6 @@ import torch
 from runs import linked, settings
 
 from fb_core import CollaborativeDecoder, FutureBridgeSelector, TokenReranker, deployment_of
-from fb_core.apps.demo.pairs import load_pair
 from fb_core.apps.pipeline.commands import run_command
 from fb_core.apps.pipeline.decode import read_rows
 from fb_core.apps.pipeline.files import Artefact
@@ -22,11 +21,6 @@ from fb_core.apps.pipeline.train import TrainStage
 
 LOGGED = ("trajectories", "policy", "states", "futures", "scores")
 SHORT = {"seeds": [0], "epochs": 1}
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return load_pair("plans")
 
 
 @pytest.fixture(scope="module")

@@ -44,12 +44,6 @@ from fb_core.models import facts as models
 from fb_core.rerank.training import Run, Sweep
 from fb_core.verify.verifier import Verdict, tally_words
 
-
-@pytest.fixture(scope="module")
-def pair():
-    return load_pair("plans")
-
-
 STAGES = tuple(kind.name for command in COMMANDS for kind in stages_of(command, settings()))
 
 
