@@ -28,6 +28,7 @@ from warm import context
 from fb_core.apps.pipeline.files import (
     FORMAT,
     Artefact,
+    json_bytes,
     sealed_bytes,
     table_bytes,
     tensor_bytes,
@@ -75,6 +76,8 @@ def test_gpu_time_is_counted(tmp_path):
     artefact.put("b", {"b.jsonl": b"{}"}, {}, 3600.0, "cpu")
     cost = {"seconds": 10800.0, "gpu_hours": 2.0, "devices": ["NVIDIA H200", "cpu"]}
     assert artefact.complete(["a", "b"], {})["cost"] == cost
+    with pytest.raises(ValueError, match="JSON"):
+        json_bytes({"a": math.nan})
 
 
 def test_same_contents_have_the_same_bytes_and_digest(tmp_path):

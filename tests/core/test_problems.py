@@ -227,7 +227,9 @@ def test_sources_that_are_not_there(source: str) -> None:
     assert "\0" not in message
 
 
-def test_a_parquet_file_cut_short(tmp_path: Path) -> None:
+def test_a_folder_is_no_file_nor_is_a_parquet_file_cut_short(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").mkdir()
+    assert "existing" in refused(str(tmp_path / "p.jsonl"))
     rows = [{"problem": f"{number}?", "answer": str(number)} for number in range(1000)]
     parquet(path := tmp_path / "p.parquet", rows)
     whole = path.read_bytes()

@@ -239,6 +239,10 @@ def test_values_and_gradients_are_those_of_full_sequences(family):
     for one, other in zip(ours, theirs, strict=True):
         close(one, other)
     close_gradients(mine, gradients(model, theirs))
+
+
+def test_without_gradients_nothing_is_kept():
+    model = tiny()
     with torch.no_grad():
         values = shared_prefix_logprobs(model, PREFIX, RAGGED)
     assert not any(value.requires_grad for value in values)
