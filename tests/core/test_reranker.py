@@ -304,7 +304,7 @@ NO_WEIGHTS = [b"", b"\x80\x04K\x01.", b"\xff" * 64, (2**60).to_bytes(8, "little"
 def test_a_spoilt_file_is_named(name, content, saved):
     model, folder = saved
     (folder / name).write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(f"{folder / name}: expected")) as raised:
+    with pytest.raises(ValueError, match=re.escape(f"{folder / name}: ")) as raised:
         TokenReranker.from_pretrained(folder, model)
     assert len(str(raised.value)) < 500
 
