@@ -44,11 +44,16 @@ def start_futurebridge(
     *,
     cwd: Path | None = None,
     program: str = "fb_core.__main__",
+    fresh: bool = False,
     **environment: str,
 ) -> BaseProcess:
-    """`futurebridge` or another program in a process of its own; `stdin`, `stdout` and `stderr` are in the folder."""
+    """`futurebridge` or another program in a process of its own; `stdin`, `stdout` and `stderr` are in the folder.
+
+    A fresh process imports its libraries itself.
+    """
     given = [str(argument) for argument in arguments]
-    process = context().Process(target=_command, args=(program, given, folder, cwd or Path.cwd(), environment))
+    made = get_context("spawn") if fresh else context()
+    process: BaseProcess = made.Process(target=_command, args=(program, given, folder, cwd or Path.cwd(), environment))
     process.start()
     return process
 

@@ -462,7 +462,7 @@ def test_a_client_that_goes_away_frees_its_place(server, problems):
 
 def test_a_key_a_queue_and_a_graceful_end(problems, monkeypatch):
     monkeypatch.setenv("OUR_KEY", "secret")
-    running = Server(key_variable="OUR_KEY", queue=1, max_batch=1, max_length=100)
+    running = Server(fresh=True, key_variable="OUR_KEY", queue=1, max_batch=1, max_length=100)
     body = {"model": MODEL, "prompt": problems[0].prompt, "max_tokens": 80}
     url, key = f"{running.url}/v1/completions", {"Authorization": "Bearer secret"}
     assert httpx.post(url, json=body).status_code == 401

@@ -538,7 +538,7 @@ UNFIT = [  # flavour, answer, what of it is named
     *(("llama.cpp", probs((token, -1.0)), "token id") for token in (V, -1, 1.0, "a" * 10**6, True)),
     *(("vllm", tops((name, -1.0)), "not of the form token_id") for name in ("7", "token_id:x")),
     *(("vllm", {"choices": body}, "does not fit") for body in ([{"logprobs": None}], [])),
-    *(("vllm", tops(*CANDIDATES.items(), (name, -2.0)), "token") for name in NAMES),
+    *(("vllm", tops(*CANDIDATES.items(), (name, -2.0)), "not of the form|id 50 is not") for name in NAMES),
     ("sglang", {"meta_info": {}}, "output_top_logprobs"),
     *(("sglang", {"meta_info": {"output_top_logprobs": [[one]]}}, "") for one in ([-1.0], [-1.0, 99, None])),
 ]
