@@ -295,7 +295,6 @@ def test_a_damaged_shard_is_named_stops_what_reads_it_and_is_made_again(undistur
     (run / "kept.json").rename(path.with_suffix(".json"))
     run_command("collect", settings(), run, show=lambda text: None)
     assert str(path) in caplog.text
-    shutil.rmtree(run / "futures")
     assert contents(run) == contents(undisturbed[0]["collect"])
 
 
