@@ -16,7 +16,7 @@ from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStag
 from fb_core.apps.pipeline.files import Artefact, table_bytes
 from fb_core.apps.pipeline.futures import FutureStage, usable, verified
 from fb_core.apps.pipeline.models import verifier_of
-from fb_core.apps.pipeline.records import IDS, Examples, Future, State, example_files
+from fb_core.apps.pipeline.records import IDS, Examples, Future, LoggedState, example_files
 from fb_core.apps.pipeline.run import Output, Stage
 from fb_core.apps.pipeline.scores import ScoreStage, in_parts
 from fb_core.llm.local import LocalLLM
@@ -33,7 +33,7 @@ Samples = Mapping[str, Mapping[str, Tensor]]
 
 def own_futures(
     slm: LocalLLM,
-    states: Sequence[State],
+    states: Sequence[LoggedState],
     tokenizer: Tokenizer,
     verifier: Verifier,
     max_new_tokens: int,

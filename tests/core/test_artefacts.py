@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from fb_core._util import write_file
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import HANG
@@ -33,7 +34,6 @@ from fb_core.apps.pipeline.files import (
     table_bytes,
     tensor_bytes,
 )
-from fb_core.atomic import write_file
 from fb_core.models.checkpoints import load_model
 
 IDENTITY = {"settings": {"quantile": 0.99, "max_states": 8}, "models": {"tokenizer": "abc"}, "inputs": {}}

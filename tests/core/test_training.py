@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from tiny import V, tiny
 from warm import context, launched
 
-from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, train_reranker
+from fb_core import Optimisation, TokenReranker, TrainingGroup, TrainingTrajectory, train_reranker
 from fb_core.models.adapters import adapter_dropouts, causal_lm
 from fb_core.models.facts import Cache
 from fb_core.models.packed import prefill_packed
-from fb_core.rerank.training import Run, Sweep, validate
+from fb_core.rerank.training import RerankerRun, Sweep, validate
 
 
 def trajectories(n=6, seed=0, rule=None):
@@ -48,7 +48,7 @@ def test_learns_a_rule_on_the_candidate(scope, n, chance_beaten):
         torch.manual_seed(0)  # PEFT initialises the adapter from the global generator
         reranker = TokenReranker.from_base(tiny("qwen3"), rank=8, scope=scope)
     data = trajectories(n, rule=highest_id)
-    losses = train_reranker(reranker, data, Recipe(learning_rate=1e-2, groups_per_step=16, epochs=8))
+    losses = train_reranker(reranker, data, Optimisation(learning_rate=1e-2, groups_per_step=16, epochs=8))
     assert losses[0] == pytest.approx(torch.tensor(4.0).log().item(), rel=1e-3)  # zero head: uniform
     assert sum(losses[-4:]) / 4 < 0.7 * losses[0]
     with torch.no_grad():
@@ -70,7 +70,7 @@ def test_same_seed_same_bits_as_a_sweep_of_one():
         runs.append((train_reranker(reranker, data, recipe, lambda *step: seen.append(step)), trained(reranker)))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
-    sweep = finish(Sweep([Run(rerankers(model)[0], seed=3)], data, recipe))
+    sweep = finish(Sweep([RerankerRun(rerankers(model)[0], seed=3)], data, recipe))
     assert runs[0][0] == [loss for (loss,) in sweep.losses]
     assert seen[: sweep.total] == [(index + 1, sweep.total, loss) for index, loss in enumerate(runs[0][0])]
 
@@ -109,7 +109,7 @@ def test_gradient_equals_the_one_of_32_accumulated_groups(microbatches):
     model = tiny("qwen3")
     reranker = shaken(model)
     data = trajectories(16)
-    sweep = Sweep([Run(reranker)], data, Recipe(microbatches=microbatches))
+    sweep = Sweep([RerankerRun(reranker)], data, Optimisation(microbatches=microbatches))
     assert sweep.total == 3
     (packed,) = sweep._gradients()
     for trajectory in data:
@@ -125,7 +125,7 @@ def test_a_step_holds_its_groups_whatever_the_trajectory(size):
         return sorted((group.position, group.candidates.tolist()) for each in trajectories for group in each.groups)
 
     data = [*sweep_process.trajectories(), TrainingTrajectory(torch.arange(12), trajectories(1)[0].groups * 20)]
-    sweep = Sweep([Run(shaken(tiny("qwen3")))], data, Recipe(groups_per_step=size, epochs=2))
+    sweep = Sweep([RerankerRun(shaken(tiny("qwen3")))], data, Optimisation(groups_per_step=size, epochs=2))
     steps = [sum(len(trajectory.groups) for trajectory in step) for step in sweep._steps]
     full, rest = divmod(len(contents(data)), size)
     assert steps == ([size] * full + [rest] * (rest > 0)) * 2
@@ -146,8 +146,8 @@ def test_training_equals_a_plain_loop(warmup, rates):
     model = tiny("qwen3")
     plain, ours = shaken(model), shaken(model)
     data = trajectories(6)
-    recipe = Recipe(learning_rate=1e-3, warmup=warmup, clip=0.5, groups_per_step=5, epochs=3, seed=5)
-    sweep, losses, norms, told = Sweep([Run(ours, recipe.seed)], data, recipe), [], [], []
+    recipe = Optimisation(learning_rate=1e-3, warmup=warmup, clip=0.5, groups_per_step=5, epochs=3, seed=5)
+    sweep, losses, norms, told = Sweep([RerankerRun(ours, recipe.seed)], data, recipe), [], [], []
     while sweep.step < sweep.total:
         losses += sweep.advance()
         norms += sweep.norms
@@ -184,7 +184,8 @@ def rerankers(model, seed=11, **options):
 
 def runs_of(model, **options):
     return [
-        Run(r, seed, column) for r, seed, column in zip(rerankers(model, **options), (0, 0, 4), (0, 1, 1), strict=True)
+        RerankerRun(r, seed, column)
+        for r, seed, column in zip(rerankers(model, **options), (0, 0, 4), (0, 1, 1), strict=True)
     ]
 
 
@@ -198,7 +199,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-RECIPE = Recipe(learning_rate=1e-2, groups_per_step=5, epochs=2, microbatches=2)
+RECIPE = Optimisation(learning_rate=1e-2, groups_per_step=5, epochs=2, microbatches=2)
 
 
 @pytest.mark.parametrize("scope", ["candidate", "sequence"])
@@ -219,11 +220,11 @@ def test_prefix_runs_once_a_microbatch_for_all_runs(monkeypatch):
         "fb_core.rerank.training.prefill_packed",
         lambda model, seqs: calls.append([len(s) for s in seqs]) or plain(model, seqs),
     )
-    train_reranker(TokenReranker.from_base(tiny("qwen3"), rank=4), trajectories(5), Recipe(groups_per_step=100))
+    train_reranker(TokenReranker.from_base(tiny("qwen3"), rank=4), trajectories(5), Optimisation(groups_per_step=100))
     assert calls == [[9] * 5] * len(calls)  # up to the last state that is trained on
     calls.clear()
     runs, data = runs_of(tiny("qwen3")), sweep_process.trajectories()
-    Sweep(runs, data, Recipe(groups_per_step=100, microbatches=3)).advance()
+    Sweep(runs, data, Optimisation(groups_per_step=100, microbatches=3)).advance()
     assert len(calls) == 3
     assert sum(map(len, calls)) == 7
     validate(runs, data)
@@ -361,7 +362,7 @@ def test_metrics_equal_a_plain_loop():
     model, data = tiny("qwen3"), sweep_process.trajectories(20)
     flat = TrainingGroup(5, torch.tensor([4, 5, 6]), torch.full((3, 2), 1 / 3))  # no pair differs
     data.append(TrainingTrajectory(data[0].tokens, [flat]))
-    runs = [Run(shaken(model, dropout=0.5), column=1), Run(rerankers(model)[0])]
+    runs = [RerankerRun(shaken(model, dropout=0.5), column=1), RerankerRun(rerankers(model)[0])]
     metrics = validate(runs, data)
     for run, measured in zip(runs, metrics, strict=True):
         losses, agreeing, pairs = [], 0.0, 0
@@ -416,14 +417,14 @@ def test_bad_input():
         return lambda: train_reranker(reranker, [TrainingTrajectory(tokens, [group])])
 
     def runs(*given):
-        return lambda: Sweep([Run(*each) if isinstance(each, tuple) else each for each in given], good)
+        return lambda: Sweep([RerankerRun(*each) if isinstance(each, tuple) else each for each in given], good)
 
     good = sweep_process.trajectories()
     doubled = TokenReranker.from_base(tiny("qwen3").double())
     for call, kind, named in (
-        *((lambda name=name: Recipe(**{name: 0}), ValueError, name) for name in ("epochs", "microbatches")),
-        *((lambda: Recipe(groups_per_step=0), ValueError, "groups_per_step"), (state(4), ValueError, "position")),
-        (lambda: Recipe(learning_rate=float("nan")), ValueError, "learning_rate"),
+        *((lambda name=name: Optimisation(**{name: 0}), ValueError, name) for name in ("epochs", "microbatches")),
+        *((lambda: Optimisation(groups_per_step=0), ValueError, "groups_per_step"), (state(4), ValueError, "position")),
+        (lambda: Optimisation(learning_rate=float("nan")), ValueError, "learning_rate"),
         *((lambda data=d: train_reranker(reranker, data), ValueError, "at least one group") for d in NOTHING),
         *((state(target=(1.0,)), ValueError, "target"), (state(target=(math.nan, 1.0)), ValueError, "target")),
         *((state(1.5), TypeError, "position"), (state(tokens=torch.tensor([V])), ValueError, "ids from 0")),

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from fb_core._util import escaped
 from markdown_it import MarkdownIt
 from report_runs import METHODS, around, everywhere, items, read, render, row_of, rows_of, section, tiny
 
@@ -22,7 +23,6 @@ from benchmarks.paper.rows import tables_bytes
 from benchmarks.paper.tables import TABLES
 from benchmarks.paper.tables import Table as Experiment
 from fb_core.apps.settings.config import AVERAGE
-from fb_core.terminal import escaped
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = [
