@@ -192,12 +192,7 @@ def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any
 
 
 class Cells:
-    """Finished cells, by world.
-
-    Args:
-        records: as `record` makes them.
-        worlds: theirs, in order.
-    """
+    """Finished cells as `record` makes them, by world."""
 
     def __init__(self, records: Iterable[Mapping[str, Any]], worlds: Sequence[str] = tuple(SETTINGS)) -> None:
         self.records = sorted(records, key=lambda cell: (worlds.index(cell["world"]), cell["seed"], cell["quantile"]))

@@ -26,14 +26,7 @@ Outcomes = NDArray[np.float64]
 
 
 def drawn(rng: np.random.Generator, problems: int, better: float, gain: float) -> list[Tried]:
-    """Outcomes of the four recipes.
-
-    Args:
-        rng: the source of randomness.
-        problems: their number.
-        better: by how much the direct score is more accurate than greedy decoding, 0 or more.
-        gain: by how much the others are more accurate than the direct score.
-    """
+    """Outcomes of the four recipes: the direct score is `better` than greedy decoding, the others by `gain` than it."""
     kind = rng.random(problems)
     only_greedy = kind < (DIFFERING - better) / 2
     only_direct = ~only_greedy & (kind < DIFFERING)

@@ -164,8 +164,7 @@ def ask_for_gluon(op: str, folder: Path) -> Path:
 def visited(folder: Path) -> tuple[dict[str, Any], dict[str, Launch]]:
     """(about the machine, launches that were faster) of a visit: Gluon's form where it was right and faster.
 
-    Raises:
-        ValueError: results of no commit or of several, or of several devices.
+    Results of no commit, or of several commits or devices, are a ValueError.
     """
     cases: dict[str, dict[tuple[str, str], dict[str, Any]]] = {"results": {}, "gluon": {}}
     abouts, found = [], {}
@@ -238,8 +237,7 @@ def candidates(name: str, value: int) -> list[int]:
 def search(op: str, seconds: float, timed: bool = False) -> tuple[dict[str, Launch], set[str], list[str]]:
     """Search one op's entries for so many seconds, without the time to compute the truth, from what is known here.
 
-    Returns:
-        (launches that beat their default, all keys that were looked up, lines to be printed).
+    Returns the launches that beat their default, all keys that were looked up, and lines to be printed.
     """
     table, lines = Table(dict(devices.launches(harness.device_name()))), []
     users: dict[str, list[Call]] = {}

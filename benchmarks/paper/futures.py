@@ -46,16 +46,6 @@ def own_futures(
 
     If the LLM's futures are in a style that the SLM cannot carry out, they rank candidates in the wrong order; the
     SLM's own correct solutions do not.
-
-    Args:
-        slm: the small model.
-        states: where the samples begin.
-        tokenizer: of both models.
-        verifier: checks the decoded solutions.
-        max_new_tokens: longest sample.
-        samples: number per state.
-        temperature: of the sampling.
-        seed: of the sampling.
     """
     prefixes = [state.prefix.to(slm.device) for state in states]
     drawn = slm.sample_many(prefixes, samples, max_new_tokens, temperature=temperature, top_p=1.0, top_k=0, seed=seed)
@@ -194,16 +184,8 @@ def futures_of_quality(
 ) -> list[Future]:
     """The futures of one quality at the states that have futures of every quality; at other states they are empty.
 
-    Args:
-        quality: "verified", "sampled", "unverified", "incorrect", "cross-state" or "shuffled".
-        futures: the LLM's greedy futures, one per state.
-        used: ids of the states whose greedy future is usable.
-        sampled: as from `read_samples`.
-        horizon: number of tokens that every future must have.
-        shard: seeds the permutations.
-
-    Returns:
-        futures with the first token and verdict of the greedy one, so that they pass the same filters.
+    `futures` are the LLM's greedy ones, one per state, usable at the states `used`; `shard` seeds the permutations. The
+    result keeps the first token and verdict of the greedy ones, so that it passes the same filters.
     """
     greedy = {future.state.id: future for future in futures}
     common = [

@@ -118,11 +118,7 @@ def difference(rows: Mapping[str, Result], left: str, right: str) -> tuple[Inter
 
 
 def orderings(rows: Sequence[Result]) -> Iterator[Ordering]:
-    """The paper's orderings on one benchmark.
-
-    Args:
-        rows: of that benchmark, from all tables.
-    """
+    """The paper's orderings on one benchmark, from its rows of all tables."""
     paper = averages()
     paper["future-unverified"] = paper["future-greedy"]  # a sample in its place, on the states of the others
     for table, pairs in TABLES.items():
@@ -163,8 +159,7 @@ def _horizons(rows: Sequence[Result]) -> Iterator[Ordering]:
 def ordering_lines(columns: Mapping[str, Sequence[Result]]) -> list[str]:
     """Markdown on which of the paper's orderings hold, those that are reversed first; unmeasured ones are counted.
 
-    Args:
-        columns: the rows of one benchmark each, by a head such as its name.
+    Each column has the rows of one benchmark.
     """
     named_orderings: dict[str, dict[str, Ordering]] = {}
     counts = {head: Counter[str]() for head in columns}

@@ -60,20 +60,7 @@ RIVALS = {"greedy": "greedy decoding", "direct": "the direct LLM score", "takeov
 
 
 def write_report(runs: Sequence[Run], folder: Path, tables: Mapping[str, Experiment] = TABLES) -> list[Path]:
-    """Write report.md, figures/*.svg, rows.parquet and tables.json.
-
-    Args:
-        runs: one or several.
-        folder: of the files; created if missing.
-        tables: those that a run may have, by name.
-
-    Returns:
-        the paths of the files.
-
-    Raises:
-        ValueError: no runs, or numbers that are not finite.
-        OSError: the folder cannot be written.
-    """
+    """Write report.md, figures/*.svg, rows.parquet and tables.json; returns their paths."""
     drawn = draw(runs)
     made = {"tables.json": tables_bytes(runs), "rows.parquet": rows_bytes([row for run in runs for row in run.rows])}
     made |= {name: svg.encode() for name, svg in drawn.items()}
@@ -92,11 +79,7 @@ def draw(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def render(runs: Sequence[Run], drawn: Mapping[str, str], tables: Mapping[str, Experiment] = TABLES) -> str:
-    """The page: a summary of all runs, then each run's tables, then the figures.
-
-    Raises:
-        ValueError: no runs.
-    """
+    """The page: a summary of all runs, then each run's tables, then the figures."""
     if not runs:
         raise ValueError("runs: expected one or more, got none; name a run's folder")
     names = [run.name for run in runs]

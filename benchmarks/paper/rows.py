@@ -208,11 +208,7 @@ def decoded(plan: Plan, variant: Variant) -> Iterator[Row]:
 
 
 def long_table(plan: Plan, tables: Mapping[str, Table] = TABLES) -> list[Decoded]:
-    """The rows of a run: its variants, then its timed methods.
-
-    Raises:
-        ValueError: the run is damaged.
-    """
+    """The rows of a run: its variants, then its timed methods."""
     rows: list[Decoded] = []
     written: dict[tuple[str, str, str], list[int]] = {}
     for variant in variants_of(plan, tables):
@@ -416,12 +412,7 @@ def _line(value: Any) -> str:
 
 
 def read_tables(path: Path) -> tuple[Run, ...]:
-    """Read the tables of runs, as `tables_bytes` wrote them.
-
-    Raises:
-        ValueError: the file holds something else or is damaged; the message names the place and what is wrong.
-        OSError: the file cannot be read.
-    """
+    """The tables of runs, as `tables_bytes` wrote them; a damaged file is a ValueError that names the place."""
     try:
         return _RUNS.validate_json(path.read_bytes())
     except ValidationError as problem:

@@ -27,12 +27,7 @@ CONTEXT = 512  # tokens of a sequence of llama.cpp's
 
 
 class LiveServer(ABC):
-    """A server's process on the loopback, on the same port after each start; it is ready when this returns.
-
-    Raises:
-        RuntimeError: the process ended instead.
-        TimeoutError: it was not ready in time, and was ended.
-    """
+    """A server's process on the loopback, on the same port after each start; ready once constructed, or it raises."""
 
     port = 0
 
@@ -108,13 +103,8 @@ Served = tuple[dict[str, LiveServer], dict[str, str]]
 class LlamaCpp(LiveServer):
     """llama.cpp's server with a GGUF file.
 
-    Args:
-        file: the model.
-        slots: requests under way at once, each of `context` tokens.
-        exact: keys and values in float32, attention by plain products.
-
-    Raises:
-        ImportError: xllamacpp is not installed.
+    It has `slots` requests under way at once, each of `context` tokens. If `exact`, keys and values are float32 and
+    attention is by plain products. Without xllamacpp this is an ImportError.
     """
 
     def __init__(
@@ -150,15 +140,9 @@ class LlamaCpp(LiveServer):
 
 
 class VLLM(LiveServer):
-    """vLLM's server with a folder, in float32, on the CPU.
+    """vLLM's server with a folder, in float32, on the CPU; a FileNotFoundError if it is not installed.
 
-    Args:
-        folder: the model and its tokenizer.
-        context: most tokens of a sequence.
-        eager: nothing is compiled, which starts sooner.
-
-    Raises:
-        FileNotFoundError: vLLM is not installed.
+    If `eager`, nothing is compiled, which starts sooner.
     """
 
     def __init__(
@@ -218,9 +202,8 @@ def free_port() -> int:
 def write_gguf(path: Path, model: Any, tokenizer: Any = None) -> None:
     """Write a Llama or a Qwen3, matrices in their dtype and norms in float32.
 
-    Args:
-        tokenizer: a byte-level BPE tokenizer; ids beyond its own are unused. Without one the words are "<0>", "<1>" and
-            so on, and the last one ends a text.
+    A tokenizer is a byte-level BPE one; ids beyond its own are unused. Without one the words are "<0>", "<1>" and so
+    on, and the last one ends a text.
     """
     import gguf
     import torch

@@ -23,12 +23,7 @@ THREADS = 1  # torch's threads in every process; the models are small
 
 
 class Server:
-    """The process, on a free port of the loopback; once constructed it is ready, and it ends with the context.
-
-    Args:
-        options: further options of the command.
-        environment: further environment variables.
-    """
+    """The process, on a free port of the loopback; once constructed it is ready, and it ends with the context."""
 
     def __init__(self, *options: str, **environment: str) -> None:
         command = [sys.executable, "-m", "fb_core", "serve", "--slm", MODEL, "--llm", MODEL]
@@ -93,11 +88,7 @@ class Server:
         return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
 
     def wait_until_idle(self, seconds: float = 60.0) -> None:
-        """Wait until no sequence is in progress, no page is held and no client is connected.
-
-        Raises:
-            TimeoutError: something is left after so many seconds.
-        """
+        """Wait until no sequence is in progress, no page is held and no client is connected, or raise TimeoutError."""
         names = [f"futurebridge_{name}" for name in ("waiting", "running", "asking", "kv_pages_used")]
         stop = time.monotonic() + seconds
         while any((metrics := self.metrics())[name] for name in names):

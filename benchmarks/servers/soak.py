@@ -203,18 +203,7 @@ def _answer(pieces: Sequence[Any], index: int) -> tuple[str, str | None, list[in
 
 
 def soak(requests: int, every: int, *, problems: int = 64, clients: int = 64, seed: int = 0) -> Soak:
-    """Send requests, and record what the server holds after every `every` of them.
-
-    Args:
-        requests: total number.
-        every: requests between two records; all clients disconnect before each.
-        problems: number of different prompts.
-        clients: concurrent requests.
-        seed: of the requests.
-
-    Raises:
-        TimeoutError: the server still holds something while no request is in progress.
-    """
+    """Send requests, and record what the server holds after every `every` of them, with all clients gone."""
     pair = load_pair(PAIR)
     asked, result = list(questions(pair, problems, requests, seed)), Soak(clients)
     with Server(**CACHES) as server:

@@ -16,12 +16,7 @@ from fb_core.apps.pipeline.models import Generate
 class Context(models.Context):
     """What a run offers a method: as `fb_core.apps.pipeline.models.Context`, with the settings of the comparison.
 
-    Args:
-        method: the method's name, as in the settings.
-        settings: of the run.
-        run: its folder.
-        max_length: tokens of a prompt and its answer in the fast loop; None for the plain loop.
-        max_batch: prompts that the fast loop decodes together.
+    Without `max_length` everything decodes in the plain loop.
     """
 
     def __init__(
@@ -69,19 +64,7 @@ def generator(
     max_length: int | None = None,
     max_batch: int = 1,
 ) -> Generate:
-    """The function that decodes prompts with a method.
-
-    Args:
-        name: of the method; `settings.EXTERNAL` followed by a name for an external checkpoint.
-        settings: of the run.
-        run: its folder.
-        seed: for a method that runs once per seed, else None.
-        max_length: as for `Context`.
-        max_batch: as for `Context`.
-
-    Raises:
-        ValueError: a reranker or router is not trained, or a checkpoint is missing or has another tokenizer.
-    """
+    """The function that decodes prompts with a method; the seed is None unless the method runs once per seed."""
     return method(name).decode(Context(name, settings, run, max_length, max_batch), seed)
 
 

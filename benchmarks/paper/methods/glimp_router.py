@@ -64,23 +64,7 @@ def glimp_router(
 ) -> list[RoutedGeneration]:
     """Decode many prompts step by step; the steps of all prompts are routed and written together.
 
-    Args:
-        slm: the small model, in eval mode.
-        llm: the large one.
-        policy: whether the LLM writes a step, asked at the step's first token.
-        prompts: [P] int64 each, of any lengths.
-        max_new_tokens: maximum tokens of a generation, of both models together.
-        step_ends: ids that end a step, as from `ending_ids`.
-        tokenizer: as in `CollaborativeDecoder`.
-        batch_tokens: maximum tokens of one batch, padding and new ones included.
-
-    Returns:
-        One generation per prompt, in order; `events` is empty.
-
-    Raises:
-        TypeError: as `CollaborativeDecoder.generate`.
-        ValueError: as `CollaborativeDecoder` and its `generate`.
-        OSError: the LLM did not answer.
+    The policy is asked at a step's first token; ids in `step_ends` end a step.
     """
     pair = Pair(slm, llm, tokenizer)
     large, small = pair.large(), LocalLLM(slm, batch_tokens=batch_tokens, tokenizer=pair.tokenizer)

@@ -54,22 +54,8 @@ def spans(
 ) -> list[SpanGeneration]:
     """Decode many prompts together; at their first `max_events` admitted states the LLM writes to the end of the step.
 
-    Args:
-        slm: the small model, in eval mode.
-        llm: the large one.
-        policy: when the LLM is asked.
-        prompts: [P] int64 each.
-        max_new_tokens: maximum tokens of a generation, of both models together.
-        step_ends: ids that end a step, as from `ending_ids`.
-        max_events: maximum spans of a generation.
-        options: of `CollaborativeDecoder`: tokenizer, batch_tokens, max_length, max_batch, kv_memory.
-
-    Returns:
-        One generation per prompt, in order; the event of a span has the LLM's own pool, its first token chosen.
-
-    Raises:
-        TypeError: as `CollaborativeDecoder.generate`.
-        ValueError: as `CollaborativeDecoder` and its `generate`.
+    Ids in `step_ends` end a step; `options` are those of `CollaborativeDecoder`. The event of a span has the LLM's own
+    pool, its first token chosen.
     """
     decoder = CollaborativeDecoder(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
     pair, large = decoder.pair, decoder.pair.large()
@@ -124,11 +110,7 @@ def spans(
 
 
 def ending_ids(tokenizer: Tokenizer, delimiter: str) -> frozenset[int]:
-    """The ids whose text contains a delimiter.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The ids whose text contains a delimiter; none is an error."""
     vocabulary = sorted(set(tokenizer.get_vocab().values()))
     texts = tokenizer.batch_decode([[token] for token in vocabulary])
     ids = frozenset(token for token, text in zip(vocabulary, texts, strict=True) if delimiter in text)

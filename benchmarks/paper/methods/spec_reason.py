@@ -75,27 +75,11 @@ def spec_reason(
     step_tokens: int = 512,
     judge_template: str = JUDGE,
 ) -> list[SpecReasonGeneration]:
-    r"""Decode many prompts step by step; all prompts draft, are scored and are rewritten together.
+    """Decode many prompts step by step; all prompts draft, are scored and are rewritten together.
 
-    Args:
-        slm: the small model, in eval mode.
-        llm: the large one.
-        prompts: [P] int64 each, of any lengths.
-        max_new_tokens: maximum tokens of a generation, of both models together; rejected drafts do not count.
-        tokenizer: the one both models use.
-        threshold: the lowest score that accepts a step; 10 leaves every step to the LLM.
-        delimiter: what ends a step: a text, found in the decoded step, or a predicate on its last token.
-        step_tokens: maximum tokens of a step.
-        judge_template: the prompt between a step and its score, special tokens included; `CHATML_JUDGE` makes it a turn
-            of its own for Qwen's chat models. An end-of-sequence token after the step is removed before it.
-
-    Returns:
-        One generation per prompt, in order, with its steps; `events` is empty.
-
-    Raises:
-        TypeError: ids, a limit or a threshold that is not a number of the right type.
-        ValueError: as `CollaborativeDecoder` and its `generate`; an empty delimiter or template, step_tokens below 1, a
-            tokenizer without single-token digits, or a judge's prompt too long for the LLM.
+    A threshold of 10 leaves every step to the LLM. The delimiter is a text, found in the decoded step, or a predicate
+    on its last token. The template stands between a step and its score, special tokens included; an end-of-sequence
+    token after the step is removed before it.
     """
     pair = Pair(slm, llm, tokenizer)
     check_max_new_tokens(max_new_tokens)

@@ -112,25 +112,7 @@ def speculative(
     draft: int = DRAFT,
     tokenizer: Tokenizer | tuple[Tokenizer, Tokenizer] | None = None,
 ) -> list[SpeculativeGeneration]:
-    """Decode prompts one after another.
-
-    Args:
-        slm: the small model, in eval mode.
-        llm: the large one, in this process.
-        prompts: [P] int64 each, of any lengths.
-        max_new_tokens: maximum tokens of a generation, of both models together.
-        accept: which tokens of a draft are kept.
-        draft: tokens that the SLM writes a round, 1 or more.
-        tokenizer: as in `CollaborativeDecoder`.
-
-    Returns:
-        One generation per prompt, in order; `events` is empty.
-
-    Raises:
-        TypeError: as `CollaborativeDecoder.generate`.
-        ValueError: as `CollaborativeDecoder` and its `generate`, NaN logits, a draft below 1, or an LLM on a server,
-            which gives no logits at the positions of a draft.
-    """
+    """Decode prompts one after another; the LLM must be in this process, since a server gives no logits of a draft."""
     pair = Pair(slm, llm, tokenizer)
     large = pair.large()
     if not isinstance(large, LocalLLM):

@@ -41,21 +41,7 @@ def takeover(
 ) -> list[TakeoverGeneration]:
     """The SLM decodes greedily up to its first admitted state; from there on the LLM does.
 
-    Args:
-        slm: the small model, in eval mode.
-        llm: the large one.
-        policy: when the SLM would ask.
-        prompts: [P] int64 each.
-        max_new_tokens: maximum tokens of a generation, of both models together.
-        options: of `CollaborativeDecoder`: tokenizer, batch_tokens, max_length, max_batch, kv_memory.
-
-    Returns:
-        One generation per prompt, in order, with one event (the LLM's own pool, its first token chosen) if the LLM took
-        over, and none if the SLM finished alone.
-
-    Raises:
-        TypeError: as `CollaborativeDecoder.generate`.
-        ValueError: as `CollaborativeDecoder` and its `generate`.
+    A generation has one event (the LLM's own pool, its first token chosen) if the LLM took over, else none.
     """
     return taking_over(slm, llm, policy, **options)(prompts, max_new_tokens)
 

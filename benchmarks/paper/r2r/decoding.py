@@ -40,30 +40,12 @@ def r2r(
 ) -> list[Generation]:
     """Decode many prompts greedily, routed tokens by the LLM and all others by the SLM.
 
-    Args:
-        slm: the small model, in eval mode, used by one thread at a time.
-        llm: the large one.
-        router: trained for this SLM, in eval mode; None in mode "entropy".
-        prompts: [P] int64 each, of any lengths.
-        max_new_tokens: maximum tokens of a generation.
-        threshold: of the router's probability, or of the entropy in nats in mode "entropy"; reaching it routes.
-        mode: "token" asks the router at every token; "events" only where the policy would ask the LLM; "entropy" is the
-            switch without a router.
-        policy: for mode "events" only.
-        max_events: maximum events of a generation, after which the SLM decodes alone; None for no limit.
-        tokenizer: as in `CollaborativeDecoder`.
-        batch_tokens: maximum tokens of one batch, padding and new ones included.
+    Mode "token" asks the router at every token, "events" only where the policy would ask the LLM, and "entropy" is the
+    switch without a router. Reaching the threshold routes.
 
-    Returns:
-        One generation per prompt, in order. Each routed token is an event: its pool has the SLM's token and the LLM's
-        (one entry if they agree), and the LLM's is chosen. In mode "events" an admitted state that the router leaves to
-        the SLM is an event too: its pool has the SLM's token alone, its llm_logprob is NaN, and the LLM was not asked.
-
-    Raises:
-        TypeError: as `CollaborativeDecoder`, or a router that is not an R2RRouter.
-        ValueError: as `CollaborativeDecoder` and its `generate`, an unknown mode, a policy without its mode or the
-            reverse, a router of another SLM or in training mode, or a NaN threshold.
-        OSError: the LLM did not answer.
+    Each routed token is an event: its pool has the SLM's token and the LLM's (one entry if they agree), and the LLM's
+    is chosen. In mode "events" an admitted state that the router leaves to the SLM is an event too: its pool has the
+    SLM's token alone, its llm_logprob is NaN, and the LLM was not asked.
     """
     if mode not in ("token", "events", "entropy"):
         raise ValueError(f"mode: expected 'token', 'events' or 'entropy', got {mode!r}; 'token' is the method's own")

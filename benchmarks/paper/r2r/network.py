@@ -38,17 +38,7 @@ class RouterFeatures(NamedTuple):
 class R2RRouter(nn.Module):
     """The probability that the SLM's next token is divergent: float32, made on the CPU.
 
-    Args:
-        slm: the small model whose features it reads; only sizes and a fingerprint are kept.
-        logits_size: number of largest logits, clamped to the vocabulary.
-        width: of the residual blocks.
-        blocks: their number.
-        dropout: while training.
-        seed: of the initial weights; the global generator is left as it was.
-
-    Raises:
-        TypeError: `slm` is not a transformers model.
-        ValueError: a model in training mode, or a size out of range.
+    Of the SLM only sizes and a fingerprint are kept; the global generator is left as it was.
     """
 
     def __init__(
@@ -116,12 +106,7 @@ class R2RRouter(nn.Module):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str], slm: CausalLM) -> R2RRouter:
-        """Load what `save_pretrained` wrote, in eval mode on the device of the SLM that it was trained with.
-
-        Raises:
-            TypeError: `slm` is not a transformers model.
-            ValueError: missing or damaged files, or another SLM.
-        """
+        """Load what `save_pretrained` wrote, in eval mode on the device of the SLM that it was trained with."""
         folder = Path(directory)
         try:
             if (size := (folder / DESCRIPTION).stat().st_size) > 1 << 20:
@@ -170,20 +155,7 @@ def router_features(
 ) -> list[RouterFeatures]:
     """What the router would see before every token of many responses, teacher-forced in right-padded batches.
 
-    Args:
-        slm: the small model, in eval mode.
-        trajectories: (prompt [P], response [n]) token ids of each.
-        logits_size: number of largest logits, clamped to the vocabulary.
-        vocabulary: ids from this one on never count; None if all of the model's do.
-        batch_tokens: maximum tokens of one batch, padding included.
-
-    Returns:
-        The n rows of every trajectory, row i before response[i].
-
-    Raises:
-        TypeError: ids that are not integers, or `slm` is not a transformers model.
-        ValueError: no prompt, an id outside the vocabulary, another device or shape, too many tokens for the model, or
-            a model in training mode.
+    Trajectories are (prompt [P], response [n]). Ids from `vocabulary` on never count. Row i is before response[i].
     """
     check_decodable("slm", slm)
     prompts = checked_prompts("prompt", [prompt for prompt, _ in trajectories], slm, room=0)
