@@ -185,11 +185,11 @@ def test_a_majority_is_of_as_many_votes_as_set(rows, prompts, pair, chosen):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_routers_are_those_of_the_run(rows, prompts, pair, run, chosen, seed):
     models, policy = models_of(chosen.models), frozen_policy(run)
-    router = read_router(run, models, seed, 0.95)
+    router = read_router(chosen, run, models, seed)
     held_out = Artefact(run, "router").tensors(f"seed-{seed}")
-    assert router.network.settings["width"] == 16
+    assert router.network.projection.out_features == 16
     for recall in (0.2, 0.95, 1.0):
-        threshold = read_router(run, models, seed, recall).threshold
+        threshold = read_router(settings(compare={"recall": recall}), run, models, seed).threshold
         assert (held_out["probability"][held_out["divergent"]] >= threshold).float().mean() >= recall
         assert threshold >= router.threshold or recall == 1.0
     options = {"threshold": router.threshold, "tokenizer": pair.world.tokenizer}
@@ -197,7 +197,7 @@ def test_routers_are_those_of_the_run(rows, prompts, pair, run, chosen, seed):
     assert written(rows["r2r", seed]) == tokens_of(every)
     for row, one in zip(rows["r2r", seed], every, strict=True):
         assert row["calls"] == row["appended"] == len(one.events)
-    there = r2r(pair.slm, pair.llm, router.network, prompts, 45, mode="events", policy=policy, max_events=8, **options)
+    there = r2r(pair.slm, pair.llm, router.network, prompts, 45, policy=policy, max_events=8, **options)
     assert written(rows["r2r-events", seed]) == tokens_of(there)
     for row, one in zip(rows["r2r-events", seed], there, strict=True):
         asked = [event for event in one.events if not math.isnan(event.llm_logprob[0])]
@@ -208,7 +208,7 @@ def test_routers_are_those_of_the_run(rows, prompts, pair, run, chosen, seed):
 
 def test_the_entropy_switch_is_at_the_threshold_of_the_policy(rows, prompts, pair, run):
     threshold = frozen_policy(run).threshold
-    wanted = r2r(pair.slm, pair.llm, None, prompts, 45, threshold=threshold, mode="entropy")
+    wanted = r2r(pair.slm, pair.llm, None, prompts, 45, threshold=threshold)
     assert written(rows["r2r-entropy", None]) == tokens_of(wanted)
     assert sum(row["calls"] for row in rows["r2r-entropy", None]) == sum(len(one.events) for one in wanted) > 9
 

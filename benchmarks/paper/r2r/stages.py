@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,14 +11,16 @@ from torch import Tensor
 
 from benchmarks.paper.r2r.network import R2RRouter, router_features
 from benchmarks.paper.r2r.training import divergence_labels, recall_threshold, train_router
-from benchmarks.paper.settings import PaperSettings
+from benchmarks.paper.settings import PaperSettings, RouterSettings
 from fb_core.apps.pipeline.files import Artefact, table_bytes, tensor_bytes
 from fb_core.apps.pipeline.models import Models, problems_hash, splits_of, verifier_of
 from fb_core.apps.pipeline.problems import Problem
 from fb_core.apps.pipeline.records import IDS
 from fb_core.apps.pipeline.run import Output, Stage
+from fb_core.models.facts import CausalLM
 
 LABELS = {"prompt": IDS, "solution": IDS, "differs": pa.list_(pa.bool_()), "divergent": pa.list_(pa.bool_())}
+WEIGHTS = "router."  # before the names of its weights in a shard
 HELD_OUT = 5  # every fifth solution is held out to set the threshold
 
 
@@ -105,7 +106,7 @@ class RouterStage(Stage):
         ]
         features = router_features(slm, pairs, vocabulary=self.models.vocabulary)
         divergent = [torch.tensor(row["divergent"], dtype=torch.bool) for row in rows]
-        router = R2RRouter(slm, width=settings.width, blocks=settings.blocks, seed=seed).to(slm.device)
+        router = _untrained(slm, settings, seed)
         held = set(range(HELD_OUT - 1, len(rows), HELD_OUT))
         trained = [index for index in range(len(rows)) if index not in held]
         train_router(
@@ -121,11 +122,8 @@ class RouterStage(Stage):
         actual = torch.cat([divergent[index] for index in sorted(held)])
         probability = torch.cat(judged)
         recall_threshold(probability, actual)  # raises here if no held-out token is divergent
-        with tempfile.TemporaryDirectory() as folder:
-            router.save_pretrained(folder)
-            files = {f"{shard}/{path.name}": path.read_bytes() for path in sorted(Path(folder).iterdir())}
-        files[f"{shard}.safetensors"] = tensor_bytes({"probability": probability, "divergent": actual})
-        return Output(files, {"routers": 1})
+        tensors = {"probability": probability, "divergent": actual, **router.state_dict(prefix=WEIGHTS)}
+        return Output({f"{shard}.safetensors": tensor_bytes(tensors)}, {"routers": 1})
 
 
 class Router(NamedTuple):
@@ -135,10 +133,17 @@ class Router(NamedTuple):
     threshold: float
 
 
-def read_router(run: Path, models: Models, seed: int, recall: float) -> Router:
-    """The router of a seed with the threshold of a recall; raises ValueError if it is not finished or is damaged."""
+def _untrained(slm: CausalLM, settings: RouterSettings, seed: int) -> R2RRouter:
+    return R2RRouter(slm, width=settings.width, blocks=settings.blocks, seed=seed).to(slm.device)
+
+
+def read_router(settings: PaperSettings, run: Path, models: Models, seed: int) -> Router:
+    """The router of a seed with the threshold of the settings' recall; a ValueError if it is unfinished or damaged."""
     folder, shard = Artefact(run, RouterStage.name), f"seed-{seed}"
     if folder.receipt(shard) is None:
         raise ValueError(f"{folder.path}: expected {shard}, got none; run `python -m benchmarks.paper tables methods`")
-    held_out, network = folder.tensors(shard), R2RRouter.from_pretrained(folder.path / shard, models.slm)
-    return Router(network, recall_threshold(held_out["probability"], held_out["divergent"], recall))
+    tensors, network = folder.tensors(shard), _untrained(models.slm, settings.compare.router, seed)
+    weights = {name.removeprefix(WEIGHTS): value for name, value in tensors.items() if name.startswith(WEIGHTS)}
+    network.load_state_dict(weights)
+    threshold = recall_threshold(tensors["probability"], tensors["divergent"], settings.compare.recall)
+    return Router(network.eval(), threshold)

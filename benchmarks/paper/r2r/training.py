@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,9 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.paper.r2r.network import R2RRouter, RouterFeatures, concatenated, router_features
-from fb_core.counts import check_count
 from fb_core.decode.pair import Pair
-from fb_core.llm.local import LLM, Ids, check_max_new_tokens
+from fb_core.llm.local import LLM, Ids
 from fb_core.models.facts import CausalLM, Tokenizer
 from fb_core.verify.verifier import Verifier
 
@@ -40,11 +38,6 @@ def divergence_labels(
     LLM's own responses. Where the SLM's token differs, the LLM continues after the SLM's token; where that answer is
     wrong, it also continues after its own. An answer has at most `max_new_tokens` in all.
     """
-    check_max_new_tokens(max_new_tokens)
-    if len(golds) != len(trajectories):
-        raise ValueError(
-            f"golds: expected one for each of {len(trajectories)} trajectories, got {len(golds)}; pass them in order"
-        )
     pair = Pair(slm, llm, tokenizer)
     features = router_features(slm, trajectories, logits_size=1, vocabulary=pair.vocabulary)
     ends = pair.ends
@@ -96,18 +89,6 @@ def train_router(
     The labels [n] of each trajectory are true where the position is divergent. A positive weighs `recall_factor` times
     negatives / positives. The seed is of the order and of dropout.
     """
-    for name, count in (("epochs", epochs), ("batch_size", batch_size)):
-        check_count(name, count, 1, "leave it out for the published value")
-    for name, value in (
-        ("learning_rate", learning_rate),
-        ("weight_decay", weight_decay),
-        ("recall_factor", recall_factor),
-    ):
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"{name}: expected 0 or more, got {value}; leave it out for the published value")
-    rows, marks = [len(inputs.token) for inputs in features], [len(flags) for flags in labels]
-    if rows != marks:
-        raise ValueError(f"labels: expected one for each row of features {rows}, got {marks}; pass them in order")
     device = router.projection.weight.device
     target = torch.cat(list(labels)).to(device, torch.float32) if labels else torch.zeros(0)
     positives = int(target.sum())
@@ -142,13 +123,6 @@ def recall_threshold(probability: Tensor, divergent: Tensor, min_recall: float =
 
     It is one of the probabilities; every position that reaches it is routed, tied ones included.
     """
-    if probability.ndim != 1 or divergent.shape != probability.shape or divergent.dtype != torch.bool:
-        raise ValueError(
-            f"divergent: expected one bool for each probability [n], got {divergent.dtype} {list(divergent.shape)} for "
-            f"{list(probability.shape)}; pass the labels in order"
-        )
-    if not 0.0 < min_recall <= 1.0:
-        raise ValueError(f"min_recall: expected above 0 and at most 1, got {min_recall}; the published value is 0.95")
     positives = probability[divergent].sort(descending=True).values
     if not len(positives) or bool(probability.isnan().any()):
         raise ValueError(
