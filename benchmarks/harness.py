@@ -22,7 +22,7 @@ from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -42,6 +42,7 @@ PROC = Path("/proc/self")
 
 LATENCY = (Timing.EAGER, Timing.GRAPH_COLD, Timing.GRAPH_WARM)  # for calls of microseconds
 Output = Tensor | tuple[Tensor, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -493,6 +494,35 @@ def write_results(directory: Path, results: Mapping[str, Sequence[Result | dict[
         os.replace(unfinished, path)
         paths.append(path)
     return paths
+
+
+def write_result(name: str, result: Mapping[str, Any]) -> None:
+    """Write benchmarks/results/<name>/<device>.json."""
+    folder = ROOT / "benchmarks" / "results" / name
+    folder.mkdir(exist_ok=True)
+    (folder / f"{DEVICE}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def in_turn(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of some calls by name, which take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def available(makers: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
+    """What can be made here by name, and why others cannot: absent packages, other versions, unsupported sizes."""
+    made, skipped = {}, {}
+    for name, make in makers.items():
+        try:
+            made[name] = make()
+        except Exception as reason:
+            skipped[name] = f"{type(reason).__name__}: {reason}"
+    return made, skipped
 
 
 def shown_commit(result: Mapping[str, Any], digits: int = 10) -> str:

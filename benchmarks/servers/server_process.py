@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -14,6 +10,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.servers.live_server import Ours
 from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, Sampling
 from fb_core.apps.demo.pairs import DemoPair
 
@@ -22,47 +19,15 @@ MODEL = f"demo:{PAIR}"
 THREADS = 1  # torch's threads in every process; the models are small
 
 
-class Server:
+class Server(Ours):
     """The process, on a free port of the loopback; once constructed it is ready, and it ends with the context."""
 
     def __init__(self, *options: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "fb_core", "serve", "--slm", MODEL, "--llm", MODEL]
-        command += ["--threshold", str(THRESHOLD), "--max-length", str(LENGTH), "--port", "0", *options]
-        whole = os.environ | {"OMP_NUM_THREADS": str(THREADS)} | environment
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=whole
-        )
-        assert self.process.stdout is not None
-        try:
-            match = re.search(r"at http://(\S+):(\d+)/v1", self.process.stdout.readline())
-            if match is None:
-                raise RuntimeError(f"{' '.join(command)}: expected an address, got none; run it to see why")
-            self.host, self.port = match[1], int(match[2])
-            self.metrics()  # after this answer it has opened all files that it opens without clients
-            time.sleep(0.5)
-            self.files = self.open_files()
-        except BaseException:
-            self._kill()
-            raise
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(60)
-        finally:
-            self._kill()  # does nothing if it has ended
-
-    def _kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    @property
-    def url(self) -> str:
-        """The URL of its API."""
-        return f"http://{self.host}:{self.port}/v1"
+        given = ("--threshold", str(THRESHOLD), *options)
+        super().__init__(MODEL, *given, context=LENGTH, threads=THREADS, **environment)
+        self.metrics()  # after this answer it has opened all files that it opens without clients
+        time.sleep(0.5)
+        self.files = self.open_files()
 
     def cpu_seconds(self) -> float:
         """CPU time that it has used so far."""
@@ -83,7 +48,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Its metrics, by name and labels."""
-        with urllib.request.urlopen(f"http://{self.host}:{self.port}/metrics") as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -33,7 +32,6 @@ from fb_core import CompatibilityScorer, Sampling
 from fb_core.apps.demo.pairs import DemoPair, load_pair
 from fb_core.apps.pipeline.page import markdown_table
 
-RESULTS = harness.ROOT / "benchmarks" / "results" / "soak"
 LIMITS, EVENTS, ANSWERS = (60, 25, 7), (8, 0), 2  # maximum tokens, events and answers
 SAMPLING = Sampling(0.7, 0.9, 20, seed=5)
 DRAWN: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "extra_body": {"top_k": 20}}
@@ -209,7 +207,7 @@ def soak(requests: int, every: int, *, problems: int = 64, clients: int = 64, se
     with Server(**CACHES) as server:
         for first in range(0, requests, every):
             began = time.perf_counter()
-            asyncio.run(_together(server.url, iter(asked[first : first + every]), result))
+            asyncio.run(_together(f"{server.url}/v1", iter(asked[first : first + every]), result))
             result.seconds += time.perf_counter() - began
             server.wait_until_idle()
             done = min(first + every, requests)
@@ -269,8 +267,7 @@ def main() -> None:
     result = {**harness.machine(), **asdict(soak(given.requests, given.every))}
     print(*lines(result), *result["wrong"][:SHOWN], sep="\n")
     if given.write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{harness.DEVICE}.json").write_text(json.dumps(result, indent=1) + "\n")
+        harness.write_result("soak", result)
     sys.exit(bool(result["wrong"]))
 
 

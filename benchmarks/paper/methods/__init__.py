@@ -10,7 +10,8 @@ from typing import Any, Literal, cast
 
 from benchmarks.paper.settings import PaperSettings
 from fb_core.apps.pipeline import models
-from fb_core.apps.pipeline.models import Generate
+from fb_core.apps.pipeline.models import LABELS, Generate
+from fb_core.decode.decoder import Generation, Usage
 
 
 class Context(models.Context):
@@ -26,28 +27,36 @@ class Context(models.Context):
         self.method, self.compare = method, settings.compare
 
 
+@dataclass
+class CountedGeneration(Generation):
+    """A generation of a method that counts itself what it asked of the LLM."""
+
+    counted: Usage
+
+    @property
+    def usage(self) -> Usage:
+        return self.counted
+
+
 @dataclass(frozen=True)
 class Method:
-    """How prompts are decoded.
+    """How prompts are decoded."""
 
-    Attributes:
-        name: the file's, with dashes.
-        label: in tables; {votes} and {name} are filled in.
-        decode: maps a run's context and a seed (None if not seeded) to the function that decodes.
-        source: the paper and software that it is from.
-        seeded: whether it runs once per seed.
-        routed: whether it needs trained routers.
-        timed: the loops in which it is timed against "greedy". In the fast one the decoders of the context run on
-            buffers, one prompt at a time.
-    """
-
-    name: str
-    label: str
+    name: str  # the file's, with dashes
+    label: str  # in tables; {votes} and {name} are filled in
+    # maps a run's context and a seed (None if not seeded) to the function that decodes
     decode: Callable[[Context, Any], Generate]
-    source: str = ""
-    seeded: bool = False
-    routed: bool = False
+    source: str = ""  # the paper and software that it is from
+    seeded: bool = False  # whether it runs once per seed
+    routed: bool = False  # whether it needs trained routers
+    # the loops in which it is timed against "greedy". In the fast one the decoders of the context run on buffers, one
+    # prompt at a time
     timed: tuple[Literal["fast", "plain"], ...] = ()
+
+    @classmethod
+    def named(cls, name: str, **options: Any) -> Method:
+        """A method that the package has under this name."""
+        return cls(name, LABELS[name], lambda run, seed: run.named(name, seed).generate_many, **options)
 
 
 def method(name: str) -> Method:

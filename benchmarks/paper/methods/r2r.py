@@ -34,7 +34,7 @@ SOURCE = (
 
 def decode(run: Context, seed: int) -> Generate:
     """Decoding with the seed's router, asked at every token."""
-    models, router = run.models, read_router(run.settings, run.run, run.models, seed)
+    models, router = run.models, read_router(run.run, run.models, seed, run.compare.recall)
     return partial(r2r, models.slm, models.llm, router.network, threshold=router.threshold, **run.batched)
 
 

@@ -10,35 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.paper.methods import Context, Method
+from benchmarks.paper.methods import Context, CountedGeneration, Method
 from benchmarks.paper.methods.spec_reason import write_steps
 from fb_core.apps.pipeline.models import Generate
-from fb_core.decode.decoder import CollaborativeDecoder, Generation, Usage
+from fb_core.decode.decoder import CollaborativeDecoder, Usage
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import LLMPreference
 from fb_core.events import Event
-from fb_core.llm.local import LLM, LocalLLM, check_max_new_tokens, checked_prompts
+from fb_core.llm.local import LLM, LocalLLM, checked_prompts
 from fb_core.models.facts import CausalLM, Tokenizer, max_positions
-
-
-@dataclass
-class SpanGeneration(Generation):
-    """A generation at whose events the LLM wrote more than the chosen token."""
-
-    written: int  # tokens of the LLM after those of the events
-    read: int  # positions after the prompt that the LLM computed
-
-    @property
-    def usage(self) -> Usage:
-        """A request for every event, to which the LLM's writing belongs."""
-        return super().usage._replace(suffix=self.written, read=self.read)
 
 
 def spans(
@@ -51,7 +38,7 @@ def spans(
     step_ends: Set[int],
     max_events: int = 8,
     **options: Any,
-) -> list[SpanGeneration]:
+) -> list[CountedGeneration]:
     """Decode many prompts together; at their first `max_events` admitted states the LLM writes to the end of the step.
 
     Ids in `step_ends` end a step; `options` are those of `CollaborativeDecoder`. The event of a span has the LLM's own
@@ -59,7 +46,6 @@ def spans(
     """
     decoder = CollaborativeDecoder(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
     pair, large = decoder.pair, decoder.pair.large()
-    check_max_new_tokens(max_new_tokens)
     asked = [ids.tolist() for ids in checked_prompts("prompts", prompts, slm, room=1)]
     new: list[list[int]] = [[] for _ in asked]
     events: list[list[Event]] = [[] for _ in asked]
@@ -106,7 +92,8 @@ def spans(
     while rows := unfinished():
         go_on(rows)
     tokens = [torch.tensor(ids, dtype=torch.int64, device=slm.device) for ids in new]
-    return [SpanGeneration(*row) for row in zip(tokens, events, map(pair.text, tokens), written, read, strict=True)]
+    used = (Usage.of(own)._replace(suffix=s, read=r) for own, s, r in zip(events, written, read, strict=True))
+    return [CountedGeneration(*row) for row in zip(tokens, events, map(pair.text, tokens), used, strict=True)]
 
 
 def ending_ids(tokenizer: Tokenizer, delimiter: str) -> frozenset[int]:

@@ -16,17 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.paper.methods import Method
-from fb_core.counts import check_count
-from fb_core.decode.decoder import Generation, Usage
+from benchmarks.paper.methods import CountedGeneration, Method
+from fb_core.decode.decoder import Usage
 from fb_core.decode.pair import Pair
-from fb_core.llm.local import LLM, Ids, LocalLLM, check_finite, check_max_new_tokens, checked_prompts
+from fb_core.llm.local import LLM, Ids, LocalLLM, check_finite, checked_prompts
 from fb_core.models.facts import Cache, CausalLM, Tokenizer, max_positions
 from fb_core.runtime.plain import with_cache
 
@@ -37,26 +35,6 @@ SOURCE = (
 )
 Accept = Callable[[Tensor, Tensor], Tensor]
 """From the LLM's logits float32 [n, V] and drafted ids int64 [n] to bool [n]."""
-
-
-@dataclass
-class SpeculativeGeneration(Generation):
-    """A generation without events.
-
-    Attributes:
-        rounds: forward passes of the LLM.
-        corrected: tokens that the LLM appended, one a round unless the draft ended the answer.
-        drafted: tokens of the SLM that the LLM read, kept or not.
-    """
-
-    rounds: int
-    corrected: int
-    drafted: int
-
-    @property
-    def usage(self) -> Usage:
-        """A call for every round, and the tokens that the LLM appended."""
-        return Usage(self.rounds, None, 0, self.corrected, self.drafted + self.rounds - 1)
 
 
 def exact(logits: Tensor, drafted: Tensor) -> Tensor:
@@ -111,14 +89,12 @@ def speculative(
     accept: Accept = exact,
     draft: int = DRAFT,
     tokenizer: Tokenizer | tuple[Tokenizer, Tokenizer] | None = None,
-) -> list[SpeculativeGeneration]:
+) -> list[CountedGeneration]:
     """Decode prompts one after another; the LLM must be in this process, since a server gives no logits of a draft."""
     pair = Pair(slm, llm, tokenizer)
     large = pair.large()
     if not isinstance(large, LocalLLM):
         raise ValueError(f"llm: expected a model in this process, got {type(large).__name__}; load it here")
-    check_count("draft", draft, 1, "5 is the default")
-    check_max_new_tokens(max_new_tokens)
     positions = min(max_positions(model) or math.inf for model in (slm, large.model))
     generations = []
     for ids in checked_prompts("prompts", prompts, slm, room=1):
@@ -140,7 +116,8 @@ def speculative(
             if text[-1] in pair.ends:
                 break
         new = torch.tensor(text[start:], dtype=torch.int64, device=slm.device)
-        generations.append(SpeculativeGeneration(new, [], pair.text(new), rounds, corrected, total))
+        used = Usage(rounds, None, 0, corrected, total + rounds - 1)  # the LLM reads each draft whole
+        generations.append(CountedGeneration(new, [], pair.text(new), used))
     return generations
 
 

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from benchmarks.paper.r2r.network import R2RRouter, router_features
 from benchmarks.paper.r2r.training import divergence_labels, recall_threshold, train_router
-from benchmarks.paper.settings import PaperSettings, RouterSettings
+from benchmarks.paper.settings import PaperSettings
 from fb_core.apps.pipeline.files import Artefact, table_bytes, tensor_bytes
 from fb_core.apps.pipeline.models import Models, problems_hash, splits_of, verifier_of
 from fb_core.apps.pipeline.problems import Problem
 from fb_core.apps.pipeline.records import IDS
 from fb_core.apps.pipeline.run import Output, Stage
-from fb_core.models.facts import CausalLM
 
 LABELS = {"prompt": IDS, "solution": IDS, "differs": pa.list_(pa.bool_()), "divergent": pa.list_(pa.bool_())}
 WEIGHTS = "router."  # before the names of its weights in a shard
@@ -106,7 +105,7 @@ class RouterStage(Stage):
         ]
         features = router_features(slm, pairs, vocabulary=self.models.vocabulary)
         divergent = [torch.tensor(row["divergent"], dtype=torch.bool) for row in rows]
-        router = _untrained(slm, settings, seed)
+        router = R2RRouter(slm, width=settings.width, blocks=settings.blocks, seed=seed).to(slm.device)
         held = set(range(HELD_OUT - 1, len(rows), HELD_OUT))
         trained = [index for index in range(len(rows)) if index not in held]
         train_router(
@@ -133,17 +132,15 @@ class Router(NamedTuple):
     threshold: float
 
 
-def _untrained(slm: CausalLM, settings: RouterSettings, seed: int) -> R2RRouter:
-    return R2RRouter(slm, width=settings.width, blocks=settings.blocks, seed=seed).to(slm.device)
-
-
-def read_router(settings: PaperSettings, run: Path, models: Models, seed: int) -> Router:
-    """The router of a seed with the threshold of the settings' recall; a ValueError if it is unfinished or damaged."""
+def read_router(run: Path, models: Models, seed: int, recall: float) -> Router:
+    """The router of a seed with the threshold of a recall; raises ValueError if it is not finished or is damaged."""
     folder, shard = Artefact(run, RouterStage.name), f"seed-{seed}"
     if folder.receipt(shard) is None:
         raise ValueError(f"{folder.path}: expected {shard}, got none; run `python -m benchmarks.paper tables methods`")
-    tensors, network = folder.tensors(shard), _untrained(models.slm, settings.compare.router, seed)
+    tensors = folder.tensors(shard)
     weights = {name.removeprefix(WEIGHTS): value for name, value in tensors.items() if name.startswith(WEIGHTS)}
+    blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+    network = R2RRouter(models.slm, width=len(weights["projection.weight"]), blocks=len(blocks))
     network.load_state_dict(weights)
-    threshold = recall_threshold(tensors["probability"], tensors["divergent"], settings.compare.recall)
-    return Router(network.eval(), threshold)
+    threshold = recall_threshold(tensors["probability"], tensors["divergent"], recall)
+    return Router(network.to(models.slm.device).eval(), threshold)
