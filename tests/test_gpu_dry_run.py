@@ -229,12 +229,8 @@ def test_harness_on_a_pretended_gpu(timing: Timing, tmp_path: Path) -> None:
     def absent() -> torch.Tensor:
         raise ImportError("no such package\nand more")
 
-    runs = {
-        "fb": lambda: truth + 0,
-        "peer": lambda: (truth + 1e-6, truth),
-        "wrong": lambda: truth + 1,
-        "absent": absent,
-    }
+    runs = {"fb": lambda: truth + 0, "peer": lambda: (truth + 1e-6, truth), "wrong": lambda: truth + 1}
+    runs["absent"] = absent
     skipped: dict[str, str] = {}
     rows = harness.compare(
         Pedantic(),

@@ -10,15 +10,7 @@ from typing import Any
 
 from benchmarks.pages.theme import alone
 from benchmarks.paper import figures
-from benchmarks.paper.cells import (
-    below,
-    bullets,
-    by_significance,
-    literal,
-    number,
-    percent,
-    table,
-)
+from benchmarks.paper.cells import below, bullets, by_significance, literal, number, percent, table
 from benchmarks.paper.figures import by_benchmark, panels, primary
 from benchmarks.paper.orderings import difference, ordering_lines
 from benchmarks.paper.rows import DEPLOYED, Result, Run, rows_bytes, tables_bytes

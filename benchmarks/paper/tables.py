@@ -216,19 +216,9 @@ def _quantiles(plan: Plan) -> list[Variant]:
 TABLES = {
     table.name: table
     for table in (
-        Table(
-            "methods",
-            "Methods",
-            "FutureBridge and other methods on the same problems.",
-            _methods,
-        ),
+        Table("methods", "Methods", "FutureBridge and other methods on the same problems.", _methods),
         Table("pools", "Candidate pools", "Whose candidates the reranker is trained on and chooses from.", _pools),
-        Table(
-            "horizons",
-            "Horizon",
-            "How many tokens of the future the target uses.",
-            _horizons,
-        ),
+        Table("horizons", "Horizon", "How many tokens of the future the target uses.", _horizons),
         Table(
             "futures",
             "Futures",

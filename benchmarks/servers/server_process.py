@@ -8,10 +8,10 @@ import urllib.request
 from collections.abc import Sequence
 from itertools import chain, groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.servers.live_server import Ours
-from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, Sampling
+from fb_core import CollaborativeDecoder, Generation, LLMPreference, RequestPolicy, Sampling
 from fb_core.apps.demo.pairs import DemoPair
 
 PAIR, THRESHOLD, NEW, LENGTH = "plans", 1.7, 60, 256  # NEW and LENGTH: maximum tokens of an answer and of a sequence
@@ -79,6 +79,13 @@ class Truth(NamedTuple):
     ended: bool  # with the end-of-sequence token
     steps: list[int]  # of its events
 
+    @classmethod
+    def of(cls, generation: Generation, tokenizer: Any) -> Truth:
+        """What a generation says."""
+        tokens = generation.token_ids.tolist()
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        return cls(text, len(tokens), tokens[-1] == tokenizer.eos_token_id, [event.step for event in generation.events])
+
 
 def alone(
     pair: DemoPair,
@@ -88,23 +95,8 @@ def alone(
     sampling: Sampling | None = None,
 ) -> list[Truth]:
     """The answers to prompts without pages and server, one after another; several drawn ones of a prompt together."""
-    decoder = CollaborativeDecoder(
-        pair.slm,
-        pair.llm,
-        LLMPreference(),
-        RequestPolicy(THRESHOLD),
-        tokenizer=pair.world.tokenizer,
-        max_events=max_events,
-    )
-    end = pair.world.tokenizer.eos_token_id
+    words, policy = pair.world.tokenizer, RequestPolicy(THRESHOLD)
+    decoder = CollaborativeDecoder(pair.slm, pair.llm, LLMPreference(), policy, tokenizer=words, max_events=max_events)
     equal = [list(group) for _, group in groupby(map(list, prompts))]
     generations = chain.from_iterable(decoder.generate_many(group, new, sampling=sampling) for group in equal)
-    return [
-        Truth(
-            generation.text or "",
-            len(generation.token_ids),
-            int(generation.token_ids[-1]) == end,
-            [event.step for event in generation.events],
-        )
-        for generation in generations
-    ]
+    return [Truth.of(generation, words) for generation in generations]

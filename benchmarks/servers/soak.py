@@ -178,9 +178,8 @@ async def ask(client: openai.AsyncOpenAI, question: Question) -> str | None:
         finish = "stop" if truth.ended or cut else "length"
         want.append((text, finish, [step for step in truth.steps if step < count]))
         tokens += count
-    return (
-        None if got == want and total == tokens else f"{body}: expected {want} of {tokens} tokens, got {got}, {total}"
-    )
+    right = got == want and total == tokens
+    return None if right else f"{body}: expected {want} of {tokens} tokens, got {got}, {total}"
 
 
 def _other(body: Mapping[str, Any], want: Sequence[float], got: Sequence[float]) -> str | None:
@@ -236,13 +235,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in result["kinds"].items())
     statuses = ", ".join(f"{count:,} of {status}" for status, count in sorted(result["statuses"].items()))
     rows = [
-        [
-            f"{held['requests']:,}",
-            f"{held['resident_bytes'] / 2**20:.1f}",
-            f"{held['open_files']}",
-            f"{held['threads']}",
-        ]
-        for held in result["held"]
+        [f"{at['requests']:,}", f"{at['resident_bytes'] / 2**20:.1f}", f"{at['open_files']}", f"{at['threads']}"]
+        for at in result["held"]
     ]
     more = (last["resident_bytes"] - first["resident_bytes"]) / 2**20
     return [

@@ -340,21 +340,14 @@ def test_an_external_checkpoint_is_decoded_as_the_slm_is(tmp_path):
     tokenizer.save_pretrained(tmp_path / "a")
     loaded = load_external(str(tmp_path / "a"), tokenizer, "cpu", "float32")
     assert not loaded.training
-    asked = prompts(4, 9, 6)
-    found = greedy(loaded, asked, 12, tokenizer=tokenizer)
-    assert tokens_of(found) == tokens_of(greedy(model, asked, 12, tokenizer=tokenizer))
-    assert tokens_of(greedy(loaded, asked, 12, tokenizer=tokenizer, batch_tokens=1)) == tokens_of(found)
-    assert all(one.text is not None for one in found)
-    for name, other in (
-        ("b", words_tokenizer(V, w3=4, w4=3)),
-        ("c", words_tokenizer(V - 1)),
-        ("d", words_tokenizer(V)),
-    ):
+    (one,) = greedy(loaded, prompts(4), 12, tokenizer=tokenizer)
+    assert one.token_ids.tolist() == tokens_of(greedy(model, prompts(4), 12, tokenizer=tokenizer))[0]
+    assert one.text is not None
+    others = {"swapped": words_tokenizer(V, w3=4, w4=3), "shorter": words_tokenizer(V - 1), "bare": words_tokenizer(V)}
+    for name, other in others.items():  # the last one without the chat template
         model.save_pretrained(tmp_path / name)
-        other.save_pretrained(tmp_path / name)  # the last one without the chat template
-        with pytest.raises(
-            ValueError, match=f"{name}: expected the run's tokenizer of 50 ids, got one of {len(other)}"
-        ):
+        other.save_pretrained(tmp_path / name)
+        with pytest.raises(ValueError, match=f"{name}: expected the run's tokenizer of 50 ids"):
             load_external(str(tmp_path / name), tokenizer)
     with pytest.raises(OSError, match="nowhere"):
         load_external(str(tmp_path / "nowhere"), tokenizer)
@@ -368,33 +361,6 @@ def shaken(model, **options):
         with torch.no_grad():
             reranker.head.copy_(torch.randn_like(reranker.head))
     return reranker
-
-
-@pytest.mark.parametrize("scope", ["candidate", "sequence"])
-def test_s2t_local_selects_without_an_llm(scope):
-    slm = tiny("qwen3", 8)
-    reranker = shaken(slm, scope=scope)
-    decoder = s2t_local(slm, reranker, RequestPolicy(1.5), slm_k=3, max_events=4, tokenizer=words_tokenizer(V))
-    asked = prompts(6, 3, 9)
-    together = decoder.generate_many(asked, 12)
-    changed = 0
-    for ids, generation in zip(asked, together, strict=True):
-        alone = decoder.generate(ids, 12)
-        assert torch.equal(alone.token_ids, generation.token_ids)
-        assert alone.text == generation.text
-        for event in generation.events:
-            state = torch.cat([ids, generation.token_ids[: event.step]])
-            with torch.no_grad():
-                logits = slm(state[None]).logits[0, -1]
-            assert event.pool == logits.topk(3).indices.tolist()
-            assert event.sources == [SLM] * 3
-            assert event.error is None
-            assert all(math.isnan(value) for value in event.llm_logprob)
-            assert event.scores == pytest.approx(reranker.scores(state, event.pool).tolist(), abs=1e-4)
-            assert event.choice == event.scores.index(max(event.scores))
-            changed += event.choice > 0
-    assert changed > 0
-    assert all(0 < len(one.events) <= 4 for one in together)
 
 
 def test_what_needs_an_llm_is_refused_without_one():

@@ -62,16 +62,14 @@ def variants_of(settings, run):
 
 
 def state_of(run):
-    """Bytes and times of every file of a run, its variants left out."""
+    """Hashes and times of every file of a run, its variants left out."""
     stages = [path for path in run.iterdir() if path.is_dir() and path.name != "variants"]
-    times = {path: path.stat().st_mtime_ns for stage in stages for path in (stage, *stage.rglob("*"))}
-    return {stage.name: contents(stage.resolve()) for stage in stages}, times
+    times = {str(path): path.stat().st_mtime_ns for stage in stages for path in (stage, *stage.rglob("*"))}
+    return {"times": times, **{stage.name: contents(stage.resolve()) for stage in stages}}
 
 
 MADE = ("greedy", "majority", "direct", "one-token-takeover", "spans", "published")
 MADE += ("alpha-0.5", "pool-slm", "q0.92", "q0.92/direct", "q0.92/published")
-
-
 JUDGED = ("q0.92", "q0.92/published")
 
 
@@ -81,12 +79,17 @@ def folder_of(run, key):
 
 
 @pytest.fixture(scope="module")
-def made(trained, chosen, tmp_path_factory) -> tuple:
+def made(trained, chosen, once) -> tuple:
     """(run, state of its stages before, why each variant could not be made)."""
-    run = linked(trained, tmp_path_factory.mktemp("experiment") / "run", *TRAINED)
-    before, known = state_of(run), variants_of(chosen, run)
-    values = chosen.model_dump_json()
-    return run, before, {key: make(known[key], values, run, key in JUDGED) for key in (*MADE, "external-lost")}
+
+    def make_all(folder):
+        run = linked(trained, folder / "run", *TRAINED)
+        before, known, values = state_of(run), variants_of(chosen, run), chosen.model_dump_json()
+        problems = {key: make(known[key], values, run, key in JUDGED) for key in (*MADE, "external-lost")}
+        (folder / "made.json").write_text(json.dumps([before, problems]))
+
+    folder = once("experiment", make_all)
+    return folder / "run", *json.loads((folder / "made.json").read_text())
 
 
 def stages_in(folder):
@@ -121,13 +124,12 @@ def test_what_is_not_changed_is_a_link(made, key, links, own):
 def test_a_place_of_others_has_all_but_a_comparison(made):
     run, _, problems = made
     assert problems["q0.92"] is None
-    links, own = stages_in(run / "variants" / "q0.92")
-    assert links == {"trajectories"}
-    assert own == {"policy", "states", "futures", "scores", "held-out-rollouts"} | LEARNED
-    inner = run / "variants" / "q0.92" / "variants" / "direct" / "policy"
-    assert inner.resolve() == (run / "variants" / "q0.92" / "policy").resolve()
+    place, inner = folder_of(run, "q0.92"), folder_of(run, "q0.92/direct") / "policy"
+    own = {"policy", "states", "futures", "scores", "held-out-rollouts"} | LEARNED
+    assert stages_in(place) == ({"trajectories"}, own)
+    assert inner.resolve() == (place / "policy").resolve()
     assert not Path(os.readlink(inner)).is_absolute()  # a run's folder can be moved
-    assert frozen_policy(inner.parent).threshold > frozen_policy(run).threshold
+    assert frozen_policy(place).threshold > frozen_policy(run).threshold
 
 
 def test_the_run_itself_is_not_written_to(made):

@@ -57,18 +57,6 @@ def test_the_line_by_hand() -> None:
     assert two.mean == pytest.approx(0.75 - (0.5 + 0.125 * 0.5))  # benchmarks count alike
 
 
-def test_chance_takeover_of_a_share_is_not_told_apart_from_its_line() -> None:
-    draw, covered = np.random.default_rng(3), 0
-    for _ in range(60):
-        greedy, takeover = draw.random(150) < 0.5, draw.random(150) < 0.9
-        written = draw.integers(20, 60, 150)
-        handed = draw.random(150) < 0.3
-        own, tokens = np.where(handed, takeover, greedy), np.where(handed, written, 0)
-        found = above_line_interval([own], [tokens], [greedy], [takeover], [written], resamples=1000)
-        covered += found.low <= 0 <= found.high
-    assert covered >= 50
-
-
 @pytest.mark.parametrize("level", [0.5, 0.95, 0.99])
 @pytest.mark.parametrize(("right", "of"), [(2, 2), (0, 2), (0, 1), (8, 10), (50, 100), (399, 400)])
 def test_shares_of_single_trials_are_wilsons(right: int, of: int, level: float) -> None:
