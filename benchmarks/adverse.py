@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from fb_core._util import write_file
 from numpy.random import Generator
 from scipy.stats import binomtest
 
@@ -26,10 +27,9 @@ from benchmarks import command
 from benchmarks.evidence import SHOWN, Cells, finished_cells, gap, make, make_all, points, write_cells
 from fb_core.apps.demo import Part
 from fb_core.apps.demo.pairs import Pretraining, train_model
-from fb_core.apps.demo.worlds import END, Problem, Role, World, step_text
+from fb_core.apps.demo.worlds import END, Role, World, WorldProblem, step_text
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.settings.config import RunSettings, changed
-from fb_core.atomic import write_file
 
 SEEDS = tuple(range(97_001, 97_051))  # of problems, training sets and rerankers; fixed before the run
 QUANTILE, PROBLEMS = 0.92, 800
@@ -59,7 +59,7 @@ def _written(value: int, a: int, b: int, rng: Generator, more: int, carried: boo
 class AdverseWorld(World):
     """A world whose large model goes on from its own wrong results."""
 
-    def example(self, problem: Problem, part: Part, rng: Generator) -> list[int]:
+    def example(self, problem: WorldProblem, part: Part, rng: Generator) -> list[int]:
         """As `World.example`."""
         if part == "slm":
             return super().example(problem, part, rng)

@@ -24,7 +24,7 @@ from benchmarks.servers.live_server import Served
 from fb_core import CollaborativeDecoder, FutureBridgeSelector, Generation, LLMPreference, RequestPolicy, ServerLLM
 from fb_core.apps.demo.pairs import load_pair
 from fb_core.events import Event
-from fb_kernels.timing import Timing
+from fb_kernels._runtime.timing import Timing
 
 PROBLEMS, ROWS = 128, 64
 NEW = 64

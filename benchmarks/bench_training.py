@@ -12,10 +12,10 @@ from benchmarks import peers, shapes
 from benchmarks.harness import OURS, Implementation
 from benchmarks.shapes import CANDIDATES
 from fb_core import TokenReranker
-from fb_core.rerank.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory
+from fb_core.rerank.training import Optimisation, RerankerRun, Sweep, TrainingGroup, TrainingTrajectory
 
 EPOCHS = 1000  # more steps than are timed
-FROZEN = Recipe(learning_rate=0.0, groups_per_step=1 << 20, epochs=EPOCHS)  # every step does the same
+FROZEN = Optimisation(learning_rate=0.0, groups_per_step=1 << 20, epochs=EPOCHS)  # every step does the same
 
 
 def trajectories(slm: PreTrainedModel) -> list[TrainingTrajectory]:
@@ -76,8 +76,8 @@ def test_training_step(compare: Callable, slm: PreTrainedModel) -> None:
     given = trajectories(slm)
     groups = sum(len(trajectory.groups) for trajectory in given)
     alone, plain = rerankers(slm), rerankers(slm)
-    together = Sweep([Run(reranker) for reranker in rerankers(slm)], given, FROZEN)
-    apart = [Sweep([Run(reranker)], given, FROZEN) for reranker in alone]
+    together = Sweep([RerankerRun(reranker) for reranker in rerankers(slm)], given, FROZEN)
+    apart = [Sweep([RerankerRun(reranker)], given, FROZEN) for reranker in alone]
     trained = [parameter for reranker in plain for parameter in reranker.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0)
     wide = copy.deepcopy(plain[0].adapted).to(shapes.WIDE)

@@ -21,6 +21,7 @@ from typing import Annotated, Any, NamedTuple, cast
 import numpy as np
 import torch
 import typer
+from fb_core._util import write_file
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
@@ -43,7 +44,6 @@ from fb_core.apps.pipeline.run import run_stage
 from fb_core.apps.pipeline.statistics import Interval
 from fb_core.apps.processes import processes
 from fb_core.apps.settings.config import RunSettings, changed
-from fb_core.atomic import write_file
 from fb_core.decode.deployment import LABELS, RecipeName
 from fb_core.decode.selectors import ScoringSelector, State, ValueSelector
 from fb_core.events import Pool

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from fb_core.extras import require
+from fb_core._util import require
 
 if TYPE_CHECKING:
     from fb_core.decode.decoder import CollaborativeDecoder, Generation, LowLatencyDecoder
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from fb_core.rerank.reranker import TokenReranker
     from fb_core.rerank.training import (
         GroupMetrics,
-        Recipe,
-        Run,
+        Optimisation,
+        RerankerRun,
         Sweep,
         TrainingGroup,
         TrainingTrajectory,
@@ -71,8 +71,8 @@ _HOMES = {
     "fb_core.score.targets": ("future_compatibility", "group_targets"),
     "fb_core.rerank.training": (
         "GroupMetrics",
-        "Recipe",
-        "Run",
+        "Optimisation",
+        "RerankerRun",
         "Sweep",
         "TrainingGroup",
         "TrainingTrajectory",
@@ -96,12 +96,12 @@ __all__ = [
     "LLMPreference",
     "LocalLLM",
     "LowLatencyDecoder",
+    "Optimisation",
     "Pair",
     "Pool",
     "RandomChoice",
-    "Recipe",
     "RequestPolicy",
-    "Run",
+    "RerankerRun",
     "SLMPreference",
     "Sampling",
     "Selector",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks import bench_decode, conftest, harness
 from benchmarks.harness import Implementation, named, read_results
-from fb_kernels import timing
+from fb_kernels._runtime import timing
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = """

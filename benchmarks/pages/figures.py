@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from fb_core._util import write_file
 
 from benchmarks import command, stages
 from benchmarks.evidence import DROPPED, TAKEOVER, Cells, page, times_below
@@ -27,7 +28,6 @@ from benchmarks.servers import serving, soak
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.settings.config import RunSettings
-from fb_core.atomic import write_file
 
 ROOT = Path(__file__).parents[2]
 TABLES = Path("docs", "experiments", "tables.json")  # as `python -m benchmarks.paper report` writes it

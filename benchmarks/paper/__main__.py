@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from fb_core._util import escaped
 
 from benchmarks.command import HELP
 from benchmarks.paper.agreement import judge
@@ -18,7 +19,6 @@ from benchmarks.paper.run import COSTS, run_tables
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import TABLES
 from fb_core.apps.pipeline.run import run_stage
-from fb_core.terminal import escaped
 
 app = typer.Typer(
     add_completion=False,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from fb_core._util import escaped
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -18,7 +19,6 @@ from benchmarks.paper.rows import DEPLOYED, Result, Run, Timed, in_order
 from benchmarks.paper.tables import PUBLISHED
 from fb_core.apps.pipeline.statistics import Interval
 from fb_core.apps.settings.config import AVERAGE
-from fb_core.terminal import escaped
 
 WIDTH = 8.4  # inches, the width of the text on a desktop page
 LONGEST_LABEL, LONGEST_METHOD = 50, 36  # characters

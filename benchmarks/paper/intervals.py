@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fb_core.apps.pipeline.statistics import Draw, Interval, Vector, averages, bootstrap, by_problem, columns
+from fb_core.apps.pipeline.statistics import Interval, Resample, Vector, averages, bootstrap, by_problem, columns
 
 
 def above_line_interval(
@@ -35,7 +35,7 @@ def above_line_interval(
     own = by_problem(accuracy)
     parts = [own, *(by_problem(values, like=own) for values in (tokens, greedy, takeover, takeover_tokens))]
 
-    def distance(draw: Draw) -> Vector:
+    def distance(draw: Resample) -> Vector:
         right, cost, least, most, written = (averages(column, draw) for column in parts)
         return right - least - _divided(cost, written).clip(max=1) * (most - least)
 
@@ -51,7 +51,7 @@ def ratio_interval(
     """
     parts, wholes = columns(part, whole)
 
-    def ratio(draw: Draw) -> Vector:
+    def ratio(draw: Resample) -> Vector:
         (drawn,) = draw.problems
         return _divided(parts[drawn].sum(axis=1), wholes[drawn].sum(axis=1))
 

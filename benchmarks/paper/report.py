@@ -8,6 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from fb_core._util import write_file
+
 from benchmarks.pages.theme import alone
 from benchmarks.paper import figures
 from benchmarks.paper.cells import below, bullets, by_significance, literal, number, percent, table
@@ -17,7 +19,6 @@ from benchmarks.paper.rows import DEPLOYED, Result, Run, rows_bytes, tables_byte
 from benchmarks.paper.tables import PUBLISHED, TABLES
 from benchmarks.paper.tables import Table as Experiment
 from fb_core.apps.pipeline.statistics import Interval
-from fb_core.atomic import write_file
 
 FIGURES = (
     "All accuracies have 95% intervals. In the forest plot the dashed line is greedy decoding with the SLM; circles "

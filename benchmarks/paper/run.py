@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
+from fb_core._util import write_file
 from rich.progress import TimeElapsedColumn
 
 from benchmarks.paper.agreement import AgreementStage
@@ -32,7 +33,6 @@ from fb_core.apps.pipeline.scores import ScoreStage
 from fb_core.apps.pipeline.train import TrainStage
 from fb_core.apps.processes import processes
 from fb_core.apps.progress import Board
-from fb_core.atomic import write_file
 
 PREPARED: tuple[Command, ...] = ("collect", "futures", "score", "train")  # run before any variant
 COSTS = "costs"  # a table without variants: it times the run's own methods

@@ -9,11 +9,11 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Annotated, Any, Literal
 
+from fb_core._util import write_file
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
 from fb_core.apps.settings.config import RunSettings, Section, checked
-from fb_core.atomic import write_file
 
 FILE = "paper.json"  # in a run's folder: the settings of its last tables
 CONFIGS = Path(__file__).parent / "configs"

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from fb_core.decode.pool import candidate_pool
+from fb_core.decode.asking import candidate_pool
 from fb_core.decode.selectors import Selector, State
 from fb_core.events import Event, Pool, PoolKind
 from fb_core.llm.local import LLM

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fb_core.counts import check_count
+from fb_core._util import check_count
 from fb_core.decode.asking import Intervention, OnError
 from fb_core.decode.loop import Loop, Task, check_own, has_native
 from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy, gate
 from fb_core.decode.selectors import Selector, State
 from fb_core.events import Event, PoolKind
-from fb_core.llm.local import LLM, LocalLLM, check_max_new_tokens, checked_prompts
+from fb_core.llm.local import LLM, LocalLLM
 from fb_core.models.facts import CausalLM, Tokenizer, max_positions
 from fb_core.models.packed import Prefix, PrefixKV
+from fb_core.models.tokens import check_max_new_tokens, checked_prompts
 from fb_core.runtime.paged_model import CHUNK
 from fb_core.runtime.plain import Running, Step, Stop, check_decodable, lockstep, streamer_of_caller
 from fb_core.runtime.sampling import GREEDY, Draw, Draws, Sampling, check_sampling, drawn

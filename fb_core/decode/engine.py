@@ -17,16 +17,16 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from fb_core.counts import check_count
+from fb_core._util import check_count
 from fb_core.decode.decoder import MAX_LENGTH, CollaborativeDecoder, Generation
 from fb_core.decode.loop import Loop, Task
 from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import Selector
 from fb_core.events import Event
-from fb_core.llm.local import GONE, check_max_new_tokens, checked_prompts
+from fb_core.llm.local import GONE
 from fb_core.models.facts import max_positions
-from fb_core.models.tokens import token_ids
+from fb_core.models.tokens import check_max_new_tokens, checked_prompts, token_ids
 from fb_core.runtime.plain import Running, Stop
 from fb_core.runtime.sampling import GREEDY, Sampling, check_sampling, occurrences
 from fb_core.runtime.step import Ranked

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fb_core.counts import check_count
+from fb_core._util import check_count
 from fb_kernels import topk_entropy
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fb_core.counts import check_count
+from fb_core._util import check_count
 from fb_core.models import facts as models
 from fb_core.models.facts import Cache, CausalLM, Reading, Tokenizer, eos_ids, max_positions, structure, valid_ids
 from fb_core.models.native import NativeDecoder

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fb_core.counts import check_count
+from fb_core._util import check_count
 from fb_core.models.adapters import adapter_dropouts, classifier_config
 from fb_core.models.facts import fingerprint
 from fb_core.models.packed import Prefix, packs, prefill_packed
@@ -49,7 +49,7 @@ class TrainingTrajectory:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Optimisation:
     """The published recipe.
 
     A step's trajectories are divided into `microbatches` contiguous pieces with about equally many groups; no
@@ -79,7 +79,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Run:
+class RerankerRun:
     """One reranker of a sweep, the seed of its dropout, and its column of the groups' targets [K, h]."""
 
     reranker: TokenReranker
@@ -147,14 +147,14 @@ class Sweep:
 
     def __init__(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[RerankerRun],
         trajectories: Sequence[TrainingTrajectory],
-        recipe: Recipe | None = None,
+        recipe: Optimisation | None = None,
         accelerator: Processes | None = None,
     ) -> None:
         checked = _checked(runs, trajectories)
         self.runs = tuple(runs)
-        self.recipe = recipe or Recipe()
+        self.recipe = recipe or Optimisation()
         self._device = self.runs[0].reranker.base.device
         epochs = _epochs(checked, self.recipe)
         self._steps = [step for steps in epochs for step in steps]
@@ -334,7 +334,7 @@ class Sweep:
 def train_reranker(
     reranker: TokenReranker,
     trajectories: Sequence[TrainingTrajectory],
-    recipe: Recipe | None = None,
+    recipe: Optimisation | None = None,
     on_step: Callable[[int, int, float], None] | None = None,
 ) -> list[float]:
     """Train adapter and head in place by group cross-entropy: a `Sweep` of one run.
@@ -353,8 +353,8 @@ def train_reranker(
         ValueError: no groups, a target of another length than its candidates, an id outside the vocabulary, or a loss
             or gradient that is not finite (the reranker then keeps its last finite state).
     """
-    recipe = recipe or Recipe()
-    sweep = Sweep([Run(reranker, recipe.seed)], trajectories, recipe)
+    recipe = recipe or Optimisation()
+    sweep = Sweep([RerankerRun(reranker, recipe.seed)], trajectories, recipe)
     losses: list[float] = []
     while sweep.step < sweep.total:
         losses += sweep.advance()
@@ -365,7 +365,7 @@ def train_reranker(
 
 @torch.no_grad()
 def validate(
-    runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory], groups_at_once: int = VALIDATED_AT_ONCE
+    runs: Sequence[RerankerRun], trajectories: Sequence[TrainingTrajectory], groups_at_once: int = VALIDATED_AT_ONCE
 ) -> list[GroupMetrics]:
     """How well each run's scores fit the targets of held-out groups; prefix KV is shared among the runs.
 
@@ -417,7 +417,7 @@ class _Batch:
     target: Tensor  # [N, R]
 
     @classmethod
-    def build(cls, runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory]) -> _Batch:
+    def build(cls, runs: Sequence[RerankerRun], trajectories: Sequence[TrainingTrajectory]) -> _Batch:
         base = runs[0].reranker.base
         groups = [group for trajectory in trajectories for group in trajectory.groups]
         rows = None
@@ -472,7 +472,7 @@ def _linear(step: int, total: int, warmup: float) -> float:
     return (step + 1) / rising if step < rising else max(0.0, (total - step) / max(1, total - rising))
 
 
-def _epochs(trajectories: Sequence[TrainingTrajectory], recipe: Recipe) -> list[list[list[TrainingTrajectory]]]:
+def _epochs(trajectories: Sequence[TrainingTrajectory], recipe: Optimisation) -> list[list[list[TrainingTrajectory]]]:
     """The epochs, each in its own order and cut into steps of `groups_per_step` groups; the last holds the rest."""
     order = torch.Generator().manual_seed(recipe.seed)
     epochs = []
@@ -514,7 +514,9 @@ def _trained(reranker: TokenReranker) -> list[nn.Parameter]:
     return parameters
 
 
-def _about(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory], recipe: Recipe) -> dict[str, Any]:
+def _about(
+    runs: Sequence[RerankerRun], trajectories: Sequence[TrainingTrajectory], recipe: Optimisation
+) -> dict[str, Any]:
     """The description of a sweep that its state holds, as JSON gives it back."""
     about: dict[str, Any] = {"base": fingerprint(runs[0].reranker.base), "number of runs": len(runs)}
     for index, run in enumerate(runs):
@@ -542,9 +544,9 @@ def _digest(trajectories: Sequence[TrainingTrajectory]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _checked(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory]) -> list[TrainingTrajectory]:
+def _checked(runs: Sequence[RerankerRun], trajectories: Sequence[TrainingTrajectory]) -> list[TrainingTrajectory]:
     """The trajectories that have groups, checked, and the rerankers in eval mode."""
-    _check_list("runs", runs, Run)
+    _check_list("runs", runs, RerankerRun)
     _check_list("trajectories", trajectories, TrainingTrajectory)
     rerankers = [run.reranker for run in runs]
     if not rerankers or len({id(reranker) for reranker in rerankers}) < len(rerankers):
@@ -570,7 +572,7 @@ def _check_list(name: str, given: Sequence[Any], kind: type) -> None:
         raise TypeError(f"{name}: expected a list of {kind.__name__}, got {got}; make a {kind.__name__} of each")
 
 
-def _checked_trajectory(runs: Sequence[Run], trajectory: TrainingTrajectory) -> TrainingTrajectory:
+def _checked_trajectory(runs: Sequence[RerankerRun], trajectory: TrainingTrajectory) -> TrainingTrajectory:
     """The trajectory with its states checked, targets [K, R] of the runs."""
     base = runs[0].reranker.base
     tokens = token_ids("tokens", trajectory.tokens, base)

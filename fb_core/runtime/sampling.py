@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fb_core.counts import LARGEST
+from fb_core._util import LARGEST
 
 
 @dataclass(frozen=True)

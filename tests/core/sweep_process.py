@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from tiny import V, tiny
 
-from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory
-from fb_core.rerank.training import Run, Sweep
+from fb_core import Optimisation, TokenReranker, TrainingGroup, TrainingTrajectory
+from fb_core.rerank.training import RerankerRun, Sweep
 
 
 def trajectories(n: int = 7, seed: int = 0) -> list[TrainingTrajectory]:
@@ -33,10 +33,10 @@ def sweep(accelerator=None, seed: int = 0) -> Sweep:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         runs = [
-            Run(TokenReranker.from_base(model, rank=2, scope=scope), seed=index, column=index % 2)
+            RerankerRun(TokenReranker.from_base(model, rank=2, scope=scope), seed=index, column=index % 2)
             for index, scope in enumerate(("candidate", "candidate", "sequence"))
         ]
-    return Sweep(runs, trajectories(), Recipe(1e-2, groups_per_step=6, microbatches=3), accelerator)
+    return Sweep(runs, trajectories(), Optimisation(1e-2, groups_per_step=6, microbatches=3), accelerator)
 
 
 def train(folder: Path, launched: dict[str, str]) -> None:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from fb_core._util import write_file
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -30,7 +31,6 @@ from fb_core.apps.pipeline.files import (
     table_bytes,
     tensor_bytes,
 )
-from fb_core.atomic import write_file
 from fb_core.models.checkpoints import load_model
 
 IDENTITY = {"settings": {"quantile": 0.99, "max_states": 8}, "models": {"tokenizer": "abc"}, "inputs": {}}

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from dialects import FAMILY, SEED, byte_tokenizer
+from fb_core._util import escaped
 from rich.console import Console
 from test_runtime import random_reranker
 from test_server import Handler, probs, says, scripted
@@ -28,7 +29,6 @@ from fb_core.apps.serve.run import load_server
 from fb_core.apps.settings.config import PairSettings, ServeSettings
 from fb_core.decode.deployment import Deployed
 from fb_core.events import Event
-from fb_core.terminal import escaped
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}w4{% endif %}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fb_core._util import check_count
 from tiny import tiny
 
 from fb_core import (
@@ -17,10 +18,9 @@ from fb_core import (
     TokenReranker,
 )
 from fb_core.apps.settings.config import PairSettings
-from fb_core.counts import check_count
 from fb_core.decode.pair import Pair
 from fb_core.models.checkpoints import load_model
-from fb_core.rerank.training import Recipe
+from fb_core.rerank.training import Optimisation
 
 POLICY = RequestPolicy(1.0)
 
@@ -45,7 +45,7 @@ DOORS = [
     ("n", lambda count: LocalLLM(tiny("qwen3")).sample_many([[3]], count, 4)),
     ("token_budget", lambda count: CompatibilityScorer(tiny("qwen3")).logprobs_many([([3], [[4]])], count)),
     ("in_flight", lambda count: ServerLLM("http://127.0.0.1:9", vocabulary=9, in_flight=count)),
-    *((name, lambda count, name=name: Recipe(**{name: count})) for name in ("epochs", "groups_per_step")),
+    *((name, lambda count, name=name: Optimisation(**{name: count})) for name in ("epochs", "groups_per_step")),
 ]
 
 

@@ -12,11 +12,11 @@ from tokenizers.models import WordLevel
 from transformers import DynamicCache, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from fb_core.decode.asking import candidate_pool
 from fb_core.decode.decoder import CollaborativeDecoder, LowLatencyDecoder
 from fb_core.decode.engine import Engine
 from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy
-from fb_core.decode.pool import candidate_pool
 from fb_core.decode.selectors import (
     FutureBridgeSelector,
     LLMPreference,

@@ -12,7 +12,7 @@ from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy
 from fb_core.apps.pipeline.collect import admitted, collect, log_states
 from fb_core.apps.pipeline.futures import usable, verified
 from fb_core.apps.pipeline.problems import Problem
-from fb_core.apps.pipeline.records import Future, State, Trajectory
+from fb_core.apps.pipeline.records import Future, LoggedState, Trajectory
 from fb_core.apps.pipeline.scores import score_states
 from fb_core.events import Pool
 from fb_core.models.facts import logits as hf_logits
@@ -86,7 +86,7 @@ def test_usable_counts_every_filter():
 
     def at(*ids):
         pool = Pool(torch.tensor(ids), torch.ones(len(ids), dtype=torch.int32), torch.zeros(len(ids)), torch.zeros(1))
-        return State(Trajectory(Problem("a", "", ""), long, 1, torch.zeros(7)), 1, 0.0, pool)
+        return LoggedState(Trajectory(Problem("a", "", ""), long, 1, torch.zeros(7)), 1, 0.0, pool)
 
     futures = [
         Future(at(1, 2), 1, long, "correct"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fb_core.apps.pipeline.scores import part_of
-from fb_core.decode.pool import candidate_pool
+from fb_core.decode.asking import candidate_pool
 from fb_core.llm.local import LLM, Candidates
 
 KINDS = ("joint", "slm", "llm", "slm-wide")

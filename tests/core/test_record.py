@@ -14,8 +14,8 @@ from fb_core.apps.pipeline.records import (
     Examples,
     Future,
     Group,
+    LoggedState,
     Rollout,
-    State,
     Trajectory,
     example_files,
     group_files,
@@ -38,9 +38,9 @@ TRAJECTORIES = [
     Trajectory(Problem("c", "", ""), torch.arange(20, 26), 1, torch.rand(5)),
 ]
 STATES = [
-    State(TRAJECTORIES[0], 4, 1.25, pool(7, 3, 9)),
-    State(TRAJECTORIES[2], 1, 0.5, pool(2)),
-    State(TRAJECTORIES[0], 8, 2.5, pool(1, 0, 5, 6)),
+    LoggedState(TRAJECTORIES[0], 4, 1.25, pool(7, 3, 9)),
+    LoggedState(TRAJECTORIES[2], 1, 0.5, pool(2)),
+    LoggedState(TRAJECTORIES[0], 8, 2.5, pool(1, 0, 5, 6)),
 ]
 CUT = replace(
     STATES[2],
@@ -68,7 +68,7 @@ def put(run, stage, files):
 @pytest.fixture
 def run(tmp_path):
     put(tmp_path, "trajectories", example_files(SHARD, Trajectory, TRAJECTORIES))
-    put(tmp_path, "states", example_files(SHARD, State, STATES))
+    put(tmp_path, "states", example_files(SHARD, LoggedState, STATES))
     put(tmp_path, "futures", example_files(SHARD, Future, FUTURES))
     put(tmp_path, "own-futures", example_files(SHARD, Future, FUTURES[:1]))
     put(tmp_path, "scores", group_files(SHARD, GROUPS, 4))
@@ -83,7 +83,7 @@ def assert_alike(found, wanted):
         if isinstance(value, torch.Tensor):
             assert other.dtype == value.dtype
             assert torch.equal(other, value), name
-        elif isinstance(value, Trajectory | State | Pool):
+        elif isinstance(value, Trajectory | LoggedState | Pool):
             assert_alike(other, value)
         else:
             assert other == value, name
@@ -109,7 +109,12 @@ def test_what_is_written_is_read_back_by_id(run):
 
 
 def test_a_shard_of_nothing_is_read_back(tmp_path):
-    for stage, kind in (("trajectories", Trajectory), ("states", State), ("rollouts", Rollout), ("futures", Future)):
+    for stage, kind in (
+        ("trajectories", Trajectory),
+        ("states", LoggedState),
+        ("rollouts", Rollout),
+        ("futures", Future),
+    ):
         put(tmp_path, stage, example_files(SHARD, kind, []))
     put(tmp_path, "scores", group_files(SHARD, [], 4))
     examples = Examples(tmp_path, SHARD)
@@ -129,7 +134,7 @@ STRANGE = replace(TRAJECTORIES[0], problem=Problem("d", "", ""))
 @pytest.mark.parametrize(
     ("stage", "files", "unknown"),
     [
-        ("states", example_files(SHARD, State, [other(trajectory=STRANGE)]), "'d'"),
+        ("states", example_files(SHARD, LoggedState, [other(trajectory=STRANGE)]), "'d'"),
         ("futures", example_files(SHARD, Future, [replace(FUTURES[0], state=other(position=5))]), "'a/1@5'"),
         ("scores", group_files(SHARD, [replace(GROUPS[0], state=other(position=7))], 4), "'a/1@7'"),
         ("scores", group_files(SHARD, [replace(GROUPS[0], state=other(pool=pool(7, 3, 8)))], 4), "8"),

@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 import zoo
+from fb_core._util import read_file
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, V, tiny
@@ -18,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fb_core import TokenReranker
 from fb_core.apps.pipeline.files import _read_sealed
 from fb_core.apps.settings.config import settings_of
-from fb_core.atomic import read_file
 from fb_core.models.facts import Cache, text_config
 from fb_core.models.packed import Prefix, PrefixKV
 from fb_core.rerank.reranker import _read_json

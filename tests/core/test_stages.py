@@ -44,7 +44,7 @@ from fb_core.apps.pipeline.scores import ScoreStage, part_of
 from fb_core.apps.pipeline.train import TrainStage
 from fb_core.apps.settings.config import RunSettings, TrainSettings, settings_of
 from fb_core.models import facts as models
-from fb_core.rerank.training import Run, Sweep
+from fb_core.rerank.training import RerankerRun, Sweep
 from fb_core.score.scorer import token_budget
 from fb_core.verify.verifier import Verdict, tally_words
 
@@ -146,7 +146,7 @@ def test_a_seed_trains_as_it_does_alone_in_an_order_of_its_own(run):
     logged = {row["seed"]: row["loss"] for row in stage.metrics() if row["epoch"] == 1}
     recipe, orders = stage._fresh()[0].recipe, []
     for seed in (0, 1):
-        sweep = Sweep([Run(stage.reranker(seed), seed)], stage.groups("train"), replace(recipe, seed=seed))
+        sweep = Sweep([RerankerRun(stage.reranker(seed), seed)], stage.groups("train"), replace(recipe, seed=seed))
         assert [loss for _ in logged[seed] for loss in sweep.advance()] == logged[seed]
         orders.append([[step[0].tokens.tolist() for step in sweep._steps]])
     assert orders[0] != orders[1]

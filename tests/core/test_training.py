@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from tiny import V, tiny
 from warm import context, launched
 
-from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, train_reranker
+from fb_core import Optimisation, TokenReranker, TrainingGroup, TrainingTrajectory, train_reranker
 from fb_core.models.adapters import adapter_dropouts, causal_lm
 from fb_core.models.facts import Cache
 from fb_core.models.packed import prefill_packed
-from fb_core.rerank.training import Run, Sweep, validate
+from fb_core.rerank.training import RerankerRun, Sweep, validate
 
 
 def trajectories(n=6, seed=0, rule=None):
@@ -47,7 +47,7 @@ def test_learns_a_rule_on_the_candidate(scope, n, chance_beaten):
         torch.manual_seed(0)  # PEFT initialises the adapter from the global generator
         reranker = TokenReranker.from_base(tiny("qwen3"), rank=8, scope=scope)
     data = trajectories(n, rule=highest_id)
-    losses = train_reranker(reranker, data, Recipe(learning_rate=1e-2, groups_per_step=16, epochs=8))
+    losses = train_reranker(reranker, data, Optimisation(learning_rate=1e-2, groups_per_step=16, epochs=8))
     assert losses[0] == pytest.approx(torch.tensor(4.0).log().item(), rel=1e-3)  # zero head: uniform
     assert sum(losses[-4:]) / 4 < 0.7 * losses[0]
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_same_seed_same_bits_and_global_generator_untouched():
     for _ in range(2):
         torch.manual_seed(7)
         reranker = TokenReranker.from_base(tiny("qwen3"), rank=4)
-        losses = train_reranker(reranker, trajectories(), Recipe(learning_rate=1e-2, groups_per_step=4))
+        losses = train_reranker(reranker, trajectories(), Optimisation(learning_rate=1e-2, groups_per_step=4))
         runs.append((losses, [p.clone() for p in reranker.parameters() if p.requires_grad]))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
@@ -82,7 +82,7 @@ def test_prefix_runs_once_a_trajectory(monkeypatch):
     )
     reranker = TokenReranker.from_base(tiny("qwen3"), rank=4)
     data = trajectories(5)
-    train_reranker(reranker, data, Recipe(groups_per_step=100, epochs=2))
+    train_reranker(reranker, data, Optimisation(groups_per_step=100, epochs=2))
     assert prefilled == [[9] * 5, [9] * 5]  # once an epoch, up to the last state that is trained on
 
 
@@ -120,7 +120,7 @@ def test_gradient_equals_the_one_of_32_accumulated_groups(microbatches):
     model = tiny("qwen3")
     reranker = shaken(model)
     data = trajectories(16)
-    sweep = Sweep([Run(reranker)], data, Recipe(microbatches=microbatches))
+    sweep = Sweep([RerankerRun(reranker)], data, Optimisation(microbatches=microbatches))
     assert sweep.total == 3
     (packed,) = sweep._gradients()
     for trajectory in data:
@@ -133,7 +133,7 @@ def test_gradient_equals_the_one_of_32_accumulated_groups(microbatches):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 32, 100])
 def test_a_step_holds_its_groups_whatever_the_trajectory(size):
     data = [*sweep_process.trajectories(), TrainingTrajectory(torch.arange(12), trajectories(1)[0].groups * 20)]
-    sweep = Sweep([Run(shaken(tiny("qwen3")))], data, Recipe(groups_per_step=size, epochs=2))
+    sweep = Sweep([RerankerRun(shaken(tiny("qwen3")))], data, Optimisation(groups_per_step=size, epochs=2))
     groups = sum(len(trajectory.groups) for trajectory in data)
     steps = [sum(len(trajectory.groups) for trajectory in step) for step in sweep._steps]
     full, rest = divmod(groups, size)
@@ -160,8 +160,8 @@ def test_training_equals_a_plain_loop(warmup, rates):
     model = tiny("qwen3")
     plain, ours = shaken(model), shaken(model)
     data = trajectories(6)
-    recipe = Recipe(learning_rate=1e-3, warmup=warmup, clip=0.5, groups_per_step=5, epochs=3, seed=5)
-    sweep, losses, norms, told = Sweep([Run(ours, recipe.seed)], data, recipe), [], [], []
+    recipe = Optimisation(learning_rate=1e-3, warmup=warmup, clip=0.5, groups_per_step=5, epochs=3, seed=5)
+    sweep, losses, norms, told = Sweep([RerankerRun(ours, recipe.seed)], data, recipe), [], [], []
     while sweep.step < sweep.total:
         losses += sweep.advance()
         norms += sweep.norms
@@ -198,7 +198,8 @@ def rerankers(model, seed=11, **options):
 
 def runs_of(model, **options):
     return [
-        Run(r, seed, column) for r, seed, column in zip(rerankers(model, **options), (0, 0, 4), (0, 1, 1), strict=True)
+        RerankerRun(r, seed, column)
+        for r, seed, column in zip(rerankers(model, **options), (0, 0, 4), (0, 1, 1), strict=True)
     ]
 
 
@@ -212,7 +213,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-RECIPE = Recipe(learning_rate=1e-2, groups_per_step=5, epochs=2, microbatches=2)
+RECIPE = Optimisation(learning_rate=1e-2, groups_per_step=5, epochs=2, microbatches=2)
 
 
 @pytest.mark.parametrize("scope", ["candidate", "sequence"])
@@ -231,7 +232,7 @@ def test_a_sweep_of_one_is_train_reranker():
     model, data = tiny("qwen3"), sweep_process.trajectories()
     seen = []
     losses = train_reranker(rerankers(model)[0], data, replace(RECIPE, seed=3), lambda *step: seen.append(step))
-    sweep = finish(Sweep([Run(rerankers(model)[0], seed=3)], data, replace(RECIPE, seed=3)))
+    sweep = finish(Sweep([RerankerRun(rerankers(model)[0], seed=3)], data, replace(RECIPE, seed=3)))
     assert losses == [loss for (loss,) in sweep.losses]
     assert seen == [(index + 1, sweep.total, loss) for index, loss in enumerate(losses)]
 
@@ -244,7 +245,7 @@ def test_prefix_runs_once_a_microbatch_for_all_runs(monkeypatch):
     )
     runs = runs_of(tiny("qwen3"))
     data = sweep_process.trajectories()
-    sweep = Sweep(runs, data, Recipe(groups_per_step=100, microbatches=3))
+    sweep = Sweep(runs, data, Optimisation(groups_per_step=100, microbatches=3))
     sweep.advance()
     assert len(calls) == 3
     assert sum(calls) == 7
@@ -385,7 +386,7 @@ def test_metrics_equal_a_plain_loop():
     model, data = tiny("qwen3"), sweep_process.trajectories(20)
     flat = TrainingGroup(5, torch.tensor([4, 5, 6]), torch.full((3, 2), 1 / 3))  # no pair differs
     data.append(TrainingTrajectory(data[0].tokens, [flat]))
-    runs = [Run(shaken(model, dropout=0.5), column=1), Run(rerankers(model)[0])]
+    runs = [RerankerRun(shaken(model, dropout=0.5), column=1), RerankerRun(rerankers(model)[0])]
     metrics = validate(runs, data)
     for run, measured in zip(runs, metrics, strict=True):
         losses, agreeing, pairs = [], 0.0, 0
@@ -449,7 +450,7 @@ def test_what_is_not_finite_stops_every_run(broken, monkeypatch):
 )
 def test_recipe_out_of_range_is_refused(setting):
     with pytest.raises(ValueError, match=f"{next(iter(setting))}: expected"):
-        Recipe(**setting)
+        Optimisation(**setting)
 
 
 def test_bad_input():
@@ -500,11 +501,11 @@ def test_bad_runs():
     doubled = TokenReranker.from_base(tiny("qwen3").double())
     for runs, words in (
         ([], "runs: expected at least one"),
-        ([Run(first), Run(first, seed=1)], "a reranker of its own"),
-        ([Run(first), Run(rerankers(tiny("qwen3"))[0])], "on one base model"),
-        ([Run(first), Run(second, column=2)], r"columns \[0, 2\]"),
-        ([Run(first, column=-1)], r"columns \[-1\]"),
-        ([Run(doubled)], "expected float32 parameters"),
+        ([RerankerRun(first), RerankerRun(first, seed=1)], "a reranker of its own"),
+        ([RerankerRun(first), RerankerRun(rerankers(tiny("qwen3"))[0])], "on one base model"),
+        ([RerankerRun(first), RerankerRun(second, column=2)], r"columns \[0, 2\]"),
+        ([RerankerRun(first, column=-1)], r"columns \[-1\]"),
+        ([RerankerRun(doubled)], "expected float32 parameters"),
     ):
         with pytest.raises(ValueError, match=words):
             Sweep(runs, data)
@@ -512,7 +513,7 @@ def test_bad_runs():
 
 def test_validation_does_not_depend_on_how_much_runs_at_once():
     base = tiny()
-    runs, data = [Run(TokenReranker.from_base(base, rank=2))], []
+    runs, data = [RerankerRun(TokenReranker.from_base(base, rank=2))], []
     for offset in range(5):
         group = TrainingGroup(3 + offset, torch.tensor([4, 5, 6]), torch.tensor([0.5, 0.3, 0.2]))
         data.append(TrainingTrajectory(torch.arange(3, 15), [group]))

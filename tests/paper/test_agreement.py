@@ -28,7 +28,7 @@ from benchmarks.paper.rollouts import token_kind
 from fb_core import TokenReranker
 from fb_core.apps.demo.pairs import load_pair
 from fb_core.apps.pipeline.problems import Problem
-from fb_core.apps.pipeline.records import Examples, Rollout, State, Trajectory
+from fb_core.apps.pipeline.records import Examples, LoggedState, Rollout, Trajectory
 from fb_core.events import Pool
 
 
@@ -47,7 +47,7 @@ def rolled(problem, correct, sources=None, **logprob):
     bits = torch.tensor([3] * size if sources is None else sources, dtype=torch.int32)
     known = {"slm_logprob": torch.zeros(size), "llm_logprob": torch.zeros(size)} | logprob
     trajectory = Trajectory(Problem(problem, "", ""), torch.arange(3), 2, torch.zeros(1))
-    state = State(trajectory, 2, 1.0, Pool(torch.arange(size), bits, **known))
+    state = LoggedState(trajectory, 2, 1.0, Pool(torch.arange(size), bits, **known))
     return Rollout(state, torch.tensor(correct), [""] * size)
 
 

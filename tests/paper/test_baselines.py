@@ -18,7 +18,7 @@ from benchmarks.paper.methods.majority import majority, majority_vote
 from benchmarks.paper.methods.spans import ending_ids, spans
 from benchmarks.paper.methods.takeover import taking_over
 from benchmarks.paper.s2t_local import SelectionSweep, selection_target
-from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory
+from fb_core import Optimisation, TokenReranker, TrainingGroup, TrainingTrajectory
 from fb_core.apps.demo.pairs import load_pair
 from fb_core.apps.pipeline import models
 from fb_core.decode.decoder import CollaborativeDecoder, Usage
@@ -27,7 +27,7 @@ from fb_core.decode.selectors import FutureBridgeSelector, LLMPreference, SLMPre
 from fb_core.events import LARGE, SLM
 from fb_core.llm.local import LLM, Candidates, LocalLLM
 from fb_core.models.checkpoints import checkpoint_ends, load_model, load_tokenizer
-from fb_core.rerank.training import Run
+from fb_core.rerank.training import RerankerRun
 
 ALWAYS, NEVER = RequestPolicy(-math.inf), RequestPolicy(math.inf)
 
@@ -390,7 +390,7 @@ def test_a_trained_selector_does_what_s2t_did_with_the_llm():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         reranker = TokenReranker.from_base(slm, rank=4)
-    sweep = SelectionSweep([Run(reranker)], data, Recipe(learning_rate=1e-2, epochs=8))
+    sweep = SelectionSweep([RerankerRun(reranker)], data, Optimisation(learning_rate=1e-2, epochs=8))
     while sweep.step < sweep.total:
         sweep.advance()
     agreeing = total = 0

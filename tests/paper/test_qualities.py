@@ -19,7 +19,7 @@ from fb_core.apps.demo.pairs import load_pair
 from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.futures import usable
 from fb_core.apps.pipeline.problems import Problem
-from fb_core.apps.pipeline.records import Examples, Future, State, Trajectory
+from fb_core.apps.pipeline.records import Examples, Future, LoggedState, Trajectory
 from fb_core.apps.pipeline.run import run_stage
 from fb_core.apps.pipeline.scores import ScoreStage, in_parts
 from fb_core.apps.pipeline.train import TrainStage
@@ -39,7 +39,9 @@ def chosen(quality, futures, sampled, owners, used=None, horizon=3):
     used = range(len(futures)) if used is None else used
     nothing, none = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     states = [
-        State(Trajectory(Problem(str(owner), "", ""), none, 0, nothing), row, 0.0, Pool(none, none, nothing, nothing))
+        LoggedState(
+            Trajectory(Problem(str(owner), "", ""), none, 0, nothing), row, 0.0, Pool(none, none, nothing, nothing)
+        )
         for row, owner in enumerate(owners)
     ]
     given = [Future(state, *one) for state, one in zip(states, futures, strict=True)]

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from fb_core._util import escaped
 from markdown_it import MarkdownIt
 from report_runs import METHODS, around, everywhere, items, read, render, rows_of, section, tiny
 
@@ -21,7 +22,6 @@ from benchmarks.paper.report import PARTS, write_report
 from benchmarks.paper.rows import tables_bytes
 from benchmarks.paper.tables import TABLES
 from fb_core.apps.settings.config import AVERAGE
-from fb_core.terminal import escaped
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = [

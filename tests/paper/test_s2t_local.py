@@ -13,11 +13,11 @@ from tiny import tiny
 
 from benchmarks.paper.run import instead
 from benchmarks.paper.s2t_local import KL_WEIGHT, SelectionSweep, SelectionTrainStage, hinge, selection_target
-from fb_core import Recipe, TokenReranker, TrainingGroup
+from fb_core import Optimisation, TokenReranker, TrainingGroup
 from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.records import Examples
 from fb_core.apps.pipeline.train import TrainStage
-from fb_core.rerank.training import Run
+from fb_core.rerank.training import RerankerRun
 from fb_kernels import group_cross_entropy
 
 
@@ -90,11 +90,11 @@ def test_a_sweep_adds_each_groups_hinge_to_its_run(scope, microbatches):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         rerankers = [TokenReranker.from_base(model, rank=2, dropout=0.0, scope=scope) for _ in range(2)]
-        runs = [Run(reranker, column=column) for reranker, column in zip(rerankers, (1, 0), strict=True)]
+        runs = [RerankerRun(reranker, column=column) for reranker, column in zip(rerankers, (1, 0), strict=True)]
         for run in runs:
             for parameter in parameters_of(run):
                 torch.nn.init.normal_(parameter, std=0.3)
-    sweep = SelectionSweep(runs, data, Recipe(groups_per_step=100, microbatches=microbatches))
+    sweep = SelectionSweep(runs, data, Optimisation(groups_per_step=100, microbatches=microbatches))
     wanted, resting = [], 0
     for run in runs:
         parameters, hinges = parameters_of(run), []

@@ -25,9 +25,9 @@ from fb_core import (
     LLMPreference,
     LocalLLM,
     LowLatencyDecoder,
-    Recipe,
+    Optimisation,
     RequestPolicy,
-    Run,
+    RerankerRun,
     ServerLLM,
     Sweep,
     TokenReranker,
@@ -185,7 +185,7 @@ def reranker(
             groups.append(TrainingGroup(position, pool, target[:, 0]))
         trajectories.append(TrainingTrajectory(tokens, groups))
     made = TokenReranker.from_base(small, rank=8)
-    sweep = Sweep([Run(made)], trajectories, Recipe(learning_rate=2e-3, epochs=6, groups_per_step=8))
+    sweep = Sweep([RerankerRun(made)], trajectories, Optimisation(learning_rate=2e-3, epochs=6, groups_per_step=8))
     losses = [sweep.advance()[0] for _ in range(sweep.total)]
     assert losses[-1] < losses[0] - 0.05, losses
     folder = tmp_path_factory.mktemp("adapter")

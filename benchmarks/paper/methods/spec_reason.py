@@ -25,8 +25,9 @@ from benchmarks.paper.methods import Context, Method
 from fb_core.apps.pipeline.models import Generate
 from fb_core.decode.decoder import Generation, Usage
 from fb_core.decode.pair import Pair
-from fb_core.llm.local import LLM, Ids, LocalLLM, checked_prompts
+from fb_core.llm.local import LLM, Ids, LocalLLM
 from fb_core.models.facts import CausalLM, Tokenizer, max_positions
+from fb_core.models.tokens import checked_prompts
 
 _INSTRUCTION = (
     "How good is the last step of the reasoning above? Look only at whether it is true and follows from what stands "

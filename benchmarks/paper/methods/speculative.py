@@ -24,8 +24,9 @@ from torch import Tensor
 from benchmarks.paper.methods import CountedGeneration, Method
 from fb_core.decode.decoder import Usage
 from fb_core.decode.pair import Pair
-from fb_core.llm.local import LLM, Ids, LocalLLM, check_finite, checked_prompts
+from fb_core.llm.local import LLM, Ids, LocalLLM, check_finite
 from fb_core.models.facts import Cache, CausalLM, Tokenizer, max_positions
+from fb_core.models.tokens import checked_prompts
 from fb_core.runtime.plain import with_cache
 
 DRAFT = 5  # tokens per round

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from fb_core.llm.local import Ids, checked_prompts
+from fb_core.llm.local import Ids
 from fb_core.models import facts as models
 from fb_core.models.facts import CausalLM, lm_head
-from fb_core.models.tokens import token_ids
+from fb_core.models.tokens import checked_prompts, token_ids
 from fb_core.runtime.plain import MAX_ROWS, batches, check_decodable
 
 EXPANSION = 4  # inner width of a block, as a multiple of its width

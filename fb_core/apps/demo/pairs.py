@@ -19,10 +19,10 @@ from numpy.random import SeedSequence, default_rng
 from safetensors.torch import save
 from transformers import Qwen3Config, Qwen3ForCausalLM, get_scheduler
 
+from fb_core._util import write_file
 from fb_core.apps.demo import DEMO, MODELS, Part, checkpoint
-from fb_core.apps.demo.worlds import WORLDS, Problem, World
+from fb_core.apps.demo.worlds import WORLDS, World, WorldProblem
 from fb_core.apps.processes import processes
-from fb_core.atomic import write_file
 from fb_core.models.checkpoints import load_model
 
 Progress = Callable[[tuple[str, int, int]], None]
@@ -156,7 +156,7 @@ def _config(world: World, recipe: Pretraining) -> Qwen3Config:
 
 
 def _collate(
-    world: World, problems: Sequence[Problem], solutions: Sequence[list[int]]
+    world: World, problems: Sequence[WorldProblem], solutions: Sequence[list[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts and solutions padded to one length; labels cover the solutions only."""
     start = len(problems[0].prompt_ids)

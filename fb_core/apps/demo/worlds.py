@@ -38,7 +38,7 @@ _TENTHS: Mapping[Role, range] = {
 
 
 @dataclass(frozen=True)
-class Problem:
+class WorldProblem:
     """One problem: its prompt (the ids start with the begin token) and the two digits of its boxed answer."""
 
     prompt: str
@@ -94,7 +94,7 @@ class World:
         """Token text to id."""
         return self.tokenizer.get_vocab()
 
-    def problems(self, n: int, seed: int, role: Role) -> list[Problem]:
+    def problems(self, n: int, seed: int, role: Role) -> list[WorldProblem]:
         """`n` different problems, drawn from the role's own part of the problem space.
 
         A fixed hash splits the space (640,000 problems of two steps, 51 million of three) between the roles. So no
@@ -115,7 +115,7 @@ class World:
             drawn |= dict.fromkeys(codes[np.isin(_tenth(codes), _TENTHS[role])].tolist())
         return [self._problem(code) for code in list(drawn)[:n]]
 
-    def example(self, problem: Problem, part: Part, rng: Generator) -> list[int]:
+    def example(self, problem: WorldProblem, part: Part, rng: Generator) -> list[int]:
         """Token ids of a solution as the SLM's or the LLM's corpus writes it, including the end token."""
         step = self.slm_step if part == "slm" else self.llm_step
         value, operations = problem.operations
@@ -125,7 +125,7 @@ class World:
             value = (value * a + b) % 100
         return self.encode(f"{text}\\boxed{{{value:02d}}}{END}")
 
-    def _problem(self, code: int) -> Problem:
+    def _problem(self, code: int) -> WorldProblem:
         code, value = divmod(code, 100)
         prompt = f"{value:02d}"
         for _ in range(self.steps):
@@ -134,7 +134,7 @@ class World:
             prompt += f"*{a}+{b}"
             value = (value * a + b) % 100
         prompt += ";"
-        return Problem(prompt, tuple(self.encode(BEGIN + prompt)), f"{value:02d}")
+        return WorldProblem(prompt, tuple(self.encode(BEGIN + prompt)), f"{value:02d}")
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text in the world's tokens; KeyError for another."""

@@ -43,7 +43,7 @@ from fb_core.apps.pipeline.models import (
 )
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.pipeline.problems import Problem, drawn
-from fb_core.apps.pipeline.records import Examples, Rollout, State
+from fb_core.apps.pipeline.records import Examples, LoggedState, Rollout
 from fb_core.apps.pipeline.rollouts import RolloutStage
 from fb_core.apps.pipeline.run import Output, Stage
 from fb_core.apps.pipeline.scores import ScoreStage, filter_table
@@ -232,10 +232,10 @@ class ValueStage(SeedStage):
 
 
 def reranked(
-    slm: CausalLM, rerankers: Mapping[Key, TokenReranker], states: Sequence[State]
-) -> Iterator[tuple[State, Key, Tensor]]:
+    slm: CausalLM, rerankers: Mapping[Key, TokenReranker], states: Sequence[LoggedState]
+) -> Iterator[tuple[LoggedState, Key, Tensor]]:
     """(state, reranker's key, its scores float32 [K] on the CPU) for all; each trajectory's prefix is computed once."""
-    members: dict[str, list[State]] = {}
+    members: dict[str, list[LoggedState]] = {}
     for state in states:
         members.setdefault(state.trajectory.problem.id, []).append(state)
     trajectories = list(members.values())
@@ -252,7 +252,7 @@ def reranked(
 
 
 @torch.no_grad()
-def _scores(reranker: TokenReranker, states: Sequence[tuple[Prefix, State]]) -> list[Tensor]:
+def _scores(reranker: TokenReranker, states: Sequence[tuple[Prefix, LoggedState]]) -> list[Tensor]:
     """Scores float32 [K] of every state, given with a prefix that reaches to it or further."""
     pools = [state.pool.ids.to(reranker.base.device) for _, state in states]
     if reranker.scope == "candidate":

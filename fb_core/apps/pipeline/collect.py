@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fb_core.apps.pipeline.models import frozen_policy, problems_hash, splits_of, verifier_of
 from fb_core.apps.pipeline.problems import Problem
-from fb_core.apps.pipeline.records import Examples, State, Trajectory, example_files
+from fb_core.apps.pipeline.records import Examples, LoggedState, Trajectory, example_files
 from fb_core.apps.pipeline.run import Output, Stage
+from fb_core.decode.asking import candidate_pool
 from fb_core.decode.policy import RequestPolicy
-from fb_core.decode.pool import candidate_pool
 from fb_core.llm.local import LLM, LocalLLM
 from fb_core.models import facts as models
 from fb_core.models.facts import Tokenizer
@@ -72,7 +72,7 @@ def texts_of(outputs: Sequence[Tensor], tokenizer: Tokenizer) -> list[str]:
 
 
 def judged(
-    states: Sequence[State], written: Sequence[Tensor], tokenizer: Tokenizer, verifier: Verifier
+    states: Sequence[LoggedState], written: Sequence[Tensor], tokenizer: Tokenizer, verifier: Verifier
 ) -> tuple[list[str], list[Verdict]]:
     """(texts, verdicts) of the whole solutions: the output up to each state, then what was written from there."""
     outputs = [torch.cat([state.output, new.to(state.output)]) for state, new in zip(states, written, strict=True)]
@@ -171,15 +171,15 @@ def log_states(
     slm_k: int = 8,
     llm_k: int = 8,
     max_states: int = 8,
-) -> list[State]:
+) -> list[LoggedState]:
     """The admitted states of all trajectories, with the pools that a decoder would form there."""
-    states: list[State] = []
+    states: list[LoggedState] = []
     for positions, logits in _admitted_logits(slm, trajectories, policy, max_states):
         prefixes = [trajectory.tokens[:position] for trajectory, position in positions]
         pools = candidate_pool(logits, llm, prefixes, "joint", slm_k, llm_k)
         for (trajectory, position), candidates in zip(positions, pools, strict=True):
             entropy = float(trajectory.entropy[position - trajectory.prompt_length])
-            states.append(State(trajectory, position, entropy, candidates))
+            states.append(LoggedState(trajectory, position, entropy, candidates))
     return states
 
 
@@ -256,7 +256,7 @@ class StateStage(Stage):
             max_states=settings.max_states,
         )
         counts = {"states": len(states), f"{shard.partition('-')[0]} states": len(states)}
-        return Output(example_files(shard, State, states), counts)
+        return Output(example_files(shard, LoggedState, states), counts)
 
     def most_tokens(self) -> int:
         return self.input(TrajectoryStage).longest

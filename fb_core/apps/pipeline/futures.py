@@ -9,14 +9,14 @@ from torch import Tensor
 
 from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStage, judged
 from fb_core.apps.pipeline.models import verifier_of
-from fb_core.apps.pipeline.records import Examples, Future, State, example_files
+from fb_core.apps.pipeline.records import Examples, Future, LoggedState, example_files
 from fb_core.apps.pipeline.run import Output
 from fb_core.models.facts import Tokenizer
 from fb_core.verify.verifier import Verifier
 
 
 def verified(
-    states: Sequence[State], written: Sequence[Tensor], tokenizer: Tokenizer, verifier: Verifier
+    states: Sequence[LoggedState], written: Sequence[Tensor], tokenizer: Tokenizer, verifier: Verifier
 ) -> tuple[list[str], list[Future]]:
     """(texts of the whole solutions, futures) from states and their continuations, [n >= 1] ids each."""
     texts, verdicts = judged(states, written, tokenizer, verifier)

@@ -41,7 +41,7 @@ class Trajectory:
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class LoggedState:
     """One admitted state of a trajectory, with its candidates."""
 
     trajectory: Trajectory  # the state is its prefix tokens[:position]
@@ -69,7 +69,7 @@ class State:
 class Future:
     """What a model writes from a state."""
 
-    state: State
+    state: LoggedState
     first: int  # the id of the token at the state itself; it is a candidate of the pool
     tokens: Tensor  # [n] the tokens after it, including end-of-sequence: the future that all candidates share
     verdict: Verdict  # on the whole solution against the gold answer
@@ -79,7 +79,7 @@ class Future:
 class Group:
     """The K candidates of a state with the log-probs of the future after each."""
 
-    state: State  # with the candidates that were scored
+    state: LoggedState  # with the candidates that were scored
     logprob: Tensor  # float32 [K, H], nats
 
 
@@ -87,7 +87,7 @@ class Group:
 class Rollout:
     """The SLM's rollouts after the K candidates of a state."""
 
-    state: State  # with the candidates that were rolled out
+    state: LoggedState  # with the candidates that were rolled out
     correct: Tensor  # bool [K], whether each candidate leads to the gold answer
     texts: list[str]  # the K solutions
 
@@ -99,7 +99,7 @@ COLUMNS: dict[type, dict[str, pa.DataType]] = {  # of each record's shards, by a
         "prompt_length": pa.int32(),
         "entropy": NATS,
     },
-    State: {"trajectory": pa.string(), "position": pa.int32(), "entropy": pa.float32(), "pool": POOL},
+    LoggedState: {"trajectory": pa.string(), "position": pa.int32(), "entropy": pa.float32(), "pool": POOL},
     Future: {"state": pa.string(), "first": pa.int32(), "tokens": IDS, "verdict": pa.string()},
     Group: {"state": PART},
     Rollout: {"state": PART, "correct": pa.list_(pa.bool_()), "texts": pa.list_(pa.string())},
@@ -126,7 +126,7 @@ def _plain(value: Any, column: pa.DataType) -> Any:
             return value.tolist()
         case Trajectory():
             return value.problem.id
-        case State():
+        case LoggedState():
             part = {"id": value.id, "candidates": value.pool.ids.tolist(), "sources": value.pool.sources.tolist()}
             return part if column == PART else value.id
         case Problem() | Pool():
@@ -161,10 +161,10 @@ class Examples:
         return {each.problem.id: each for each in trajectories}
 
     @cached_property
-    def states(self) -> dict[str, State]:
+    def states(self) -> dict[str, LoggedState]:
         """States by id, like all records below."""
         states = (
-            State(
+            LoggedState(
                 self._lookup("states", self.trajectories, row["trajectory"]),
                 row["position"],
                 row["entropy"],
@@ -210,7 +210,7 @@ class Examples:
     def _rows(self, stage: str) -> list[dict[str, Any]]:
         return Artefact(self.run, stage).table(self.shard)
 
-    def _part(self, stage: str, part: Mapping[str, Any]) -> State:
+    def _part(self, stage: str, part: Mapping[str, Any]) -> LoggedState:
         """A state with only the candidates in `part`."""
         state = self._lookup(stage, self.states, part["id"])
         index_of = {token: index for index, token in enumerate(state.pool.ids.tolist())}

@@ -10,7 +10,7 @@ import torch
 
 from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStage, judged
 from fb_core.apps.pipeline.models import verifier_of
-from fb_core.apps.pipeline.records import Examples, Rollout, State, example_files
+from fb_core.apps.pipeline.records import Examples, LoggedState, Rollout, example_files
 from fb_core.apps.pipeline.run import Output
 from fb_core.apps.pipeline.scores import part_of
 from fb_core.llm.local import LocalLLM
@@ -20,7 +20,7 @@ from fb_core.verify.verifier import Verifier
 
 
 def roll_out(
-    slm: LocalLLM, states: Sequence[State], tokenizer: Tokenizer, verifier: Verifier, max_new_tokens: int
+    slm: LocalLLM, states: Sequence[LoggedState], tokenizer: Tokenizer, verifier: Verifier, max_new_tokens: int
 ) -> list[Rollout]:
     """Roll out every candidate of every state's pool with the SLM, and judge the solutions."""
     prefixes, firsts = [state.prefix.to(slm.device) for state in states], [state.pool.ids.tolist() for state in states]

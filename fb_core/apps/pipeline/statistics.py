@@ -28,7 +28,7 @@ class Interval(NamedTuple):
     high: float
 
 
-class Draw(NamedTuple):
+class Resample(NamedTuple):
     """R resamples: indices of problems, [R, n] for each benchmark, and of the seeds, [R, S]."""
 
     problems: tuple[NDArray[np.integer], ...]
@@ -97,37 +97,37 @@ def outcomes_differ(outcome: ArrayLike) -> bool:
 
 
 def bootstrap(
-    statistic: Callable[[Draw], Vector], sets: Sequence[Vector], resamples: int, level: float, seed: int
+    statistic: Callable[[Resample], Vector], sets: Sequence[Vector], resamples: int, level: float, seed: int
 ) -> Interval:
-    """The interval of a statistic of a `Draw` of these sets, each [n, S], with a value [R], NaN where it has none."""
+    """The interval of a statistic of a `Resample` of these sets, each [n, S], with a value [R], NaN where it has none."""
     assert resamples >= 1
     assert 0 < level < 1
     problems, seeds = tuple(len(one) for one in sets), max(one.shape[1] for one in sets)
     draw = _kept_draws if resamples * sum(problems) <= DRAWS_KEPT else _draws
     values = np.concatenate([statistic(drawn) for drawn in draw(problems, seeds, resamples, seed)])
     low, high = np.quantile(values[~np.isnan(values)], [(1 - level) / 2, (1 + level) / 2])
-    whole = Draw(tuple(np.arange(n)[None] for n in problems), np.arange(seeds)[None])
+    whole = Resample(tuple(np.arange(n)[None] for n in problems), np.arange(seeds)[None])
     return Interval(float(statistic(whole)[0]), float(low), float(high))
 
 
-def _draws(problems: tuple[int, ...], seeds: int, resamples: int, seed: int) -> Iterator[Draw]:
+def _draws(problems: tuple[int, ...], seeds: int, resamples: int, seed: int) -> Iterator[Resample]:
     """Resampled problems and seeds, in parts that fit in memory."""
     of_problems, of_seeds = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     rows = max(1, DRAWS_AT_ONCE // (sum(problems) * seeds))
     for start in range(0, resamples, rows):
         size = min(rows, resamples - start)
-        yield Draw(
+        yield Resample(
             tuple(of_problems.integers(n, size=(size, n), dtype=np.int32) for n in problems),
             of_seeds.integers(seeds, size=(size, seeds)),
         )
 
 
 @lru_cache(maxsize=4)
-def _kept_draws(problems: tuple[int, ...], seeds: int, resamples: int, seed: int) -> list[Draw]:
+def _kept_draws(problems: tuple[int, ...], seeds: int, resamples: int, seed: int) -> list[Resample]:
     return list(_draws(problems, seeds, resamples, seed))
 
 
-def averages(values: Sequence[Vector], draw: Draw) -> Vector:
+def averages(values: Sequence[Vector], draw: Resample) -> Vector:
     """[R] averages of the sets' means over the drawn problems and, where there are several, seeds."""
     by_seed = np.mean([one[rows].mean(axis=1) for one, rows in zip(values, draw.problems, strict=True)], axis=0)
     if by_seed.shape[1] == 1:

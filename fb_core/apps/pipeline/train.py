@@ -25,7 +25,7 @@ from fb_core.apps.pipeline.records import Examples, Group
 from fb_core.apps.pipeline.run import Output, Stage
 from fb_core.apps.pipeline.scores import ScoreStage
 from fb_core.rerank.reranker import TokenReranker
-from fb_core.rerank.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
+from fb_core.rerank.training import Optimisation, RerankerRun, Sweep, TrainingGroup, TrainingTrajectory, validate
 from fb_core.score.targets import group_targets
 from fb_core.verify.verifier import tally_words
 
@@ -181,7 +181,7 @@ class TrainStage(Stage):
         """Each seed's sweep before its first step."""
         settings, accelerator = self.settings.train, self._accelerator()  # first, since it sets this process's device
         columns = {horizon: column for column, horizon in enumerate(settings.horizons)}
-        recipe = Recipe(
+        recipe = Optimisation(
             learning_rate=settings.learning_rate,
             weight_decay=settings.weight_decay,
             warmup=settings.warmup,
@@ -196,7 +196,7 @@ class TrainStage(Stage):
                 raise ValueError(self._no_groups(split))
         return [
             self.sweep(
-                [Run(self.reranker(seed), seed, columns[horizon]) for horizon in settings.horizons],
+                [RerankerRun(self.reranker(seed), seed, columns[horizon]) for horizon in settings.horizons],
                 groups["train"],
                 replace(recipe, seed=seed),
                 accelerator,

@@ -51,7 +51,7 @@ Begun = TypeVar("Begun", Reply, Scoring)
 Result = TypeVar("Result")
 
 
-class Problem(HTTPException):
+class APIError(HTTPException):
     """An error, answered in OpenAI's format."""
 
     def __init__(
@@ -172,7 +172,7 @@ class Application(Starlette):
     def _check_key(self, request: Request) -> None:
         given = request.headers.get("authorization", "")
         if self.key is not None and not hmac.compare_digest(given.encode("latin-1"), f"Bearer {self.key}".encode()):
-            raise Problem(401, "authorization: expected the server's key, got none or another", "authentication_error")
+            raise APIError(401, "authorization: expected the server's key, got none or another", "authentication_error")
 
     def _check_page(self, request: Request) -> None:
         """Without a key, refuse what a web page sends: by its Origin, or by its name in Host (DNS rebinding)."""
@@ -181,20 +181,20 @@ class Application(Starlette):
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self.loopback and host and not _is_local(host):
             words = "expected localhost or a loopback address, got another; use one, or start the server with a key"
-            raise Problem(403, f"Host: {words}", "permission_error")
+            raise APIError(403, f"Host: {words}", "permission_error")
         if (
             origin is not None
             and self.origin not in ("*", origin)
             and origin.partition("://")[2].lower() != host.lower()
         ):
             words = "expected none or this server's own, got another; name it as allowed_origin, or serve with a key"
-            raise Problem(403, f"Origin: {words}", "permission_error")
+            raise APIError(403, f"Origin: {words}", "permission_error")
 
     async def _refused(self, request: Request, problem: HTTPException) -> Response:
-        if not isinstance(problem, Problem):  # Starlette's own, of an unknown path or another method
+        if not isinstance(problem, APIError):  # Starlette's own, of an unknown path or another method
             path = request.url.path[:100]
             message = f"path: expected one of this server's, got {request.method} {path}; see its documentation"
-            problem = Problem(problem.status_code, message, headers=dict(problem.headers or {}))
+            problem = APIError(problem.status_code, message, headers=dict(problem.headers or {}))
         return JSONResponse(problem.fields, problem.status_code, problem.headers)
 
     async def _left(self, _: Request, __: ClientDisconnect) -> Response:
@@ -204,7 +204,7 @@ class Application(Starlette):
 
     async def _health(self, _: Request) -> Response:
         if self.service.engine.closed:
-            raise Problem(503, "engine: expected a running one, got a closed one; restart the server", "server_error")
+            raise APIError(503, "engine: expected a running one, got a closed one; restart the server", "server_error")
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, _: Request) -> Response:
@@ -236,7 +236,7 @@ class Application(Starlette):
     def _check_model(self, name: str | None) -> None:
         if name not in (None, own := self.service.settings.name):
             message = f"model: expected {own!r}, got another; /v1/models lists it, or leave it out"
-            raise Problem(404, message, parameter="model", code="model_not_found")
+            raise APIError(404, message, parameter="model", code="model_not_found")
 
     async def _answered(self, request: Request, kind: type[Body]) -> Response:
         self._asked.add(task := cast("asyncio.Task[Any]", asyncio.current_task()))
@@ -253,7 +253,7 @@ class Application(Starlette):
         async for chunk in request.stream():
             data += chunk
             if len(data) > limit:
-                raise Problem(413, f"body: expected at most {limit} bytes; shorten the request")
+                raise APIError(413, f"body: expected at most {limit} bytes; shorten the request")
         try:
             if len(data) <= SMALL:
                 return kind.model_validate_json(bytes(data))
@@ -263,7 +263,7 @@ class Application(Starlette):
             error: Any = problem.errors(include_url=False)[0]
             words, *inner = getattr(error.get("ctx", {}).get("error"), "args", (error["msg"],))
             name = ".".join(map(str, (*error["loc"], *inner)))
-            raise Problem(400, f"{name or 'body'}: {words}", parameter=name or None) from None
+            raise APIError(400, f"{name or 'body'}: {words}", parameter=name or None) from None
 
     async def _reply(self, request: Request, body: CompletionRequest | ChatRequest | ScoreRequest) -> Response:
         if isinstance(body, ScoreRequest):
@@ -291,19 +291,19 @@ class Application(Starlette):
             return reply
         except Busy as busy:
             again = {"Retry-After": "1"}
-            raise Problem(429, str(busy), "rate_limit_error", None, "rate_limit_exceeded", again) from None
+            raise APIError(429, str(busy), "rate_limit_error", None, "rate_limit_exceeded", again) from None
         except (ValueError, TypeError) as wrong:
             name, _, words = str(wrong).partition(":")
             if not (parameter := name.partition("[")[0]).isidentifier():
-                raise Problem(400, str(wrong)) from None
+                raise APIError(400, str(wrong)) from None
             names = NAMES | (CHAT_NAMES if isinstance(body, ChatRequest) else {})
             if name == "max_new_tokens" and getattr(body, "max_completion_tokens", None):
                 name = parameter = "max_completion_tokens"
             elif name in names:
                 name = parameter = names[name]
-            raise Problem(400, f"{name}:{words}", parameter=parameter) from None
+            raise APIError(400, f"{name}:{words}", parameter=parameter) from None
         except RuntimeError as wrong:  # the engine is closed
-            raise Problem(503, str(wrong), "server_error") from None
+            raise APIError(503, str(wrong), "server_error") from None
 
     async def _events(
         self, request: Request, body: CompletionRequest | ChatRequest, reply: Reply, shape: Shape
@@ -375,16 +375,16 @@ def _parts(value: Any) -> Iterator[str]:
         yield JSON.encode(value)
 
 
-def _failed(problem: BaseException) -> Problem:
+def _failed(problem: BaseException) -> APIError:
     """What a client is told of an error on the server's side; the details go to the log."""
     if isinstance(problem, CancelledError | asyncio.CancelledError):
-        return Problem(
+        return APIError(
             503, "server: expected to finish the answer, but it is shutting down; try again later", "server_error"
         )
     ERRORS.error(json.dumps({"error": type(problem).__name__, "message": str(problem)}))
     if isinstance(problem, OSError):
-        return Problem(502, "large model: expected an answer, got none; try again later", "server_error")
-    return Problem(500, "engine: expected to finish the answer, got an error; see the server's log", "server_error")
+        return APIError(502, "large model: expected an answer, got none; try again later", "server_error")
+    return APIError(500, "engine: expected to finish the answer, got an error; see the server's log", "server_error")
 
 
 def _is_local(host: str) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from fb_kernels import backend, checks
+from fb_kernels._runtime import backend, checks
 
 LIBRARY = torch.library.Library("fb" if __package__ == "fb_kernels" else __package__, "DEF")  # a copy has its own
 OPERATORS = getattr(torch.ops, LIBRARY.ns)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels import shared_library
+from fb_kernels._runtime import shared_library
 
 ABI_VERSION = 6
 LIBRARY = Path(__file__).with_name("libfb_kernels.so")

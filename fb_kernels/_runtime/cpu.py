@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from fb_kernels import shared_library
+from fb_kernels._runtime import shared_library
 
 ABI_VERSION = 14
 ROWS = 16  # maximum of a linear layer: above it oneDNN is faster

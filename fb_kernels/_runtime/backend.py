@@ -8,7 +8,7 @@ reference; on CPU tensors compiled, then the reference.
 
 `FB_KERNELS_BACKEND=auto|reference|triton|cuda|cpu[,op=...]` overrides what runs, for all ops or for those named by
 stem. It is an error to ask for a kernel that is absent. A kernel that was found wrong on a device (recorded by
-`fb_kernels.devices`) runs there only if it is asked for.
+`fb_kernels._runtime.devices`) runs there only if it is asked for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels import cpu, cuda, devices, tuning
+from fb_kernels._runtime import cpu, cuda, devices, tuning
 
 VARIABLE = "FB_KERNELS_BACKEND"
 BACKENDS = ("auto", "reference", "triton", "cuda", "cpu")
