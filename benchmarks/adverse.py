@@ -26,13 +26,13 @@ from scipy.stats import binomtest
 
 from benchmarks import command
 from benchmarks.evidence import SHOWN, Cells, gap, make, points
+from fb_core._util import write_file
 from fb_core.apps.demo import Part
 from fb_core.apps.demo.pairs import Pretraining, train_model
 from fb_core.apps.demo.worlds import END, Role, World, WorldProblem, step_text
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.processes import processes
 from fb_core.apps.settings.config import RunSettings, changed
-from fb_core.atomic import write_file
 
 SEEDS = tuple(range(97_001, 97_051))  # of problems, training sets and rerankers; fixed before the run
 QUANTILE, PROBLEMS = 0.92, 800

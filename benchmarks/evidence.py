@@ -31,6 +31,7 @@ from benchmarks import command
 from benchmarks.pages.theme import Theme, alone, pictured
 from benchmarks.paper.methods.takeover import takeover
 from benchmarks.paper.nested_runs import work_through
+from fb_core._util import write_file
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline import statistics
 from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, RerankerStage, ValueStage
@@ -43,7 +44,6 @@ from fb_core.apps.pipeline.run import run_stage
 from fb_core.apps.pipeline.statistics import Interval
 from fb_core.apps.processes import processes
 from fb_core.apps.settings.config import RunSettings, changed
-from fb_core.atomic import write_file
 from fb_core.decode.deployment import LABELS, RecipeName
 from fb_core.decode.selectors import ScoringSelector, State, ValueSelector
 from fb_core.events import Pool

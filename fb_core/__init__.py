@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from fb_core.extras import require
+from fb_core._util import require
 
 if TYPE_CHECKING:
     from fb_core.decode.decoder import CollaborativeDecoder, Generation, LowLatencyDecoder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fb_core.extras import RUN, require
+from fb_core._util import RUN, require
 
 
 def main() -> None:

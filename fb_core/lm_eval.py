@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fb_core.extras import require
+from fb_core._util import require
 
 try:
     require("fb_core.lm_eval", "lm_eval", extra="lm-eval")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fb_core.extras import require
+from fb_core._util import require
 from fb_core.score.shared_prefix import Requests, check_trainable, shared_prefix_logprobs_many
 
 require("fb_core.trl", "trl", extra="trl")

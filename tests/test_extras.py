@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from test_house import PACKAGES, ROOT, SOURCES, imports, relative
 from test_wheel import readme_example
 
-from fb_core.extras import RUN, require
+from fb_core._util import RUN, require
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]

@@ -17,7 +17,7 @@ from matplotlib.patches import FancyBboxPatch
 
 from benchmarks import command
 from benchmarks.pages.theme import DARK, LIGHT, Theme, pictured
-from fb_core.atomic import write_file
+from fb_core._util import write_file
 
 ROOT = Path(__file__).parents[2]
 EVENT = Path("docs", "event.json")

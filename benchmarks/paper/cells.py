@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.paper.rows import Result
+from fb_core._util import escaped
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.pipeline.statistics import Interval
-from fb_core.terminal import escaped
 
 BELOW_GREEDY, BELOW_DIRECT = "▼", "▽"
 LEGEND = f"{BELOW_GREEDY} significantly below greedy, {BELOW_DIRECT} significantly below the direct LLM score."

@@ -24,8 +24,8 @@ from benchmarks.paper.orderings import difference, ordering_lines
 from benchmarks.paper.rows import DEPLOYED, Result, Run, rows_bytes, tables_bytes
 from benchmarks.paper.tables import PUBLISHED, TABLES
 from benchmarks.paper.tables import Table as Experiment
+from fb_core._util import write_file
 from fb_core.apps.pipeline.statistics import Interval
-from fb_core.atomic import write_file
 
 FIGURES = (
     "All accuracies have 95% intervals. In the forest plot the dashed line is greedy decoding with the SLM; circles "

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
+from fb_core._util import write_file
 from fb_core.apps.settings.config import RunSettings, Section, checked
-from fb_core.atomic import write_file
 
 FILE = "paper.json"  # in a run's folder: the settings of its last tables
 CONFIGS = Path(__file__).parent / "configs"

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import problems
 
-from fb_core.extras import RUN, require
+from fb_core._util import RUN, require
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

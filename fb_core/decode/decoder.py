@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fb_core.counts import check_count
+from fb_core._util import check_count
 from fb_core.decode.asking import Intervention, OnError
 from fb_core.decode.loop import PairLoop, PairTask, check_own, has_native
 from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy, gate
 from fb_core.decode.selectors import Selector, State
 from fb_core.events import Event, PoolKind
-from fb_core.llm.local import LLM, LocalLLM, check_max_new_tokens, checked_prompts
+from fb_core.llm.local import LLM, LocalLLM
 from fb_core.models.facts import CausalLM, Tokenizer, max_positions
 from fb_core.models.packed import Prefix, PrefixKV
+from fb_core.models.tokens import check_max_new_tokens, checked_prompts
 from fb_core.runtime.paged_model import CHUNK
 from fb_core.runtime.plain import Running, Step, Stop, check_decodable, lockstep, streamer_of_caller
 from fb_core.runtime.sampling import GREEDY, Draw, Draws, Sampling, check_sampling, drawn
@@ -303,7 +304,8 @@ class CollaborativeDecoder:
     ) -> list[Generation]:
         """Decode prompts as a user gives them; the arguments are those of `Stop`, and how tokens are drawn."""
         max_new_tokens = check_max_new_tokens(max_new_tokens)
-        check_sampling(sampling)
+        if sampling is not None:
+            check_sampling(sampling)
         checked = checked_prompts("input_ids", prompts, self.slm, room=1)
         ends = self.pair.ends if ends is None else ends
         stop = Stop(ends, max_new_tokens, max_positions(self.slm), events, on_token)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fb_core.atomic import write_file
+from fb_core._util import write_file
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import FutureBridgeSelector, LLMPreference, Selector, ValueSelector
 from fb_core.events import PoolKind

@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from fb_core.counts import check_count
+from fb_core._util import check_count
 from fb_core.decode.decoder import MAX_LENGTH, Generation, LowLatencyDecoder
 from fb_core.decode.loop import PairTask
 from fb_core.decode.one_by_one import OneByOne
@@ -24,9 +24,8 @@ from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import Selector
 from fb_core.events import Event
-from fb_core.llm.local import check_max_new_tokens, checked_prompts
 from fb_core.models.facts import max_positions
-from fb_core.models.tokens import token_ids
+from fb_core.models.tokens import check_max_new_tokens, checked_prompts, token_ids
 from fb_core.runtime.plain import Running, Stop
 from fb_core.runtime.sampling import GREEDY, Sampling, check_sampling, occurrences
 from fb_core.runtime.step import Ranked
@@ -235,8 +234,10 @@ class Engine:
                 raise TypeError(f"selector: expected type Selector, got {type(selector).__name__}; leave it out")
             selector.check_slm(decoder.slm)
         tokens = ids.tolist()
-        check_sampling(sampling)
-        draw = GREEDY if sampling is None else sampling.draw(tokens, sample)
+        draw = GREEDY
+        if sampling is not None:
+            check_sampling(sampling)
+            draw = sampling.draw(tokens, sample)
         row = Running(0, tokens, len(ids))
         task = PairTask(row, stop, policy.threshold, events, ranking, draw, prompt_ranking, selector=selector)
         self._state.loop.check(task)

@@ -18,12 +18,12 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fb_core.counts import check_count
+from fb_core._util import check_count
 from fb_core.llm.http import Connections, ServerError, checked_url
-from fb_core.llm.local import GONE, LLM, Candidates, Ids, check_max_new_tokens, scored_of
+from fb_core.llm.local import GONE, LLM, Candidates, Ids, scored_of
 from fb_core.llm.protocols import DIALECTS
 from fb_core.models.facts import Tokenizer, known_ids
-from fb_core.models.tokens import id_list, text_ids
+from fb_core.models.tokens import check_max_new_tokens, id_list, text_ids
 from fb_core.runtime.sampling import Sampling, seeded
 
 Flavour = Literal["vllm", "sglang", "llama.cpp"]

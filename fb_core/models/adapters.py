@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fb_core.counts import check_count
+from fb_core._util import check_count
 from fb_core.models.checkpoints import is_hub_id
 from fb_core.models.facts import share_weights
 from fb_core.models.packed import attention_modules

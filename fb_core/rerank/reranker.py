@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from fb_core.atomic import read_file, write_file
+from fb_core._util import read_file, write_file
 from fb_core.models.adapters import (
     AdapterConfig,
     adapter_dropouts,

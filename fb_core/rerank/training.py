@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fb_core.counts import check_count
+from fb_core._util import check_count
 from fb_core.models.adapters import adapter_dropouts, classifier_config
 from fb_core.models.facts import fingerprint
 from fb_core.models.packed import Prefix, packs, prefill_packed

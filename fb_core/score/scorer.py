@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args, overload
 import torch
 from torch import Tensor
 
-from fb_core.counts import check_count
+from fb_core._util import check_count
 from fb_core.models.facts import Cache, CausalLM, Tokenizer, free_memory, text_config, valid_ids
 from fb_core.models.packed import cached_prefix, check_packed_forward, check_supported, packs
 from fb_core.models.tokens import check_group, check_position, text_group, token_ids

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import tiny
 
+from fb_core._util import write_file
 from fb_core.apps.pipeline.files import (
     FORMAT,
     Artefact,
@@ -30,7 +31,6 @@ from fb_core.apps.pipeline.files import (
     table_bytes,
     tensor_bytes,
 )
-from fb_core.atomic import write_file
 from fb_core.models.checkpoints import load_model
 
 IDENTITY = {"settings": {"quantile": 0.99, "max_states": 8}, "models": {"tokenizer": "abc"}, "inputs": {}}

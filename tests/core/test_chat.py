@@ -22,13 +22,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from warm import futurebridge
 
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy
+from fb_core._util import escaped
 from fb_core.apps.cli.chat import EVENT_STYLE, HELP, Chat, Printer, read_prompt
 from fb_core.apps.serve.protocol import ChatRequest
 from fb_core.apps.serve.run import load_server
 from fb_core.apps.settings.config import PairSettings, ServeSettings
 from fb_core.decode.deployment import Deployed
 from fb_core.events import Event
-from fb_core.terminal import escaped
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}w4{% endif %}"

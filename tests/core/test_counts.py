@@ -16,8 +16,8 @@ from fb_core import (
     ServerLLM,
     TokenReranker,
 )
+from fb_core._util import check_count
 from fb_core.apps.settings.config import PairSettings
-from fb_core.counts import check_count
 from fb_core.decode.pair import Pair
 from fb_core.models.checkpoints import load_model
 from fb_core.rerank.training import Optimisation

@@ -486,7 +486,10 @@ def test_bad_input():
             "trajectories: expected a list of TrainingTrajectory, got NoneType",
         ),
         (lambda good: Sweep(None, good), "runs: expected a list of RerankerRun, got NoneType"),
-        (lambda good: validate([TokenReranker.from_base(tiny())], good), "got TokenReranker; make a RerankerRun of each"),
+        (
+            lambda good: validate([TokenReranker.from_base(tiny())], good),
+            "got TokenReranker; make a RerankerRun of each",
+        ),
     ],
 )
 def test_arguments_of_another_type_are_named(call, sentence):

@@ -21,8 +21,8 @@ from benchmarks.paper.report import PARTS, write_report
 from benchmarks.paper.rows import tables_bytes
 from benchmarks.paper.tables import TABLES
 from benchmarks.paper.tables import Table as Experiment
+from fb_core._util import escaped
 from fb_core.apps.settings.config import AVERAGE
-from fb_core.terminal import escaped
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = [

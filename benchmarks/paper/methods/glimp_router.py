@@ -24,8 +24,9 @@ from fb_core.apps.pipeline.models import Generate
 from fb_core.decode.decoder import Generation, Usage
 from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy
-from fb_core.llm.local import LLM, Ids, LocalLLM, check_max_new_tokens, checked_prompts
+from fb_core.llm.local import LLM, Ids, LocalLLM
 from fb_core.models.facts import CausalLM, Tokenizer, max_positions
+from fb_core.models.tokens import check_max_new_tokens, checked_prompts
 from fb_core.runtime.plain import batches, last_logits, left_padded, not_finite
 
 

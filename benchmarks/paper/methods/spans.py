@@ -24,8 +24,9 @@ from fb_core.decode.decoder import Generation, Usage
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import LLMPreference
 from fb_core.events import Event
-from fb_core.llm.local import LLM, LocalLLM, check_max_new_tokens, checked_prompts
+from fb_core.llm.local import LLM, LocalLLM
 from fb_core.models.facts import CausalLM, Tokenizer, max_positions
+from fb_core.models.tokens import check_max_new_tokens, checked_prompts
 
 
 @dataclass

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.methods import Context, Method
+from fb_core._util import check_count
 from fb_core.apps.pipeline.models import Generate
-from fb_core.counts import check_count
 from fb_core.decode.decoder import Generation, Usage
 from fb_core.decode.pair import Pair
-from fb_core.llm.local import LLM, Ids, LocalLLM, check_max_new_tokens, checked_prompts
+from fb_core.llm.local import LLM, Ids, LocalLLM
 from fb_core.models.facts import CausalLM, Tokenizer, max_positions
+from fb_core.models.tokens import check_max_new_tokens, checked_prompts
 
 _INSTRUCTION = (
     "How good is the last step of the reasoning above? Look only at whether it is true and follows from what stands "

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.methods import Method
-from fb_core.counts import check_count
+from fb_core._util import check_count
 from fb_core.decode.decoder import Generation, Usage
 from fb_core.decode.pair import Pair
-from fb_core.llm.local import LLM, Ids, LocalLLM, check_finite, check_max_new_tokens, checked_prompts
+from fb_core.llm.local import LLM, Ids, LocalLLM, check_finite
 from fb_core.models.facts import Cache, CausalLM, Tokenizer, max_positions
+from fb_core.models.tokens import check_max_new_tokens, checked_prompts
 from fb_core.runtime.plain import with_cache
 
 DRAFT = 5  # tokens per round

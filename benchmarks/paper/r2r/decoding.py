@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.r2r.network import R2RRouter, features_of
-from fb_core.counts import check_count
+from fb_core._util import check_count
 from fb_core.decode.asking import candidate_pool
 from fb_core.decode.decoder import Generation
 from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy, gate
 from fb_core.events import LARGE, Event
-from fb_core.llm.local import LLM, Ids, check_max_new_tokens, checked_prompts
+from fb_core.llm.local import LLM, Ids
 from fb_core.models.facts import CausalLM, Tokenizer, fingerprint, max_positions
+from fb_core.models.tokens import check_max_new_tokens, checked_prompts
 from fb_core.runtime.plain import Step, Stop, lockstep
 
 Mode = Literal["token", "events", "entropy"]

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from fb_core.llm.local import Ids, checked_prompts
+from fb_core.llm.local import Ids
 from fb_core.models import facts as models
 from fb_core.models.facts import CausalLM, fingerprint, lm_head
-from fb_core.models.tokens import token_ids
+from fb_core.models.tokens import checked_prompts, token_ids
 from fb_core.runtime.plain import MAX_ROWS, batches, check_decodable
 
 WEIGHTS, DESCRIPTION, FORMAT = "router.safetensors", "router.json", 2

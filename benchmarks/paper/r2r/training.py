@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.paper.r2r.network import R2RRouter, RouterFeatures, concatenated, router_features
-from fb_core.counts import check_count
+from fb_core._util import check_count
 from fb_core.decode.pair import Pair
-from fb_core.llm.local import LLM, Ids, check_max_new_tokens
+from fb_core.llm.local import LLM, Ids
 from fb_core.models.facts import CausalLM, Tokenizer
+from fb_core.models.tokens import check_max_new_tokens
 from fb_core.verify.verifier import Verifier
 
 

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.segment import Segment, Segments
 
+from fb_core._util import IN_TEXT, escaped
 from fb_core.apps.settings.config import PairSettings
 from fb_core.apps.settings.loading import load
 from fb_core.decode.decoder import Generation, LowLatencyDecoder
@@ -17,7 +18,6 @@ from fb_core.events import Event
 from fb_core.models.facts import Tokenizer, max_positions
 from fb_core.models.tokens import chat_ids
 from fb_core.runtime.detokenizer import Text
-from fb_core.terminal import IN_TEXT, escaped
 
 EVENT_STYLE = "bold black on bright_yellow"
 HELP = "/help shows this; /new begins a new conversation; Ctrl-C stops an answer; /quit or an empty line ends the chat."

@@ -18,6 +18,7 @@ from rich.markdown import Markdown
 from rich.progress import TimeElapsedColumn
 from rich.text import Text
 
+from fb_core._util import write_file
 from fb_core.apps.cli.explain import find_rows, print_rows
 from fb_core.apps.demo import SETTINGS, pairs
 from fb_core.apps.pipeline.commands import Command, run_command
@@ -27,7 +28,6 @@ from fb_core.apps.pipeline.models import LABELS, models_of
 from fb_core.apps.processes import processes
 from fb_core.apps.progress import Board
 from fb_core.apps.settings.config import Changes, RunSettings, changed
-from fb_core.atomic import write_file
 
 COMMANDS: tuple[Command, ...] = ("collect", "futures", "score", "train", "evaluate")
 LOG = "log.txt"

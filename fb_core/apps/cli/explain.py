@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fb_core._util import IN_TEXT, IN_TOKEN, escaped
 from fb_core.apps.cli.chat import EVENT_STYLE
 from fb_core.apps.demo import DEMO
 from fb_core.apps.pipeline.decode import Row, read_rows
@@ -20,7 +21,6 @@ from fb_core.apps.settings.config import RunSettings
 from fb_core.events import SLM, Event
 from fb_core.models.checkpoints import tokenizer_hash
 from fb_core.models.facts import Tokenizer
-from fb_core.terminal import IN_TEXT, IN_TOKEN, escaped
 
 EVALUATION = "evaluation"  # the stage whose rows are shown
 LISTED = 10  # ids in an error

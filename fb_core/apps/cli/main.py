@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from fb_core._util import require
 from fb_core.apps.settings.config import (
     SHIPPED,
     PairSettings,
@@ -25,7 +26,6 @@ from fb_core.apps.settings.config import (
     first_words,
     settings_of,
 )
-from fb_core.extras import require
 
 if TYPE_CHECKING:
     from fb_core.apps.pipeline.commands import Command
@@ -406,7 +406,7 @@ def serve(
 
 def _complain(problem: Exception) -> None:
     """Print an error that a user can fix, line by line, escaped: it may quote a model, a server or a file."""
-    from fb_core.terminal import escaped
+    from fb_core._util import escaped
 
     for line in str(problem).splitlines():
         typer.secho(f"futurebridge: {escaped(line)}", fg="red", err=True)

@@ -19,10 +19,10 @@ from numpy.random import SeedSequence, default_rng
 from safetensors.torch import save
 from transformers import Qwen3Config, Qwen3ForCausalLM, get_scheduler
 
+from fb_core._util import write_file
 from fb_core.apps.demo import DEMO, MODELS, Part, checkpoint
 from fb_core.apps.demo.worlds import WORLDS, World, WorldProblem
 from fb_core.apps.processes import processes
-from fb_core.atomic import write_file
 from fb_core.models.checkpoints import load_model
 
 Progress = Callable[[tuple[str, int, int]], None]

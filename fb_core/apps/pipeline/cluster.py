@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from fb_core.extras import require
+from fb_core._util import require
 
 LOOPBACK = "127.0.0.1"
 RETRIES = 3  # of a shard whose worker died

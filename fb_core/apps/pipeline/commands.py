@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
+from fb_core._util import write_file
 from fb_core.apps.pipeline.choose import CHOICE, RerankerStage, SelectionStage, weakness
 from fb_core.apps.pipeline.collect import PolicyStage, StateStage, TrajectoryStage
 from fb_core.apps.pipeline.evaluate import EvaluateStage
@@ -18,7 +19,6 @@ from fb_core.apps.pipeline.run import Engine, Stage, plan, run_stage
 from fb_core.apps.pipeline.scores import ScoreStage
 from fb_core.apps.pipeline.train import TrainStage
 from fb_core.apps.settings.config import SETTINGS, RunSettings
-from fb_core.atomic import write_file
 
 Command = Literal["collect", "futures", "score", "train", "evaluate"]
 COMMANDS: tuple[Command, ...] = get_args(Command)

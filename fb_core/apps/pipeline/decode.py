@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
+from fb_core._util import escaped
 from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.models import Context, Generate, together_of, verifier_of
 from fb_core.apps.pipeline.problems import Problem
@@ -19,7 +20,6 @@ from fb_core.apps.pipeline.run import Output, Stage
 from fb_core.apps.settings.config import ProblemSettings, words_of
 from fb_core.decode.decoder import Generation
 from fb_core.events import Event
-from fb_core.terminal import escaped
 
 ASKED = (
     "evaluate.benchmarks",

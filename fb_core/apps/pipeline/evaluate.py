@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fb_core._util import write_file
 from fb_core.apps.demo import DEMO
 from fb_core.apps.pipeline import statistics
 from fb_core.apps.pipeline.choose import ChoiceStage, RerankerStage
@@ -19,7 +20,6 @@ from fb_core.apps.pipeline.page import Table, markdown_table, page
 from fb_core.apps.pipeline.problems import BENCHMARKS, Benchmark
 from fb_core.apps.pipeline.run import Stage
 from fb_core.apps.settings.config import AVERAGE
-from fb_core.atomic import write_file
 
 SEEDED = ("deployed", "published")  # run once per reranker seed
 REFERENCES = ("greedy", "direct")  # which every method is compared with

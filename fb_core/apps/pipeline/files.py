@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fb_core.atomic import PART, read_file, write_file
+from fb_core._util import PART, read_file, write_file
 
 try:
     import fcntl

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fb_core.terminal import escaped
+from fb_core._util import escaped
 
 
 @dataclass(frozen=True)

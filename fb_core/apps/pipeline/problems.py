@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fb_core.extras import require
+from fb_core._util import require
 from fb_core.models.facts import Tokenizer
 from fb_core.models.tokens import chat_ids
 from fb_core.verify.judges import boxed

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from fb_core.atomic import read_file
+from fb_core._util import read_file
 from fb_core.verify import judges
 
 if TYPE_CHECKING:
