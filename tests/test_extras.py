@@ -156,7 +156,7 @@ for token, row in zip(candidates, found):
 reranker = fb_core.TokenReranker.from_base(slm)
 group = fb_core.TrainingGroup(len(prefix), candidates, found.sum(1).softmax(0))
 trajectory = fb_core.TrainingTrajectory(torch.cat([prefix, future]), [group])
-assert len(fb_core.train_reranker(reranker, [trajectory], fb_core.Recipe(epochs=2))) == 2
+assert len(fb_core.train_reranker(reranker, [trajectory], fb_core.Optimisation(epochs=2))) == 2
 scores = reranker.scores(prefix, candidates)
 assert scores.shape == (3,) and scores.std() > 0
 reranker.save_pretrained("reranker")
