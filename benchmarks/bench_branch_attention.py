@@ -20,7 +20,7 @@ from benchmarks import harness, peers, shapes
 from benchmarks.harness import LATENCY, OURS, Implementation, Output
 from benchmarks.shapes import Branches
 from fb_kernels import branch_attention
-from fb_kernels.timing import Timing
+from fb_kernels._runtime.timing import Timing
 
 # (candidates, groups, branch length, prefix length, timing)
 CASES = [(shapes.CANDIDATES, *sizes, Timing.COLD) for sizes in shapes.BRANCHES]

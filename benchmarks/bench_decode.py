@@ -26,7 +26,7 @@ from fb_core.models.packed import Prefix
 from fb_core.runtime.kv_pages import pages_of
 from fb_core.runtime.paged_model import Part
 from fb_core.runtime.plain import with_cache
-from fb_kernels.timing import Timing
+from fb_kernels._runtime.timing import Timing
 
 NEVER = RequestPolicy(math.inf)
 READ = "the weights, read by a sum"

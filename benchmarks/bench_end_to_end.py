@@ -29,7 +29,7 @@ from fb_core import (
 from fb_core.decode.decoder import LowLatencyDecoder
 from fb_core.decode.selectors import ScoringSelector, State
 from fb_core.events import Pool, PoolKind
-from fb_kernels.timing import Timing
+from fb_kernels._runtime.timing import Timing
 
 CHECKED = 64 if shapes.ON_GPU else 1200  # maximum tokens of a problem that are compared
 

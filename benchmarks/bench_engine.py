@@ -33,7 +33,7 @@ from fb_core import (
 from fb_core.apps.demo.pairs import load_pair
 from fb_core.apps.pipeline.models import decoder_of
 from fb_core.events import Event
-from fb_kernels.timing import Timing
+from fb_kernels._runtime.timing import Timing
 
 PROBLEMS, ROWS = 128, 64
 NEW = 64

@@ -13,10 +13,11 @@ from torch import Tensor
 from benchmarks import harness, shapes
 from benchmarks.harness import DEVICE, LATENCY, OURS, Cost, Implementation, Output
 from benchmarks.shapes import CANDIDATES, DTYPE, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, ROWS, VOCABULARY, WIDTH
-from fb_kernels import DecodeState, backend, branch_attention_qkv, calls, commit_, skinny_linear
+from fb_kernels import DecodeState, branch_attention_qkv, calls, commit_, skinny_linear
+from fb_kernels._runtime import backend
+from fb_kernels._runtime.timing import Timing
 from fb_kernels.calls import Call
 from fb_kernels.qk_norm_rope.calls import qk_norm_rope as rotated
-from fb_kernels.timing import Timing
 
 EPS, POSITIONS = 1e-6, 4096
 SIZES: dict[str, Callable[[int], tuple[int, ...]]] = {  # of calls on so many rows

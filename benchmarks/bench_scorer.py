@@ -29,7 +29,7 @@ from benchmarks.servers.live_server import LiveServer, Served
 from benchmarks.shapes import CANDIDATES, ON_GPU
 from fb_core import BranchGroup, CompatibilityScorer
 from fb_core.models.packed import Layout, forward_through_modules, packed_forward
-from fb_kernels import backend
+from fb_kernels._runtime import backend
 from fb_kernels.testing import count_launches
 
 FIRST = 1000  # an ordinary word; after a special one float32 itself is ten times less accurate

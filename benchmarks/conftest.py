@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from benchmarks import harness, shapes
 from benchmarks.harness import Cost, Goal, Implementation, Result
 from benchmarks.servers.live_server import VLLM, LiveServer, LlamaCpp, Ours, Served, write_gguf
-from fb_kernels import backend
-from fb_kernels.timing import Timing
+from fb_kernels._runtime import backend
+from fb_kernels._runtime.timing import Timing
 
 RESULTS = pytest.StashKey[dict[str, list[Result | dict[str, str]]]]()
 PEERS = {"all": (True, False), "eager": (False,), "compiled": (True,), "ours": ()}  # by whether they are compiled

@@ -28,9 +28,9 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-from fb_kernels import devices
-from fb_kernels import timing as fb_timing
-from fb_kernels.timing import Timed, Timing, timer
+from fb_kernels._runtime import devices
+from fb_kernels._runtime import timing as fb_timing
+from fb_kernels._runtime.timing import Timed, Timing, timer
 
 OURS, FLOOR = "fb", "floor"
 COMPILED = "_compiled"  # suffix of a file that has only compiled peers

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fb_kernels import backend, calls, self_check, timing
+from fb_kernels import calls, self_check
+from fb_kernels._runtime import backend, timing
 from fb_kernels.calls import Call, Calls, listed
 from fb_kernels.testing import assert_close_to_reference
 

@@ -2,7 +2,7 @@
 
 With `--check [--device cuda|cpu]` every kernel is compared once with its definition. A table says which are right, how
 long they take and which will run. A wrong kernel is switched off on this device, in `<device>.json` of
-`fb_kernels.devices`, and the exit status is 1.
+`fb_kernels._runtime.devices`, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 
 import fb_kernels
-from fb_kernels import backend, cpu, cuda, devices
+from fb_kernels._runtime import backend, cpu, cuda, devices
 
 
 def report() -> str:

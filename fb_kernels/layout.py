@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels._runtime import checks
 
 T = TypeVar("T")
 

@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from fb_kernels import backend, calls, devices, timing, tuning
+from fb_kernels import calls
+from fb_kernels._runtime import backend, devices, timing, tuning
 from fb_kernels.calls import Call
 from fb_kernels.testing import assert_close_to_reference, poisoned_memory
 

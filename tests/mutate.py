@@ -41,12 +41,12 @@ CORE = {  # source: its tests, the quickest first
     "fb_core/rerank/training.py": ["core/test_training.py"],
     "fb_core/llm/local.py": ["core/test_llm.py", "core/test_decoding.py"],
     "fb_kernels/layout.py": ["kernels/test_layout.py", "kernels/test_branch_attention.py"],
-    "fb_kernels/segments.py": [
+    "fb_kernels/_runtime/segments.py": [
         "kernels/test_candidate_head.py",
         "kernels/test_contract.py",
         "kernels/test_group_cross_entropy.py",
     ],
-    "fb_kernels/checks.py": ["kernels/test_bad_input.py", "kernels/test_memory.py"],
+    "fb_kernels/_runtime/checks.py": ["kernels/test_bad_input.py", "kernels/test_memory.py"],
 }
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,

@@ -15,7 +15,7 @@ from limits import HANG
 
 from benchmarks import conftest, harness
 from benchmarks.harness import Implementation, named, read_results
-from fb_kernels import timing
+from fb_kernels._runtime import timing
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = """

@@ -24,7 +24,8 @@ from benchmarks.pages import figures, reference
 from docs import signatures
 from fb_core.apps.cli.main import app
 from fb_core.apps.settings.config import PairSettings, RunSettings
-from fb_kernels import backend, bench, calls, cpu
+from fb_kernels import bench, calls
+from fb_kernels._runtime import backend, cpu
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

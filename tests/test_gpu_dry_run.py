@@ -19,9 +19,9 @@ import torch
 from benchmarks import harness
 from benchmarks.gpu import counters
 from benchmarks.shapes import Branches
-from fb_kernels import backend, tuning
-from fb_kernels import timing as fb_timing
-from fb_kernels.timing import Timing
+from fb_kernels._runtime import backend, tuning
+from fb_kernels._runtime import timing as fb_timing
+from fb_kernels._runtime.timing import Timing
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER / "gpu"), str(FOLDER / "kernels")]

@@ -1,4 +1,4 @@
-"""The search for launch configurations: what it writes is what `fb_kernels.tuning` reads."""
+"""The search for launch configurations: what it writes is what `fb_kernels._runtime.tuning` reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 
 from benchmarks import harness, shapes
 from benchmarks.gpu import tune
-from fb_kernels import backend, devices, swiglu, timing, tuning
+from fb_kernels import swiglu
+from fb_kernels._runtime import backend, devices, timing, tuning
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -17,7 +17,7 @@ from benchmarks.gpu.roofline import GREY
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.settings.config import PairSettings, RunSettings, ServeSettings
 from fb_kernels import BranchLayout, bench, branch_attention, calls
-from fb_kernels._op import Op
+from fb_kernels._runtime.op import Op
 from fb_kernels.calls import Call
 
 ALL = "fp32, bf16, fp16"

@@ -7,10 +7,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fb_kernels import checks, precision
-from fb_kernels._op import Op, signature
+from fb_kernels._runtime import checks, precision
+from fb_kernels._runtime.op import Op, signature
+from fb_kernels._runtime.precision import accumulation_dtype
 from fb_kernels.layout import BranchLayout, memory_of
-from fb_kernels.precision import accumulation_dtype
 
 OP = "branch_attention"
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels import cpu, layout
+from fb_kernels import layout
+from fb_kernels._runtime import cpu
 from fb_kernels.branch_attention import reference
 
 TAKES = "float32 and bfloat16"

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fb_kernels import tuning
+from fb_kernels._runtime import tuning
 from fb_kernels.branch_attention import triton_layout
 from fb_kernels.branch_attention.triton_layout import COLUMNS, OFFSETS
 from fb_kernels.layout import Indices

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fb_kernels import layout as layouts
+from fb_kernels._runtime.precision import accumulation_dtype
 from fb_kernels.layout import Group, Plan
 from fb_kernels.merge_attention_states.reference import merge_attention_states
-from fb_kernels.precision import accumulation_dtype
 
 SCORES = 1 << 22
 """Scores in memory at once."""

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fb_kernels import tuning
+from fb_kernels._runtime import tuning
 from fb_kernels.branch_attention import triton_layout as branch_layout
 from fb_kernels.branch_attention.triton_layout import prefix_slice, read_tile
 from fb_kernels.triton.functions import tanh

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
-from fb_kernels._op import Op, signature
+from fb_kernels._runtime import checks
+from fb_kernels._runtime.op import Op, signature
 
 
 def branch_attention_qkv(

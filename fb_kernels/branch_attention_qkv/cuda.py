@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels import cuda
+from fb_kernels._runtime import cuda
 
 TAKES = "float16 and bfloat16"
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels._runtime import checks
+from fb_kernels._runtime.precision import accumulation_dtype
 from fb_kernels.branch_attention.reference import _fold, _unfold, branch_attention
-from fb_kernels.precision import accumulation_dtype
 from fb_kernels.qk_norm_rope.reference import check_positions, check_slots, qk_norm_rope, qk_norm_rope_out
 
 OP = "branch_attention_qkv"

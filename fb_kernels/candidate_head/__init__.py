@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels import checks, precision
-from fb_kernels._op import Op, signature
-from fb_kernels.precision import accumulation_dtype
+from fb_kernels._runtime import checks, precision
+from fb_kernels._runtime.op import Op, signature
+from fb_kernels._runtime.precision import accumulation_dtype
 
 
 def candidate_head(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels import cpu, segments
+from fb_kernels._runtime import cpu, segments
 
 SIZE = 1 << 18  # maximum elements of hidden: above it torch's threads are faster
 TAKES = f"float32, hidden states of up to {SIZE:,} elements"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels import cuda
+from fb_kernels._runtime import cuda
 
 ROWS = GROUPS = 1024  # maximum
 TAKES = f"up to {ROWS:,} candidates and groups"

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fb_kernels import tuning
+from fb_kernels._runtime import tuning
 from fb_kernels.triton.rows import as_rows
 
 REST = 128

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
-from fb_kernels._op import Op
+from fb_kernels._runtime import checks
+from fb_kernels._runtime.op import Op
 from fb_kernels.commit.reference import Halt as Halt
 
 

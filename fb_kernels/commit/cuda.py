@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fb_kernels import cuda
+from fb_kernels._runtime import cuda
 
 TAKES = "all calls"
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels._runtime import checks
 
 
 class Halt(IntEnum):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fb_kernels import checks, precision
-from fb_kernels._op import Op
-from fb_kernels.precision import accumulation_dtype
+from fb_kernels._runtime import checks, precision
+from fb_kernels._runtime.op import Op
+from fb_kernels._runtime.precision import accumulation_dtype
 
 
 def compatibility_targets(

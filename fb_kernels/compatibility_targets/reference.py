@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels.precision import accumulation_dtype
-from fb_kernels.segments import Segments, reduce, segments, softmax, spread
+from fb_kernels._runtime.precision import accumulation_dtype
+from fb_kernels._runtime.segments import Segments, reduce, segments, softmax, spread
 
 
 def _standardise(x: Tensor, groups: Segments, eps: float, resolution: float) -> Tensor:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fb_kernels import checks
-from fb_kernels._op import Op, signature
+from fb_kernels._runtime import checks
+from fb_kernels._runtime.op import Op, signature
 from fb_kernels.branch_attention_qkv import are_apart, check_sequences, check_written
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels import cpu
+from fb_kernels._runtime import cpu
 from fb_kernels.branch_attention_qkv.cpu import cache_arguments
 from fb_kernels.branch_attention_qkv.reference import check_sequences
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels.precision import accumulation_dtype
-from fb_kernels.segments import exponentials, reduce, segments, softmax, spread
+from fb_kernels._runtime.precision import accumulation_dtype
+from fb_kernels._runtime.segments import exponentials, reduce, segments, softmax, spread
 
 
 def group_cross_entropy(score: Tensor, target: Tensor, cu_group: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
-from fb_kernels._op import Op
+from fb_kernels._runtime import checks
+from fb_kernels._runtime.op import Op
 
 
 def joint_pool(slm_ids: Tensor, llm_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from fb_kernels import cpu
+from fb_kernels._runtime import cpu
 from fb_kernels.linear_logprob import reference
 
 LOGITS = 1 << 16  # maximum: above it torch's threads are faster

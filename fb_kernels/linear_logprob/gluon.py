@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fb_kernels import tuning
+from fb_kernels._runtime import tuning
 from fb_kernels.linear_logprob.options import Options
 from fb_kernels.triton import functions
 from fb_kernels.triton.functions import FAR_BELOW, LOG2_E

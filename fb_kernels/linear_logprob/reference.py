@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels._runtime import checks
+from fb_kernels._runtime.precision import accumulation_dtype
 from fb_kernels.linear_logprob.options import Options
-from fb_kernels.precision import accumulation_dtype
 
 ROW_BLOCK = 1024
 VOCAB_BLOCK = 8192  # also limits the float32 copy of the head's rows

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fb_kernels import tuning
+from fb_kernels._runtime import tuning
 from fb_kernels.linear_logprob.options import Options
 from fb_kernels.triton import HAS_GLUON
 from fb_kernels.triton.functions import FAR_BELOW, LOG2_E, shift_of, tanh

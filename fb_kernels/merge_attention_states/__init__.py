@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels import checks, precision
-from fb_kernels._op import Op, signature
+from fb_kernels._runtime import checks, precision
+from fb_kernels._runtime.op import Op, signature
+from fb_kernels._runtime.precision import accumulation_dtype
 from fb_kernels.merge_attention_states import reference
-from fb_kernels.precision import accumulation_dtype
 
 
 def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

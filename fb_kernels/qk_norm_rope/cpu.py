@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels import cpu
+from fb_kernels._runtime import cpu
 from fb_kernels.qk_norm_rope import reference
 
 SIZE = 1 << 17  # maximum elements of qkv: above it torch's threads are faster

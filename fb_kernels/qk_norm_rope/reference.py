@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
-from fb_kernels.precision import accumulation_dtype
+from fb_kernels._runtime import checks
+from fb_kernels._runtime.precision import accumulation_dtype
 from fb_kernels.rms_norm.reference import normalize, normalize_backward
 
 OP = "qk_norm_rope"

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fb_kernels import checks, precision
-from fb_kernels._op import Op, signature
+from fb_kernels._runtime import checks, precision
+from fb_kernels._runtime.op import Op, signature
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

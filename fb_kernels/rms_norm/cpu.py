@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels import cpu
+from fb_kernels._runtime import cpu
 
 SIZE = 1 << 16  # maximum elements: above it torch's threads are faster
 TAKES = f"float32 and bfloat16, up to {SIZE:,} elements"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels.precision import accumulation_dtype
+from fb_kernels._runtime.precision import accumulation_dtype
 
 
 def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fb_kernels import checks, precision
-from fb_kernels._op import Op, signature
+from fb_kernels._runtime import checks, precision
+from fb_kernels._runtime.op import Op, signature
 
 
 def skinny_linear(

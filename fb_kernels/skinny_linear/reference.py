@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels.precision import accumulation_dtype
+from fb_kernels._runtime.precision import accumulation_dtype
 from fb_kernels.rms_norm.reference import rms_norm
 from fb_kernels.swiglu.reference import swiglu as gated
 

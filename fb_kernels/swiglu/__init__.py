@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fb_kernels import checks
-from fb_kernels._op import Op, signature
+from fb_kernels._runtime import checks
+from fb_kernels._runtime.op import Op, signature
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
-from fb_kernels._op import Op, signature
-from fb_kernels.precision import accumulation_dtype
+from fb_kernels._runtime import checks
+from fb_kernels._runtime.op import Op, signature
+from fb_kernels._runtime.precision import accumulation_dtype
 
 
 def topk_entropy(logits: Tensor, k: int = 64) -> tuple[Tensor, Tensor, Tensor]:

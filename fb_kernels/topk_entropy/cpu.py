@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels import cpu
+from fb_kernels._runtime import cpu
 
 ROWS, K = 8, 64  # maximum
 TAKES = f"float32 and bfloat16, up to {ROWS} rows and k up to {K}"

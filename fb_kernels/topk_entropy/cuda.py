@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels import cuda
+from fb_kernels._runtime import cuda
 
 ROWS, K, GROUPS = 32, 64, 2048  # maximum; for more rows Triton is as fast
 TAKES = f"up to {ROWS} rows and k up to {K}"

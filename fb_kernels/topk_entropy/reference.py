@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fb_kernels.precision import accumulation_dtype
+from fb_kernels._runtime.precision import accumulation_dtype
 
 ELEMENT_BLOCK = 1 << 22
 _LOW = 0x7FFFFFFF

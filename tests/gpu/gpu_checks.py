@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fb_kernels import backend
+from fb_kernels._runtime import backend
 from fb_kernels.testing import assert_close_to_reference, count_syncs, poisoned_memory
 
 DEVICE = "cuda"

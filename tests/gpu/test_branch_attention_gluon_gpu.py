@@ -13,7 +13,8 @@ import torch
 from gpu_checks import DEVICE, PROMISES, Case, filled, large, matches_the_reference, randn
 from test_branch_attention_gpu import LAYOUTS, Layout, make
 
-from fb_kernels import BranchLayout, backend, branch_attention, tuning
+from fb_kernels import BranchLayout, branch_attention
+from fb_kernels._runtime import backend, tuning
 from fb_kernels.triton import HAS_GLUON
 
 pytestmark = pytest.mark.gpu

@@ -22,7 +22,8 @@ from gpu_checks import (
 )
 from torch import Tensor
 
-from fb_kernels import BranchLayout, backend, branch_attention
+from fb_kernels import BranchLayout, branch_attention
+from fb_kernels._runtime import backend
 from fb_kernels.testing import poison_, poisoned_memory
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from gpu_checks import DEVICE, PROMISES, Case, filled, large, matches_the_reference, randn, same, second_device
 from torch import Tensor
 
-from fb_kernels import cuda
+from fb_kernels._runtime import cuda
 from fb_kernels.branch_attention_qkv import cuda as kernels
 from fb_kernels.branch_attention_qkv.naive import branch_attention_qkv as naive
 from fb_kernels.testing import poison_

@@ -9,7 +9,8 @@ import torch
 from gpu_checks import DEVICE, DTYPES, PROMISES, Case, filled, large, matches_the_reference, randn, second_device
 from torch import Tensor
 
-from fb_kernels import backend, candidate_head
+from fb_kernels import candidate_head
+from fb_kernels._runtime import backend
 
 pytestmark = pytest.mark.gpu
 SIZES = {

@@ -10,7 +10,8 @@ from gpu_checks import DEVICE
 from torch import Tensor
 
 from fb_core.runtime.cuda_graphs import Graphs
-from fb_kernels import DecodeState, Halt, backend, commit_
+from fb_kernels import DecodeState, Halt, commit_
+from fb_kernels._runtime import backend
 
 pytestmark = pytest.mark.gpu
 ROWS = 3

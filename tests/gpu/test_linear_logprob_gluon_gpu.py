@@ -10,7 +10,8 @@ import test_linear_logprob_gpu as head
 import torch
 from gpu_checks import DEVICE, PROMISES, Case, filled, large, matches_the_reference, randn
 
-from fb_kernels import linear_logprob, linear_logprob_partials, tuning
+from fb_kernels import linear_logprob, linear_logprob_partials
+from fb_kernels._runtime import tuning
 from fb_kernels.linear_logprob import triton as kernels
 
 pytestmark = pytest.mark.gpu

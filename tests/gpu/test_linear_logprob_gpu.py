@@ -23,7 +23,8 @@ from gpu_checks import (
 )
 from torch import Tensor
 
-from fb_kernels import backend, combine_logprob_partials, linear_logprob, linear_logprob_partials
+from fb_kernels import combine_logprob_partials, linear_logprob, linear_logprob_partials
+from fb_kernels._runtime import backend
 
 pytestmark = pytest.mark.gpu
 SIZES = {"small": (5, 300, 40), "event": (13, 151_936, 2048), "step": (128, 151_936, 2048), "odd": (777, 50_257, 768)}

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from gpu_checks import DEVICE, DTYPES, PROMISES, Case, filled, large, matches_the_reference, randn, second_device
 from torch import Tensor
 
-from fb_kernels import backend, qk_norm_rope
+from fb_kernels import qk_norm_rope
+from fb_kernels._runtime import backend
 
 pytestmark = pytest.mark.gpu
 SIZES = {"small": (5, 4, 2, 16), "decode": (16, 16, 8, 128), "real": (4096, 16, 8, 128), "odd": (77, 6, 3, 80)}

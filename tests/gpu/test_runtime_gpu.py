@@ -27,7 +27,7 @@ from fb_core.runtime.kv_pages import pages_of
 from fb_core.runtime.paged_model import PagedModel, Part
 from fb_core.runtime.plain import Stop, lockstep
 from fb_core.runtime.step import DecodeStep
-from fb_kernels import backend
+from fb_kernels._runtime import backend
 
 pytestmark = pytest.mark.gpu
 SMALL = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2} | {

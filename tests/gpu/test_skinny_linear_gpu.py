@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from gpu_checks import DEVICE, PROMISES, Case, matches_the_reference, needs_memory, randn, second_device, shifted
 from torch import Tensor
 
-from fb_kernels import cuda
+from fb_kernels._runtime import cuda
 from fb_kernels.skinny_linear import cuda as kernels
 from fb_kernels.skinny_linear.naive import skinny_linear as naive
 

@@ -9,7 +9,8 @@ import torch
 from gpu_checks import DEVICE, DTYPES, PROMISES, Case, filled, large, matches_the_reference, randn, second_device
 from torch import Tensor
 
-from fb_kernels import backend, topk_entropy
+from fb_kernels import topk_entropy
+from fb_kernels._runtime import backend
 
 pytestmark = pytest.mark.gpu
 SIZES = {"small": (2, 70, 5), "gate": (1, 151_936, 64), "logging": (1024, 151_936, 64), "odd": (5, 12_345, 100)}

@@ -9,7 +9,7 @@ import emulation
 import pytest
 import torch
 
-from fb_kernels import backend, cuda
+from fb_kernels._runtime import backend, cuda
 
 if os.environ["TRITON_INTERPRET"] == "1":
     import interpreter

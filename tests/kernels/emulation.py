@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fb_kernels import cuda
+from fb_kernels._runtime import cuda
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 

@@ -30,8 +30,8 @@ def halve(x: Tensor) -> Tensor:
 INIT = '''
 from torch import Tensor
 
-from fb_kernels import checks
-from fb_kernels._op import Op, signature
+from fb_kernels._runtime import checks
+from fb_kernels._runtime.op import Op, signature
 
 
 def halve(x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def run(tree: Path, *command: str, interpreted: bool = True) -> str:
 
 def test_it_is_listed_checked_and_timed(tree: Path) -> None:
     code = """
-from benchmarks import reference
+from benchmarks.pages import reference
 from fb_kernels import bench, calls, env, halve, self_check
 assert "halve" in calls.every()
 assert "triton" in env.report().partition("  halve ")[2]

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fb_kernels import BranchLayout, backend, branch_attention, cpu, cuda, linear_logprob, skinny_linear, swiglu
+from fb_kernels import BranchLayout, branch_attention, linear_logprob, skinny_linear, swiglu
+from fb_kernels._runtime import backend, cpu, cuda
 
 X = torch.linspace(-3, 3, 24).reshape(2, 12)
 
@@ -56,7 +57,7 @@ def test_ops_live_in_the_namespace(op: str) -> None:
 )
 @pytest.mark.usefixtures("triton_kernels")
 def test_what_is_chosen(monkeypatch: pytest.MonkeyPatch, spec: str, cpu: str, cuda: str) -> None:
-    monkeypatch.setattr("fb_kernels.cpu.why_not", lambda: "")
+    monkeypatch.setattr("fb_kernels._runtime.cpu.why_not", lambda: "")
     with backend.override(spec):
         assert [backend.chosen("swiglu", device)[0] for device in ("cpu", "cuda")] == [cpu, cuda]
         assert backend.chosen("joint_pool", "cuda")[0] == "reference"
@@ -120,7 +121,7 @@ def test_a_wrong_override_is_refused(spec: str) -> None:
 
 
 def test_the_variable_is_read() -> None:
-    code = "from fb_kernels import backend; print(backend.chosen('swiglu', 'cuda'))"
+    code = "from fb_kernels._runtime import backend; print(backend.chosen('swiglu', 'cuda'))"
     environment = os.environ | {backend.VARIABLE: "reference"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "('reference', 'FB_KERNELS_BACKEND asks for it')\n"

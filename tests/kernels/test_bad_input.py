@@ -13,7 +13,8 @@ import torch
 from cases import NAMES, case
 from torch import Tensor
 
-from fb_kernels import BranchLayout, backend, checks
+from fb_kernels import BranchLayout
+from fb_kernels._runtime import backend, checks
 
 ONE_EACH = {case(name).op: name for name in reversed(NAMES)}  # op: its first case
 ANY_SHAPE = {("swiglu", "gate_up"), ("topk_entropy", "logits"), ("candidate_head", "head_bias")}

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import fb_kernels
-from fb_kernels import bench, calls, timing
+from fb_kernels import bench, calls
+from fb_kernels._runtime import timing
 
 SMALL = {"n": 4, "d": 64, "v": 300, "f": 96, "g": 2, "k": 6, "l": 3, "p": 20, "hq": 4, "hkv": 2, "e": 64}
 SMALL |= {"h": 16, "s": 2, "m": 80}

@@ -36,7 +36,8 @@ from test_contract import Seen, check, evaluate, made, same, upstream
 from torch import Tensor
 from ways import names, running
 
-from fb_kernels import BranchLayout, backend, branch_attention, cuda, tuning
+from fb_kernels import BranchLayout, branch_attention
+from fb_kernels._runtime import backend, cuda, tuning
 from fb_kernels.branch_attention import cuda as compiled
 from fb_kernels.branch_attention import reference, triton, triton_backward, triton_layout
 from fb_kernels.testing import assert_close_to_reference, count_syncs, largest_tensor

@@ -21,7 +21,7 @@ from gluon_emulation import Changes, Deadlock, Hazard, emulated
 from test_contract import check, same
 from torch import Tensor
 
-from fb_kernels import backend, tuning
+from fb_kernels._runtime import backend, tuning
 from fb_kernels.triton import HAS_GLUON
 
 pytestmark = [

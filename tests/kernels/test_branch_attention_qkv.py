@@ -15,7 +15,8 @@ from test_contract import check, same
 from torch import Tensor
 from ways import names, running
 
-from fb_kernels import branch_attention_qkv, cuda
+from fb_kernels import branch_attention_qkv
+from fb_kernels._runtime import cuda
 
 WAYS = names(OP)
 CPU = [way for way in WAYS if way.startswith("cpu")]

@@ -13,7 +13,8 @@ from cases.candidate_head import EPS, OP, make, offsets
 from torch import Tensor
 from ways import names, running_small
 
-from fb_kernels import candidate_head, segments
+from fb_kernels import candidate_head
+from fb_kernels._runtime import segments
 from fb_kernels.testing import assert_close_to_reference
 
 NAN, INF = math.nan, math.inf

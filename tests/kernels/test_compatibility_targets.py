@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fb_kernels import compatibility_targets, segments
+from fb_kernels import compatibility_targets
+from fb_kernels._runtime import segments
 from fb_kernels.compatibility_targets.naive import compatibility_targets as naive
 
 

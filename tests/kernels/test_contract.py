@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from ways import device_of, names, running
 
-from fb_kernels import backend, cpu
+from fb_kernels._runtime import backend, cpu
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poisoned_memory
 
 HOST = torch.device("cpu")

@@ -25,8 +25,8 @@ from test_contract import check, evaluate, same
 from torch import Tensor
 from ways import VECTORS, running
 
-from fb_kernels import backend, cpu, segments
 from fb_kernels import layout as layouts
+from fb_kernels._runtime import backend, cpu, segments
 from fb_kernels.branch_attention_qkv import reference as attention_reference
 from fb_kernels.candidate_head import candidate_head
 from fb_kernels.linear_logprob import linear_logprob
@@ -172,7 +172,8 @@ def test_threads_are_those_of_torch() -> None:
     code = """
 import os, torch
 from pathlib import Path
-from fb_kernels import cpu, skinny_linear
+from fb_kernels import skinny_linear
+from fb_kernels._runtime import cpu
 x, weight = torch.ones(1, 512), torch.ones(1024, 512)
 if cpu.why_not():
     raise SystemExit(77)

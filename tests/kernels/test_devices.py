@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fb_kernels import devices
+from fb_kernels._runtime import devices
 
 
 @pytest.fixture(autouse=True)

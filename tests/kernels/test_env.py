@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fb_kernels
-from fb_kernels import backend, cpu, cuda, env
+from fb_kernels import env
+from fb_kernels._runtime import backend, cpu, cuda
 
 
 def lines(report: str) -> dict[str, str]:

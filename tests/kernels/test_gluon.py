@@ -19,7 +19,7 @@ from cases.linear_logprob import FLOATS, HALF, OP, make, small
 from gluon_emulation import Changes, Deadlock, Hazard, emulated
 from torch import Tensor
 
-from fb_kernels import backend, tuning
+from fb_kernels._runtime import backend, tuning
 from fb_kernels.linear_logprob.triton import HAS_GLUON
 
 pytestmark = [

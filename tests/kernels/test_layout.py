@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fb_kernels import BranchLayout, backend, branch_attention, layout
+from fb_kernels import BranchLayout, branch_attention, layout
+from fb_kernels._runtime import backend
 from fb_kernels.testing import count_syncs
 
 BRANCHES, PREFIXES = [[3, 1], [], [2]], [(1, 6), (0, 0), (8, 3)]

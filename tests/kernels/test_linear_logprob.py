@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from ways import names, running, running_small
 
-from fb_kernels import combine_logprob_partials, cpu, linear_logprob, linear_logprob_partials, tuning
+from fb_kernels import combine_logprob_partials, linear_logprob, linear_logprob_partials
+from fb_kernels._runtime import cpu, tuning
 from fb_kernels.linear_logprob import reference
 from fb_kernels.linear_logprob.naive import linear_logprob as naive
 from fb_kernels.linear_logprob.naive import linear_logprob_partials as naive_partials

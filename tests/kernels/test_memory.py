@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fb_kernels
-from fb_kernels import backend, checks
+from fb_kernels._runtime import backend, checks
 
 BACKENDS = ("reference", "auto", pytest.param("triton", marks=pytest.mark.slow))  # auto: what is compiled for the CPU
 EXPANDED = [layout for layout in LAYOUTS if layout not in WHOLE]

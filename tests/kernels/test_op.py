@@ -17,8 +17,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fb_kernels
-from fb_kernels import _op, checks, rms_norm, topk_entropy
-from fb_kernels._op import Op, signature
+from fb_kernels import rms_norm, topk_entropy
+from fb_kernels._runtime import checks
+from fb_kernels._runtime import op as _op
+from fb_kernels._runtime.op import Op, signature
 
 SHORT = {  # ops that have the short way
     *("branch_attention", "branch_attention_qkv", "candidate_head", "linear_logprob", "merge_attention_states"),

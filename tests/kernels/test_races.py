@@ -30,7 +30,7 @@ from ptx.test_cuda import QUICK, shared_columns
 from test_contract import evaluate
 from ways import running_small
 
-from fb_kernels import cuda, shared_library
+from fb_kernels._runtime import cuda, shared_library
 from fb_kernels.testing import poisoned_memory
 
 SCRATCH = ("workspace", "partials")  # parts and counters, which nobody else reads

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import fb_kernels
-from fb_kernels import backend, calls, cpu, cuda, devices, rms_norm, self_check, swiglu, timing
+from fb_kernels import calls, rms_norm, self_check, swiglu
+from fb_kernels._runtime import backend, cpu, cuda, devices, timing
 
 X = torch.linspace(-3, 3, 24).reshape(2, 12)
 CEILING = (1e10, 1e11)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fb_kernels import cpu, cuda, shared_library
+from fb_kernels._runtime import cpu, cuda, shared_library
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 LIBRARIES = {"cpu": (cpu, "fbcpu_", "cpu.cpp"), "cuda": (cuda, "fb_", "*.cu")}

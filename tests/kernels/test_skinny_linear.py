@@ -12,7 +12,8 @@ from cases.base import Sizes
 from cases.skinny_linear import BOTH, OP, VARIANTS, make, scales, wide_chip
 from ways import names, running, with_dtypes
 
-from fb_kernels import backend, cpu, skinny_linear
+from fb_kernels import skinny_linear
+from fb_kernels._runtime import backend, cpu
 from fb_kernels.skinny_linear.naive import skinny_linear as naive
 from fb_kernels.testing import assert_close_to_reference, poisoned_memory
 

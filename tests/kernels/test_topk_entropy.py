@@ -10,7 +10,8 @@ from cases.topk_entropy import OP
 from torch import Tensor
 from ways import names, running, running_small, with_dtypes
 
-from fb_kernels import cuda, topk_entropy
+from fb_kernels import topk_entropy
+from fb_kernels._runtime import cuda
 from fb_kernels.testing import poison_
 from fb_kernels.topk_entropy import reference
 

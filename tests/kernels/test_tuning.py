@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fb_kernels import devices, tuning
+from fb_kernels._runtime import devices, tuning
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import pytest
 import torch
 from cases.base import Op
 
-from fb_kernels import backend, cpu, cuda, tuning
+from fb_kernels._runtime import backend, cpu, cuda, tuning
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")

@@ -11,7 +11,8 @@ import torch
 
 import fb_kernels
 from benchmarks.gpu.aot.compiler import Case, Cost, Tile
-from fb_kernels import BranchLayout, tuning
+from fb_kernels import BranchLayout
+from fb_kernels._runtime import tuning
 from fb_kernels.branch_attention import triton as branch_attention
 from fb_kernels.triton import HAS_GLUON
 

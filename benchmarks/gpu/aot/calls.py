@@ -18,7 +18,7 @@ import benchmarks.gpu.aot
 import fb_kernels
 from benchmarks.gpu.aot.compiler import Case, Cost
 from fb_kernels import calls
-from fb_kernels._op import Op
+from fb_kernels._runtime.op import Op
 from fb_kernels.calls import Call, Calls
 
 OWN = {module.name for module in pkgutil.iter_modules(benchmarks.gpu.aot.__path__)}

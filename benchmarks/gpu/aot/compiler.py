@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction, MockTensor
 
 from benchmarks.gpu import sass
 from benchmarks.gpu.sass import MachineCode
-from fb_kernels import tuning
+from fb_kernels._runtime import tuning
 
 VARIANTS = ("aligned", "unaligned", "ones")
 FRONT_END = "sm_90"  # the only one for which "ones" is compiled: faults of constant arguments show on any architecture

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.aot.compiler import Case, Cost, Tile
-from fb_kernels import linear_logprob, tuning
+from fb_kernels import linear_logprob
+from fb_kernels._runtime import tuning
 from fb_kernels.linear_logprob import triton as kernels
 
 GLUON = ("gluon",) if kernels.HAS_GLUON else ()  # on other architectures "fused" runs instead

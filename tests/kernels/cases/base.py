@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from layouts import WHOLE
 from torch import Tensor
 
-from fb_kernels import backend, calls, tuning
+from fb_kernels import calls
+from fb_kernels._runtime import backend, tuning
 from fb_kernels.calls import INDICES as INDICES
 from fb_kernels.calls import Call as Case
 from fb_kernels.calls import Calls

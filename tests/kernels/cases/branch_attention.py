@@ -16,9 +16,9 @@ from torch import Tensor
 
 from cases.base import INDICES, ROWS, Case, Op, Way, definition, generator, ids, launched, normal, randn, seeds, single
 from fb_kernels import BranchLayout
+from fb_kernels._runtime.precision import accumulation_dtype
 from fb_kernels.branch_attention import reference, triton_backward, triton_layout
 from fb_kernels.branch_attention.naive import branch_attention as naive
-from fb_kernels.precision import accumulation_dtype
 from fb_kernels.testing import magnitude, poison_
 from fb_kernels.triton import HAS_GLUON
 

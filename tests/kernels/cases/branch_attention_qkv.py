@@ -14,7 +14,7 @@ from cases import branch_attention
 from cases.base import CONTIGUOUS, LOW, Case, Op, Way, definition, generator, ids, normal, randn, seeds, single
 from cases.qk_norm_rope import heads
 from fb_kernels import BranchLayout
-from fb_kernels.precision import accumulation_dtype
+from fb_kernels._runtime.precision import accumulation_dtype
 from fb_kernels.qk_norm_rope.naive import qk_norm_rope
 from fb_kernels.testing import magnitude
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases.base import ROWS, WIDTHS, Case, Op, Sizes, Way, definition, normal, randn, seeds, single
-from fb_kernels import cpu, cuda
+from fb_kernels._runtime import cpu, cuda
 from fb_kernels.rms_norm.naive import rms_norm
 from fb_kernels.testing import magnitude
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases.base import ROWS, Case, Op, Sizes, Way, definition, normal, randn, seeds, single
-from fb_kernels import tuning
+from fb_kernels._runtime import tuning
 from fb_kernels.topk_entropy import cpu, cuda
 
 SPREAD = ("rising", "falling", "together", "apart 4", "apart 16", "apart 128", "late ties", "masked")

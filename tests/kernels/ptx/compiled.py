@@ -23,7 +23,7 @@ import pytest
 import torch
 from emulation import SOURCES
 
-from fb_kernels import backend, cuda
+from fb_kernels._runtime import backend, cuda
 from ptx import program
 from ptx.launches import reach
 from ptx.machine import Executed, Launch, Machine

@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu.aot.compiler import _Driver
-from fb_kernels import backend, tuning
+from fb_kernels._runtime import backend, tuning
 from ptx import program
 from ptx.machine import Executed, Launch, Machine, TensorMap
 from ptx.memory import Memory

@@ -13,7 +13,7 @@ from cases import linear_logprob
 from cases.branch_attention import OP, TILE, Groups, make
 from test_contract import check
 
-from fb_kernels import tuning
+from fb_kernels._runtime import tuning
 from ptx.launches import executed
 from ptx.machine import Executed
 

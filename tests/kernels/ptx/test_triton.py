@@ -20,7 +20,7 @@ from test_contract import check, evaluate
 from benchmarks.gpu.aot import linear_logprob
 from benchmarks.gpu.aot.compiler import ARCHITECTURES, launches
 from benchmarks.gpu.aot.executed import executed as executed_instructions
-from fb_kernels import tuning
+from fb_kernels._runtime import tuning
 from fb_kernels.branch_attention import triton_backward
 from ptx.launches import executed
 from ptx.machine import Executed

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels._runtime import checks
 
 
 class Segments(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels._runtime import checks
 
 LOWERED = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda")

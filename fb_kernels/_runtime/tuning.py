@@ -1,7 +1,7 @@
 """Launch configurations: a pure function of dtype and shape bucket, never searched at run time.
 
 Each op has one function here. It returns the keyword arguments of its kernel's launch (block sizes, `num_warps`,
-`num_stages`): those measured on this device, from `fb_kernels.devices`, or else the defaults below.
+`num_stages`): those measured on this device, from `fb_kernels._runtime.devices`, or else the defaults below.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from fb_kernels import devices
+from fb_kernels._runtime import devices
 
 Launch = dict[str, int]
 
