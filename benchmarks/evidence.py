@@ -32,6 +32,7 @@ from benchmarks import command
 from benchmarks.pages.theme import Theme, alone, pictured
 from benchmarks.paper.methods.takeover import taking_over
 from benchmarks.paper.nested_runs import work_through
+from fb_core._util import write_file
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline import statistics
 from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, RerankerStage, ValueStage

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks import command
 from benchmarks.pages.figures import ROOT, replace_block
+from fb_core._util import write_file
 from fb_core.apps.pipeline.choose import Tried, decide
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.settings.config import ChoiceSettings

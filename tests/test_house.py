@@ -40,7 +40,7 @@ fb_core.score
 fb_core.models
 fb_core.events
 fb_core.verify
-fb_core.atomic fb_core.counts fb_core.extras fb_core.terminal
+fb_core._util
 """  # from the top; rooms on one line do not import each other
 ROOMS = {room: floor for floor, rooms in enumerate(FLOORS.split("\n")) for room in rooms.split()}
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

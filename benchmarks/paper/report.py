@@ -18,6 +18,7 @@ from benchmarks.paper.orderings import difference, ordering_lines
 from benchmarks.paper.rows import DEPLOYED, Result, Run, rows_bytes, tables_bytes
 from benchmarks.paper.tables import PUBLISHED, TABLES
 from benchmarks.paper.tables import Table as Experiment
+from fb_core._util import write_file
 from fb_core.apps.pipeline.statistics import Interval
 
 FIGURES = (

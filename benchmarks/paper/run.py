@@ -25,6 +25,7 @@ from benchmarks.paper.rollouts import HeldOutRolloutStage
 from benchmarks.paper.s2t_local import SelectionTrainStage
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import PROBLEM, PUBLISHED, TABLES, Plan, Table, Variant, plan_of, settings_of_variant
+from fb_core._util import write_file
 from fb_core.apps.pipeline.commands import Command, run_command, stages_of
 from fb_core.apps.pipeline.files import json_bytes
 from fb_core.apps.pipeline.models import DEPLOYED_STAGE

@@ -27,7 +27,7 @@ from benchmarks import harness
 from benchmarks.gpu.roofline import COLOURS, GREY, MARKERS, STYLE, save
 from benchmarks.harness import OURS, Result
 from benchmarks.servers.server_process import LENGTH, MODEL, NEW, PAIR, THREADS, THRESHOLD, Server, Truth, alone
-from fb_core import CollaborativeDecoder, Engine, LLMPreference, RequestPolicy
+from fb_core import Engine, LLMPreference, LowLatencyDecoder, RequestPolicy
 from fb_core.apps.demo.pairs import DemoPair, load_pair
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.decode.pair import Pair
@@ -115,7 +115,7 @@ def in_process(engine: Engine, pair: DemoPair, prompts: Sequence[list[int]], cli
     )
 
 
-def one_at_a_time(decoder: CollaborativeDecoder, pair: DemoPair, prompts: Sequence[list[int]], _: int) -> Load:
+def one_at_a_time(decoder: LowLatencyDecoder, pair: DemoPair, prompts: Sequence[list[int]], _: int) -> Load:
     """`CollaborativeDecoder.generate` one prompt at a time, over pages like the engine."""
     began = time.perf_counter()
     generations = [decoder.generate(ids, NEW) for ids in prompts]
@@ -159,7 +159,7 @@ def measured(server: Server, engine: Engine, pair: DemoPair, requests: int, roun
     """One row for every way and number of clients."""
     prompts = [list(problem.prompt_ids) for problem in pair.world.problems(PROBLEMS, seed=0, role="test")]
     wanted, alike = alone(pair, prompts), (pair.slm, pair.llm, LLMPreference(), RequestPolicy(THRESHOLD))
-    decoder = CollaborativeDecoder(*alike, tokenizer=pair.world.tokenizer, max_length=LENGTH)
+    decoder = LowLatencyDecoder(*alike, tokenizer=pair.world.tokenizer, max_length=LENGTH)
     ways: dict[str, Callable[[list[list[int]], int], Load]] = {
         OURS: lambda asked, clients: served(server, asked, clients),
         ENGINE: lambda asked, clients: in_process(engine, pair, asked, clients),

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import tiny
 
+from fb_core._util import write_file
 from fb_core.apps.pipeline.files import (
     FORMAT,
     Artefact,

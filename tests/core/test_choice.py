@@ -14,7 +14,14 @@ from runs import contents, finish, receipts, settings, start
 from typer.testing import CliRunner
 
 from benchmarks import power
-from fb_core import CollaborativeDecoder, FutureBridgeSelector, LLMPreference, TokenReranker, deployment_of
+from fb_core import (
+    CollaborativeDecoder,
+    FutureBridgeSelector,
+    LLMPreference,
+    LowLatencyDecoder,
+    TokenReranker,
+    deployment_of,
+)
 from fb_core.apps.cli.main import app
 from fb_core.apps.demo.pairs import load_pair
 from fb_core.apps.pipeline import statistics
@@ -446,7 +453,7 @@ def test_an_adapter_with_a_head_is_not_changed_for_another(run, chosen_settings,
     value = deployed_as(run, tmp_path / "value", "value", chosen_settings)
     for folder, other in ((value, published), (published, value)):
         selector, policy, options = deployment_of(str(folder), pair.slm)
-        decoder = CollaborativeDecoder(pair.slm, pair.llm, selector, policy, max_length=64, **options)
+        decoder = LowLatencyDecoder(pair.slm, pair.llm, selector, policy, max_length=64, **options)
         with pytest.raises(ValueError, match="load_adapter: expected the recipe published before and after"):
             decoder.load_adapter(other)
     decoder.load_adapter(published)

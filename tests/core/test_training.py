@@ -316,8 +316,8 @@ def test_a_state_of_another_sweep_is_refused():
     first = runs_of(model)[0]
     reseeded = [replace(first, seed=1), *runs_of(model)[1:]]
     for other, words in (
-        (Sweep(runs_of(model), data, replace(RECIPE, learning_rate=1e-3)), "recipe.learning_rate 0.001, got 0.01"),
-        (Sweep(runs_of(model), data, replace(RECIPE, microbatches=1)), "recipe.microbatches 1, got 2"),
+        (Sweep(runs_of(model), data, replace(RECIPE, learning_rate=1e-3)), "learning_rate 0.001, got 0.01"),
+        (Sweep(runs_of(model), data, replace(RECIPE, microbatches=1)), "optimisation.microbatches 1, got 2"),
         (Sweep(runs_of(tiny("qwen3", seed=1)), data, RECIPE), "base"),
         (Sweep(runs_of(model), data[:-1], RECIPE), "trajectories"),
         (Sweep(reseeded, data, RECIPE), "run 0 .*'seed': 1"),
@@ -376,7 +376,7 @@ class Pretended:
 
 def test_processes_that_do_not_fit_are_refused():
     model, data = tiny("qwen3"), sweep_process.trajectories()
-    with pytest.raises(ValueError, match="at most one per microbatch, 1, got 2; give the recipe microbatches=2"):
+    with pytest.raises(ValueError, match="at most one per microbatch, 1, got 2; give the optimisation microbatches=2"):
         Sweep(runs_of(model), data, replace(RECIPE, microbatches=1), Pretended(torch.clone))
     with pytest.raises(ValueError, match="processes: expected the same runs"):
         Sweep(runs_of(model), data, RECIPE, Pretended(lambda tensor: tensor + 1))
@@ -485,8 +485,11 @@ def test_bad_input():
             lambda good: train_reranker(TokenReranker.from_base(tiny()), [*good, None]),
             "trajectories: expected a list of TrainingTrajectory, got NoneType",
         ),
-        (lambda good: Sweep(None, good), "runs: expected a list of Run, got NoneType"),
-        (lambda good: validate([TokenReranker.from_base(tiny())], good), "got TokenReranker; make a Run of each"),
+        (lambda good: Sweep(None, good), "runs: expected a list of RerankerRun, got NoneType"),
+        (
+            lambda good: validate([TokenReranker.from_base(tiny())], good),
+            "got TokenReranker; make a RerankerRun of each",
+        ),
     ],
 )
 def test_arguments_of_another_type_are_named(call, sentence):

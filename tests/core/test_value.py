@@ -10,7 +10,7 @@ from tiny import tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, State
+from fb_core import CollaborativeDecoder, LLMPreference, LowLatencyDecoder, RequestPolicy, State
 from fb_core.decode.selectors import ValueSelector
 from fb_core.events import Pool
 from fb_core.rerank.value_head import PENALTY, TERMS, ValueHead, fit_value, value_terms
@@ -125,8 +125,7 @@ def test_both_loops_are_alike_under_a_value():
     selector = ValueSelector(LLMPreference(), SOME)
     asked = [torch.tensor([5, 6, 7]), torch.tensor([9, 8, 7, 6])]
     plain, fast = (
-        CollaborativeDecoder(slm, llm, selector, RequestPolicy(0.9), max_length=length, **OPTIONS)
-        for length in (None, 64)
+        kind(slm, llm, selector, RequestPolicy(0.9), **OPTIONS) for kind in (CollaborativeDecoder, LowLatencyDecoder)
     )
     found = [facts(one) for one in plain.generate_many(asked, 30)]
     assert [facts(one) for one in fast.generate_many(asked, 30)] == found

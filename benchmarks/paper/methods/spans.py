@@ -45,7 +45,7 @@ def spans(
     Ids in `step_ends` end a step; `options` are those of `CollaborativeDecoder`. The event of a span has the LLM's own
     pool, its first token chosen.
     """
-    decoder = CollaborativeDecoder(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
+    decoder = decoder_of(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
     pair, large = decoder.pair, decoder.pair.large()
     asked = [ids.tolist() for ids in checked_prompts("prompts", prompts, slm, room=1)]
     new: list[list[int]] = [[] for _ in asked]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.methods import Method
-from fb_core.apps.pipeline.models import alone
-from fb_core.decode.decoder import CollaborativeDecoder, Generation, Usage
+from fb_core.apps.pipeline.models import alone, decoder_of
+from fb_core.decode.decoder import Generation, LowLatencyDecoder, Usage
 from fb_core.decode.loop import has_native
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import LLMPreference
@@ -44,7 +44,8 @@ def taking_over(
     model = large.model if isinstance(large, LocalLLM) else None
     positions = None if model is None else max_positions(model)
     ending = None
-    if decoder.loop is not None and model is not None and has_native("llm", model):
+    fast = isinstance(decoder, LowLatencyDecoder) and decoder.loop is not None
+    if fast and model is not None and has_native("llm", model):
         ending = alone(model, **{name: value for name, value in options.items() if name != "tokenizer"})
 
     def rests(states: list[Tensor], longest: int) -> list[Tensor]:
