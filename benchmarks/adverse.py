@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from fb_core._util import write_file
 from numpy.random import Generator
 from scipy.stats import binomtest
 
 from benchmarks import command
 from benchmarks.evidence import SHOWN, Cells, finished_cells, gap, make, make_all, points, write_cells
+from fb_core._util import write_file
 from fb_core.apps.demo import Part
 from fb_core.apps.demo.pairs import Pretraining, train_model
 from fb_core.apps.demo.worlds import END, Role, World, WorldProblem, step_text

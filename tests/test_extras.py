@@ -11,10 +11,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from fb_core._util import RUN
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_wheel import readme_example
+
+from fb_core._util import RUN
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fb_kernels", "fb_core")

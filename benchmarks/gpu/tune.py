@@ -1,10 +1,10 @@
 """Search launch configurations on this GPU: `python -m benchmarks.gpu.tune [OP ...] [--seconds N]`.
 
-Public ops are called at the sizes of `benchmarks.shapes` while the table that `fb_kernels._runtime.tuning` reads is replaced.
-The replacement notes which entries a call looks up, and answers with the candidate under test. Each entry is searched
-one parameter at a time from the launch in use, over all calls that look it up; a candidate counts only if every result
-stays right. What beats the default goes to the user's file of `fb_kernels._runtime.devices`, or with `--output
-fb_kernels/tuned` to the package's. Each op is searched in a separate process, which a bad candidate may ruin.
+Public ops are called at the sizes of `benchmarks.shapes` while the table that `fb_kernels/_runtime/tuning.py` reads is
+replaced. The replacement notes which entries a call looks up, and answers with the candidate under test. Each entry is
+searched one parameter at a time from the launch in use, over all calls that look it up; a candidate counts only if
+every result stays right. What beats the default goes to the user's file of `fb_kernels._runtime.devices`, or with
+`--output fb_kernels/tuned` to the package's. Each op is searched in a separate process, which a bad candidate may ruin.
 
 Gluon's form is not searched, since it might hang: `--gluon OP` calls it once and writes a file that asks for it, with
 which a visit (`benchmarks.visit`) times it. `--visit FOLDER` writes the forms that were faster there, and what a search
@@ -165,7 +165,8 @@ def ask_for_gluon(op: str, folder: Path) -> Path:
 def visited(folder: Path) -> tuple[dict[str, Any], dict[str, Launch]]:
     """(about the machine, launches that were faster) of a visit: Gluon's form where it was right and faster.
 
-    Results of no commit, or of several commits or devices, are a ValueError.
+    Raises:
+        ValueError: results of no commit or of several, or of several devices.
     """
     cases: dict[str, dict[tuple[str, str], dict[str, Any]]] = {"results": {}, "gluon": {}}
     abouts, found = [], {}
@@ -238,7 +239,8 @@ def candidates(name: str, value: int) -> list[int]:
 def search(op: str, seconds: float, timed: bool = False) -> tuple[dict[str, Launch], set[str], list[str]]:
     """Search one op's entries for so many seconds, without the time to compute the truth, from what is known here.
 
-    Returns the launches that beat their default, all keys that were looked up, and lines to be printed.
+    Returns:
+        (launches that beat their default, all keys that were looked up, lines to be printed).
     """
     table, lines = Table(dict(devices.launches(harness.device_name()))), []
     users: dict[str, list[Call]] = {}

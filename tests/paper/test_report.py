@@ -12,7 +12,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from fb_core._util import escaped
 from markdown_it import MarkdownIt
 from report_runs import METHODS, around, everywhere, items, read, render, rows_of, section, tiny
 
@@ -21,6 +20,7 @@ from benchmarks.paper.orderings import orderings
 from benchmarks.paper.report import PARTS, write_report
 from benchmarks.paper.rows import tables_bytes
 from benchmarks.paper.tables import TABLES
+from fb_core._util import escaped
 from fb_core.apps.settings.config import AVERAGE
 
 ROOT = Path(__file__).parents[2]

@@ -22,11 +22,11 @@ from benchmarks.paper.methods.spec_reason import write_steps
 from fb_core.apps.pipeline.models import Generate
 from fb_core.decode.decoder import Usage
 from fb_core.decode.pair import Pair
-from fb_core.decode.policy import RequestPolicy, not_finite
+from fb_core.decode.policy import RequestPolicy
 from fb_core.llm.local import LLM, Ids, LocalLLM
 from fb_core.models.facts import CausalLM, Tokenizer, max_positions
 from fb_core.models.tokens import checked_prompts
-from fb_core.runtime.plain import batches, last_logits, left_padded
+from fb_core.runtime.plain import batches, last_logits, left_padded, not_finite
 
 
 def glimp_router(

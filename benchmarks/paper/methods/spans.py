@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.paper.methods import Context, CountedGeneration, Method
 from benchmarks.paper.methods.spec_reason import write_steps
-from fb_core.apps.pipeline.models import Generate
-from fb_core.decode.decoder import CollaborativeDecoder, Usage
+from fb_core.apps.pipeline.models import Generate, decoder_of
+from fb_core.decode.decoder import Usage
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import LLMPreference
 from fb_core.events import Event

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.methods import Context, Method
-from fb_core._util import check_count
 from fb_core.apps.pipeline.models import Generate
 from fb_core.decode.decoder import Generation, Usage
 from fb_core.decode.pair import Pair

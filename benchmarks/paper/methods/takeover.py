@@ -39,7 +39,7 @@ def taking_over(
     The result decodes prompts up to a maximum of new tokens; with `max_length` both models do so in the fast loop. A
     generation has one event (the LLM's own pool, its first token chosen) if the LLM took over, else none.
     """
-    decoder = CollaborativeDecoder(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
+    decoder = decoder_of(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
     pair, large = decoder.pair, decoder.pair.large()
     model = large.model if isinstance(large, LocalLLM) else None
     positions = None if model is None else max_positions(model)

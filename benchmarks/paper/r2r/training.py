@@ -13,7 +13,6 @@ from benchmarks.paper.r2r.network import R2RRouter, RouterFeatures, concatenated
 from fb_core.decode.pair import Pair
 from fb_core.llm.local import LLM, Ids
 from fb_core.models.facts import CausalLM, Tokenizer
-from fb_core.models.tokens import check_max_new_tokens
 from fb_core.verify.verifier import Verifier
 
 
