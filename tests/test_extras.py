@@ -70,7 +70,11 @@ def command(*arguments: str, absent: Iterable[str] = ()) -> str:
 
 OPS = readme_example("## Ops in your own model")
 METHOD = readme_example("## Score candidates") + readme_example("## Decode with a pair")
-VERIFIED = r"from fb_core import *\nwith Verifier() as v:\n    print(v.verify('\\boxed{\\frac{1}{2}}', '0.5'))"
+VERIFIED = """
+from fb_core import *
+with Verifier() as v:
+    print(v.verify('\\\\boxed{\\\\frac{1}{2}}', '0.5'))
+"""
 NO_RUN = "math_verify, matplotlib, pyarrow"
 CASES = {
     "ops": (["torch"], OPS, ""),

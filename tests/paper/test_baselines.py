@@ -63,7 +63,8 @@ class Pools(models.Context):
         self.given, self.options = (slm, llm), {"policy": policy, **options}
 
     def decoder(self, selector, **options):
-        return CollaborativeDecoder(*self.given, selector, **(self.options | options))
+        slm, llm = self.given
+        return models.decoder_of(slm, llm, selector, **(self.options | options))
 
 
 def by(name, slm, llm, policy, seed=None, **options):
