@@ -25,6 +25,7 @@ from benchmarks.paper.cells import LEGEND, marked
 from benchmarks.paper.orderings import ordering_lines
 from benchmarks.paper.rows import Result, Run, Timed, read_tables
 from benchmarks.servers import serving, soak
+from fb_core._util import write_file
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.settings.config import RunSettings

@@ -18,6 +18,7 @@ from benchmarks.paper.rollouts import HeldOutRolloutStage
 from benchmarks.paper.run import COSTS, run_tables
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import TABLES
+from fb_core._util import escaped
 from fb_core.apps.pipeline.run import run_stage
 
 app = typer.Typer(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from benchmarks.pages.theme import Theme, pictured
 from benchmarks.paper.rows import DEPLOYED, Result, Run, Timed, in_order
 from benchmarks.paper.tables import PUBLISHED
+from fb_core._util import escaped
 from fb_core.apps.pipeline.statistics import Interval
 from fb_core.apps.settings.config import AVERAGE
 

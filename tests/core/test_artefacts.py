@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny
 from warm import context
 
+from fb_core._util import write_file
 from fb_core.apps.pipeline.files import (
     FORMAT,
     Artefact,

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from warm import futurebridge
 
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy
+from fb_core._util import escaped
 from fb_core.apps.cli.chat import EVENT_STYLE, HELP, Chat, Printer, read_prompt
 from fb_core.apps.serve.protocol import ChatRequest
 from fb_core.apps.serve.run import load_server

@@ -14,7 +14,14 @@ from runs import contents, finish, receipts, settings, start
 from typer.testing import CliRunner
 
 from benchmarks import power
-from fb_core import CollaborativeDecoder, FutureBridgeSelector, LLMPreference, TokenReranker, deployment_of
+from fb_core import (
+    CollaborativeDecoder,
+    FutureBridgeSelector,
+    LLMPreference,
+    LowLatencyDecoder,
+    TokenReranker,
+    deployment_of,
+)
 from fb_core.apps.cli.main import app
 from fb_core.apps.demo.pairs import load_pair
 from fb_core.apps.pipeline import statistics

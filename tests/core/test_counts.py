@@ -17,6 +17,7 @@ from fb_core import (
     ServerLLM,
     TokenReranker,
 )
+from fb_core._util import check_count
 from fb_core.apps.settings.config import PairSettings
 from fb_core.decode.pair import Pair
 from fb_core.models.checkpoints import load_model
@@ -36,7 +37,7 @@ def engine(**options):
 DOORS = [
     *((name, lambda count, name=name: decoder(**{name: count})) for name in ("slm_k", "llm_k", "max_events")),
     *((name, lambda count, name=name: engine(**{name: count})) for name in ("max_batch", "max_length", "kv_memory")),
-    *((name, lambda count, name=name: decoder(**{name: count})) for name in ("batch_tokens", "prefill_tokens")),
+    *((name, lambda count, name=name: engine(**{name: count})) for name in ("batch_tokens", "prefill_tokens")),
     ("max_new_tokens", lambda count: decoder().generate([3], count)),
     ("rank", lambda count: TokenReranker.from_base(tiny("qwen3"), rank=count)),
     ("top_k", lambda count: RequestPolicy(1.0, count)),

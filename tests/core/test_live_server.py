@@ -22,7 +22,6 @@ from fb_core.decode.decoder import CollaborativeDecoder, LowLatencyDecoder
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import LLMPreference, SLMPreference
 from fb_core.events import SLM
-from fb_core.llm import remote as server
 from fb_core.llm.local import LocalLLM
 
 V = 272
@@ -64,7 +63,7 @@ def live(model, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(server, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr("fb_core.llm.http.FIRST_DELAY", 0.01)
 
 
 def connect(live, kind=ServerLLM, **options):

@@ -17,6 +17,7 @@ from tiny import FAMILIES, V, tiny
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Gemma3Config
 
 from fb_core import TokenReranker
+from fb_core._util import read_file
 from fb_core.apps.pipeline.files import _read_sealed
 from fb_core.apps.settings.config import settings_of
 from fb_core.models.facts import Cache, text_config

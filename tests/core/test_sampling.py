@@ -166,10 +166,10 @@ def test_the_first_token_of_many_samples_has_the_models_distribution():
         assert counts_agree(counts, shares(logits, sampling.temperature, sampling.top_p, sampling.top_k), count)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_length": 64}], ids=["plain", "fast"])
-def test_custom_generate_samples_as_the_generation_config_says(options):
+@pytest.mark.parametrize("kind", [CollaborativeDecoder, LowLatencyDecoder])
+def test_custom_generate_samples_as_the_generation_config_says(kind):
     slm, (ids,) = tiny("qwen3", 2), prompts(6)
-    decoder = CollaborativeDecoder(slm, None, None, NEVER, max_events=0, **options)
+    decoder = kind(slm, None, None, NEVER, max_events=0)
     generate = partial(slm.generate, ids[None], custom_generate=decoder.as_custom_generate(), max_new_tokens=20)
     torch.manual_seed(5)
     first, second = (generate(do_sample=True, temperature=1.0, top_p=1.0, top_k=0) for _ in range(2))

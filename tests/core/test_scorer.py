@@ -42,6 +42,7 @@ from fb_core import (
     CompatibilityScorer,
     FutureBridgeSelector,
     LocalLLM,
+    LowLatencyDecoder,
     RequestPolicy,
     TokenReranker,
     shared_prefix_logprobs,
@@ -561,7 +562,7 @@ def test_a_model_that_is_changed_later_is_followed_or_refused(change, family):
     prefix, candidates, future = GROUP
     scorer, llm, reranker = CompatibilityScorer(model), LocalLLM(model), TokenReranker.from_base(model)
     plain = CollaborativeDecoder(model, None, None, policy, max_events=0)
-    fast = CollaborativeDecoder(model, None, None, policy, max_events=0, max_length=64)
+    fast = LowLatencyDecoder(model, None, None, policy, max_events=0, max_length=64)
     before = llm.candidates(prefix, 3).logprob
     scorer.score(*GROUP)
     reranker.scores(prefix, candidates)

@@ -31,7 +31,6 @@ from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import LLMPreference, SLMPreference
 from fb_core.llm import protocols as dialects
-from fb_core.llm import remote as server
 from fb_core.llm.local import LocalLLM
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -336,7 +335,7 @@ KEPT = {"output_ids": [7]}  # as SGLang, to which connections are kept
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(server, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr("fb_core.llm.http.FIRST_DELAY", 0.01)
 
 
 def ask(url, k=3, score_ids=None, flavour="llama.cpp", **options):
@@ -755,7 +754,7 @@ def test_a_question_waits_for_those_of_the_other_kind_but_for_none_that_is_stuck
 )
 def test_requests_of_sequences_that_are_gone_are_given_up(monkeypatch, batch, family, how):
     """16 ask a large model that hangs, or says that it is busy, and leave; the next one is answered at once."""
-    monkeypatch.setattr(server, "FIRST_DELAY", HANG)
+    monkeypatch.setattr("fb_core.llm.http.FIRST_DELAY", HANG)
     up, end = threading.Event(), threading.Event()
 
     def answer(handler):

@@ -352,7 +352,7 @@ class Pretended:
 
 def test_processes_that_do_not_fit_are_refused():
     model, data = tiny("qwen3"), sweep_process.trajectories()
-    with pytest.raises(ValueError, match="at most one per microbatch, 1, got 2; give the recipe microbatches=2"):
+    with pytest.raises(ValueError, match="at most one per microbatch, 1, got 2; give the optimisation microbatches=2"):
         Sweep(runs_of(model), data, replace(RECIPE, microbatches=1), Pretended(torch.clone))
     with pytest.raises(ValueError, match="processes:"):
         Sweep(runs_of(model), data, RECIPE, Pretended(lambda tensor: tensor + 1))

@@ -10,7 +10,7 @@ from tiny import tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, State
+from fb_core import CollaborativeDecoder, LLMPreference, LowLatencyDecoder, RequestPolicy, State
 from fb_core.decode.selectors import ValueSelector
 from fb_core.events import Pool
 from fb_core.rerank.value_head import PENALTY, TERMS, ValueHead, fit_value, value_terms

@@ -198,7 +198,7 @@ class TrainStage(Stage):
             self.sweep(
                 [RerankerRun(self.reranker(seed), seed, columns[horizon]) for horizon in settings.horizons],
                 groups["train"],
-                replace(recipe, seed=seed),
+                replace(optimisation, seed=seed),
                 accelerator,
             )
             for seed in settings.seeds
