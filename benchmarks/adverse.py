@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from fb_core._util import write_file
 from numpy.random import Generator
 from scipy.stats import binomtest
 

@@ -21,7 +21,6 @@ from typing import Annotated, Any, NamedTuple, cast
 import numpy as np
 import torch
 import typer
-from fb_core._util import write_file
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray

@@ -8,7 +8,6 @@ differ on 30%. The other two recipes, `published` and `value`, keep the outcomes
 from __future__ import annotations
 
 import numpy as np
-from fb_core._util import write_file
 from numpy.typing import NDArray
 
 from benchmarks import command

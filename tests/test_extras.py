@@ -11,11 +11,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from fb_core._util import RUN, require
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_wheel import readme_example
 
+from fb_core._util import RUN
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("fb_kernels", "fb_core")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 CORE, WHOLE = PROJECT["dependencies"], [*PROJECT["dependencies"], *EXTRAS["run"]]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from fb_core._util import write_file
 
 from benchmarks import command, stages
 from benchmarks.evidence import DROPPED, TAKEOVER, Cells, page, times_below

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from fb_core._util import escaped
 
 from benchmarks.command import HELP
 from benchmarks.paper.agreement import judge

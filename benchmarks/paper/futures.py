@@ -16,7 +16,7 @@ from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStag
 from fb_core.apps.pipeline.files import Artefact, table_bytes
 from fb_core.apps.pipeline.futures import FutureStage, usable, verified
 from fb_core.apps.pipeline.models import verifier_of
-from fb_core.apps.pipeline.records import IDS, Examples, Future, LoggedState, example_files
+from fb_core.apps.pipeline.records import IDS, Examples, Future, example_files
 from fb_core.apps.pipeline.run import Output, Stage
 from fb_core.apps.pipeline.scores import ScoreStage, in_parts
 from fb_core.runtime.sampling import seeded
@@ -28,18 +28,8 @@ Samples = Mapping[str, Mapping[str, Tensor]]
 """The kept samples, [n >= 1] ids each, by column and the state's id."""
 
 
-def own_futures(
-    slm: LocalLLM,
-    states: Sequence[LoggedState],
-    tokenizer: Tokenizer,
-    verifier: Verifier,
-    max_new_tokens: int,
-    *,
-    samples: int = 4,
-    temperature: float = 0.7,
-    seed: int = 0,
-) -> list[Future]:
-    """The SLM's own futures: of a few samples from each bare state the first correct one, else the first.
+class OwnFutureStage(OverStates):
+    """The SLM's own futures, sampled from the bare states: the first right sample, else the first.
 
     If the LLM's futures are in a style that the SLM cannot carry out, they rank candidates in the wrong order; the
     SLM's own correct solutions do not.

@@ -8,8 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fb_core._util import write_file
-
 from benchmarks.pages.theme import alone
 from benchmarks.paper import figures
 from benchmarks.paper.cells import below, bullets, by_significance, literal, number, percent, table

@@ -11,7 +11,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
-from fb_core._util import write_file
 from rich.progress import TimeElapsedColumn
 
 from benchmarks.paper.agreement import AgreementStage

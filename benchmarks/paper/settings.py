@@ -9,7 +9,6 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Annotated, Any, Literal
 
-from fb_core._util import write_file
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fb_core.decode.asking import candidate_pool
 from fb_core.decode.selectors import Selector, State
 from fb_core.events import Event, Pool, PoolKind
 from fb_core.llm.local import LLM, Candidates

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from fb_core._util import check_count
-from fb_core.decode.decoder import MAX_LENGTH, CollaborativeDecoder, Generation
-from fb_core.decode.loop import Loop, Task
+from fb_core.decode.decoder import MAX_LENGTH, Generation, LowLatencyDecoder
+from fb_core.decode.loop import PairTask
+from fb_core.decode.one_by_one import OneByOne
 from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import Selector
 from fb_core.events import Event
-from fb_core.llm.local import GONE
 from fb_core.models.facts import max_positions
 from fb_core.models.tokens import check_max_new_tokens, checked_prompts, token_ids
 from fb_core.runtime.plain import Running, Stop

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fb_core._util import check_count
+from fb_core.runtime.plain import Step, not_finite
 from fb_kernels import topk_entropy
 
 

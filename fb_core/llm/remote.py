@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fb_core._util import check_count
-from fb_core.llm.http import Connections, ServerError, checked_url
-from fb_core.llm.local import GONE, LLM, Candidates, Ids, scored_of
+from fb_core.llm.http import Connections, JSONClient, ServerError, checked_url
+from fb_core.llm.local import LLM, Candidates, Ids, scored_of
 from fb_core.llm.protocols import DIALECTS
 from fb_core.models.facts import Tokenizer, known_ids
 from fb_core.models.tokens import check_max_new_tokens, id_list, text_ids

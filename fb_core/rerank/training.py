@@ -50,7 +50,7 @@ class TrainingTrajectory:
 
 @dataclass(frozen=True)
 class Optimisation:
-    """The published recipe.
+    """How rerankers are optimised; the defaults are the published ones.
 
     A step's trajectories are divided into `microbatches` contiguous pieces with about equally many groups; no
     trajectory is cut. Each piece is one forward and backward pass, which saves memory and lets that many processes
@@ -149,12 +149,12 @@ class Sweep:
         self,
         runs: Sequence[RerankerRun],
         trajectories: Sequence[TrainingTrajectory],
-        recipe: Optimisation | None = None,
+        optimisation: Optimisation | None = None,
         accelerator: Processes | None = None,
     ) -> None:
         checked = _checked(runs, trajectories)
         self.runs = tuple(runs)
-        self.recipe = recipe or Optimisation()
+        self.optimisation = optimisation or Optimisation()
         self._device = self.runs[0].reranker.base.device
         epochs = _epochs(checked, self.optimisation)
         self._steps = [step for steps in epochs for step in steps]
@@ -334,7 +334,7 @@ class Sweep:
 def train_reranker(
     reranker: TokenReranker,
     trajectories: Sequence[TrainingTrajectory],
-    recipe: Optimisation | None = None,
+    optimisation: Optimisation | None = None,
     on_step: Callable[[int, int, float], None] | None = None,
 ) -> list[float]:
     """Train adapter and head in place by group cross-entropy: a `Sweep` of one run.
@@ -353,8 +353,8 @@ def train_reranker(
         ValueError: no groups, a target of another length than its candidates, an id outside the vocabulary, or a loss
             or gradient that is not finite (the reranker then keeps its last finite state).
     """
-    recipe = recipe or Optimisation()
-    sweep = Sweep([RerankerRun(reranker, recipe.seed)], trajectories, recipe)
+    optimisation = optimisation or Optimisation()
+    sweep = Sweep([RerankerRun(reranker, optimisation.seed)], trajectories, optimisation)
     losses: list[float] = []
     while sweep.step < sweep.total:
         losses += sweep.advance()
@@ -472,7 +472,9 @@ def _linear(step: int, total: int, warmup: float) -> float:
     return (step + 1) / rising if step < rising else max(0.0, (total - step) / max(1, total - rising))
 
 
-def _epochs(trajectories: Sequence[TrainingTrajectory], recipe: Optimisation) -> list[list[list[TrainingTrajectory]]]:
+def _epochs(
+    trajectories: Sequence[TrainingTrajectory], optimisation: Optimisation
+) -> list[list[list[TrainingTrajectory]]]:
     """The epochs, each in its own order and cut into steps of `groups_per_step` groups; the last holds the rest."""
     order = torch.Generator().manual_seed(optimisation.seed)
     epochs = []
@@ -515,7 +517,7 @@ def _trained(reranker: TokenReranker) -> list[nn.Parameter]:
 
 
 def _about(
-    runs: Sequence[RerankerRun], trajectories: Sequence[TrainingTrajectory], recipe: Optimisation
+    runs: Sequence[RerankerRun], trajectories: Sequence[TrainingTrajectory], optimisation: Optimisation
 ) -> dict[str, Any]:
     """The description of a sweep that its state holds, as JSON gives it back."""
     about: dict[str, Any] = {"base": fingerprint(runs[0].reranker.base), "number of runs": len(runs)}

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels._runtime import cpu, cuda, devices, tuning
+from fb_kernels._runtime import PACKAGE, cpu, cuda, devices, tuning
 
 VARIABLE = "FB_KERNELS_BACKEND"
 BACKENDS = ("auto", "reference", "triton", "cuda", "cpu")

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from fb_kernels._runtime import backend, checks
+from fb_kernels._runtime import PACKAGE, backend, checks
 
 LIBRARY = torch.library.Library("fb" if PACKAGE == "fb_kernels" else PACKAGE, "DEF")  # a copy has its own
 OPERATORS = getattr(torch.ops, LIBRARY.ns)

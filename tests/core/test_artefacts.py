@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from fb_core._util import write_file
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import HANG

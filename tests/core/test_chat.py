@@ -10,7 +10,6 @@ import shutil
 import pytest
 import torch
 from dialects import FAMILY, SEED, byte_tokenizer, served
-from fb_core._util import escaped
 from rich.console import Console
 from test_runtime import random_reranker
 from test_server import Handler, probs, says, scripted

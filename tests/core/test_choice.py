@@ -18,7 +18,6 @@ from fb_core import (
     CollaborativeDecoder,
     FutureBridgeSelector,
     LLMPreference,
-    LowLatencyDecoder,
     TokenReranker,
     deployment_of,
 )
@@ -435,7 +434,7 @@ def test_an_adapter_with_a_head_is_not_changed_for_another(run, chosen_settings,
     value = deployed_as(run, tmp_path / "value", "value", chosen_settings)
     for folder, other in ((value, published), (published, value)):
         selector, policy, options = deployment_of(str(folder), pair.slm)
-        decoder = CollaborativeDecoder(pair.slm, pair.llm, selector, policy, max_length=64, **options)
+        decoder = LowLatencyDecoder(pair.slm, pair.llm, selector, policy, max_length=64, **options)
         with pytest.raises(ValueError, match="load_adapter:"):
             decoder.load_adapter(other)
     decoder.load_adapter(published)

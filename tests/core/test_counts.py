@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fb_core._util import check_count
 from tiny import tiny
 
 from fb_core import (

@@ -10,7 +10,6 @@ import re
 import pytest
 import torch
 import zoo
-from fb_core._util import read_file
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, V, tiny

@@ -298,8 +298,8 @@ def test_a_state_of_another_sweep_is_refused():
     first = runs_of(model)[0]
     reseeded = [replace(first, seed=1), *runs_of(model)[1:]]
     for other, words in (
-        (Sweep(runs_of(model), data, replace(RECIPE, learning_rate=1e-3)), "recipe.learning_rate 0.001"),
-        (Sweep(runs_of(model), data, replace(RECIPE, microbatches=1)), "recipe.microbatches 1"),
+        (Sweep(runs_of(model), data, replace(RECIPE, learning_rate=1e-3)), "optimisation.learning_rate 0.001"),
+        (Sweep(runs_of(model), data, replace(RECIPE, microbatches=1)), "optimisation.microbatches 1"),
         (Sweep(runs_of(tiny("qwen3", seed=1)), data, RECIPE), "base"),
         (Sweep(runs_of(model), data[:-1], RECIPE), "trajectories"),
         (Sweep(reseeded, data, RECIPE), "run 0 .*'seed': 1"),

@@ -114,8 +114,8 @@ def test_both_loops_are_alike_under_a_value():
     slm, llm = tiny(), tiny(seed=1)
     selector, policy = ValueSelector(LLMPreference(), SOME), RequestPolicy(0.9)
     asked, found = [torch.tensor([5, 6, 7]), torch.tensor([9, 8, 7, 6])], []
-    for length in (None, 64):
-        decoder = CollaborativeDecoder(slm, llm, selector, policy, max_length=length, **OPTIONS)
+    for kind in (CollaborativeDecoder, LowLatencyDecoder):
+        decoder = kind(slm, llm, selector, policy, **OPTIONS)
         found.append(
             [
                 (one.token_ids.tolist(), [(each.step, each.pool, each.choice) for each in one.events])

@@ -172,7 +172,8 @@ def test_threads_are_those_of_torch() -> None:
     code = """
 import os, torch
 from pathlib import Path
-from fb_kernels import skinny_linear; from fb_kernels._runtime import cpu
+from fb_kernels import skinny_linear
+from fb_kernels._runtime import cpu
 x, weight = torch.ones(1, 512), torch.ones(1024, 512)
 if cpu.why_not():
     raise SystemExit(77)

@@ -27,8 +27,7 @@ from fb_core.decode.selectors import FutureBridgeSelector, LLMPreference, SLMPre
 from fb_core.events import LARGE, SLM
 from fb_core.llm.local import LLM, Candidates, LocalLLM
 from fb_core.models.checkpoints import checkpoint_ends, load_model, load_tokenizer
-from fb_core.rerank.training import RerankerRun, Sweep
-from fb_core.score.targets import group_targets
+from fb_core.rerank.training import RerankerRun
 
 ALWAYS, NEVER = RequestPolicy(-math.inf), RequestPolicy(math.inf)
 
@@ -392,7 +391,7 @@ def test_a_trained_selector_does_what_s2t_did_with_the_llm():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         reranker = TokenReranker.from_base(slm, rank=4)
-    sweep = kind([RerankerRun(reranker)], data, Optimisation(learning_rate=1e-2, epochs=8))
+    sweep = SelectionSweep([RerankerRun(reranker)], data, Optimisation(learning_rate=1e-2, epochs=8))
     while sweep.step < sweep.total:
         sweep.advance()
     agreeing = total = 0

@@ -12,7 +12,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from fb_core._util import escaped
 from markdown_it import MarkdownIt
 from report_runs import METHODS, around, everywhere, items, read, render, rows_of, section, tiny
 

@@ -22,33 +22,11 @@ from benchmarks.paper.methods.spec_reason import write_steps
 from fb_core.apps.pipeline.models import Generate
 from fb_core.decode.decoder import Usage
 from fb_core.decode.pair import Pair
-from fb_core.decode.policy import RequestPolicy, not_finite
+from fb_core.decode.policy import RequestPolicy
 from fb_core.llm.local import LLM, Ids, LocalLLM
 from fb_core.models.facts import CausalLM, Tokenizer, max_positions
-from fb_core.models.tokens import check_max_new_tokens, checked_prompts
-from fb_core.runtime.plain import batches, last_logits, left_padded
-
-
-@dataclass
-class RoutedGeneration(Generation):
-    """A generation without events.
-
-    Attributes:
-        steps: number of steps.
-        calls: number of steps that the LLM wrote.
-        written: tokens of these.
-        read: positions after the prompt that the LLM computed.
-    """
-
-    steps: int
-    calls: int
-    written: int
-    read: int
-
-    @property
-    def usage(self) -> Usage:
-        """A call for every step that the LLM wrote."""
-        return Usage(self.calls, None, 0, self.written, self.read)
+from fb_core.models.tokens import checked_prompts
+from fb_core.runtime.plain import batches, last_logits, left_padded, not_finite
 
 
 def glimp_router(

@@ -26,20 +26,7 @@ from fb_core.decode.selectors import LLMPreference
 from fb_core.events import Event
 from fb_core.llm.local import LLM, LocalLLM
 from fb_core.models.facts import CausalLM, Tokenizer, max_positions
-from fb_core.models.tokens import check_max_new_tokens, checked_prompts
-
-
-@dataclass
-class SpanGeneration(Generation):
-    """A generation at whose events the LLM wrote more than the chosen token."""
-
-    written: int  # tokens of the LLM after those of the events
-    read: int  # positions after the prompt that the LLM computed
-
-    @property
-    def usage(self) -> Usage:
-        """A request for every event, to which the LLM's writing belongs."""
-        return super().usage._replace(suffix=self.written, read=self.read)
+from fb_core.models.tokens import checked_prompts
 
 
 def spans(

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-from fb_core._util import check_count
 from torch import Tensor
 
 from benchmarks.paper.methods import Context, Method
@@ -28,7 +27,7 @@ from fb_core.decode.decoder import Generation, Usage
 from fb_core.decode.pair import Pair
 from fb_core.llm.local import LLM, Ids, LocalLLM
 from fb_core.models.facts import CausalLM, Tokenizer, max_positions
-from fb_core.models.tokens import check_max_new_tokens, checked_prompts
+from fb_core.models.tokens import checked_prompts
 
 _INSTRUCTION = (
     "How good is the last step of the reasoning above? Look only at whether it is true and follows from what stands "

@@ -19,15 +19,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from fb_core._util import check_count
 from torch import Tensor
 
-from benchmarks.paper.methods import Method
-from fb_core.decode.decoder import Generation, Usage
+from benchmarks.paper.methods import CountedGeneration, Method
+from fb_core.decode.decoder import Usage
 from fb_core.decode.pair import Pair
 from fb_core.llm.local import LLM, Ids, LocalLLM, check_finite
 from fb_core.models.facts import Cache, CausalLM, Tokenizer, max_positions
-from fb_core.models.tokens import check_max_new_tokens, checked_prompts
+from fb_core.models.tokens import checked_prompts
 from fb_core.runtime.plain import with_cache
 
 DRAFT = 5  # tokens per round

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from fb_core._util import check_count
 from torch import Tensor
 
 from benchmarks.paper.r2r.network import R2RRouter, features_of
@@ -17,7 +16,7 @@ from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy, gate
 from fb_core.events import LARGE, Event
 from fb_core.llm.local import LLM, Ids
-from fb_core.models.facts import CausalLM, Tokenizer, fingerprint, max_positions
+from fb_core.models.facts import CausalLM, Tokenizer, max_positions
 from fb_core.models.tokens import check_max_new_tokens, checked_prompts
 from fb_core.runtime.plain import Step, Stop, lockstep
 

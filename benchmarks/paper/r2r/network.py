@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fb_core.llm.local import Ids
 from fb_core.models import facts as models
-from fb_core.models.facts import CausalLM, fingerprint, lm_head
+from fb_core.models.facts import CausalLM, lm_head
 from fb_core.models.tokens import checked_prompts, token_ids
 from fb_core.runtime.plain import MAX_ROWS, batches, check_decodable
 

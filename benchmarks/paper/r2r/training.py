@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from fb_core._util import check_count
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,7 +13,6 @@ from benchmarks.paper.r2r.network import R2RRouter, RouterFeatures, concatenated
 from fb_core.decode.pair import Pair
 from fb_core.llm.local import LLM, Ids
 from fb_core.models.facts import CausalLM, Tokenizer
-from fb_core.models.tokens import check_max_new_tokens
 from fb_core.verify.verifier import Verifier
 
 
