@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import evidence
 from benchmarks.evidence import Cells
 from benchmarks.gpu import gpu_status, roofline, targets
 from benchmarks.pages import cost, event, figures
@@ -31,6 +33,21 @@ def case(op: str, shape: str, impl: str, us: float | None, share: float | None) 
     times = {"median_us": us, "p10_us": us, "p90_us": us}
     about = {"op": op, "shape": f"{shape} (cold L2)", "impl": impl, "dtype": "bfloat16", "max_error": 0.01}
     return about | times | {"ok": us is not None, "fraction_of_ceiling": share, "peak_bytes": 8}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_page_of_evidence() -> Iterator[None]:
+    """It is made once: its intervals take most of the time of `figures.main`, and are of the same cells everywhere."""
+    made: list[str] = []
+
+    def page(*given: Any) -> str:
+        if not made:
+            made.append(evidence.page(*given))
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "page", page)
+        yield
 
 
 @pytest.fixture

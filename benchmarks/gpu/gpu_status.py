@@ -59,34 +59,30 @@ def timed(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def against_the_best(result: dict[str, Any]) -> list[str]:
     """Ours with its share of the ceiling, and the best peer; one line per case, in Markdown."""
-    reached = result.get("ceilings")
-    ceilings = (
-        ""
-        if reached is None
-        else (f"; copy {reached['copy_tbps']:.2f} TB/s, bf16 product {reached['bf16_tflops']:.0f} TFLOP/s")
-    )
-    lines = [
-        f"*{result['device']}, torch {result['torch']}, triton {result['triton']}, commit "
-        f"{commit_and_changes(result)}, {result['date']}{ceilings}*",
-        "",
-        "| op | shape | ran | ours, us | of the ceiling | best peer | its time / ours |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    best = roofline.best_peers(result["cases"])
+    reached, ceilings = result.get("ceilings"), ""
+    if reached is not None:
+        ceilings = f"; copy {reached['copy_tbps']:.2f} TB/s, bf16 product {reached['bf16_tflops']:.0f} TFLOP/s"
+    best, rows = roofline.best_peers(result["cases"]), []
     for case in result["cases"]:
         if case["impl"] != OURS or not case["median_us"]:
             continue
         peer, share = best.get((case["op"], case["shape"])), case["fraction_of_ceiling"]
-        theirs = "none ran | "
+        theirs = ["none ran", ""]
         if peer:
             kernel = f", `{peer['kernel']}`" if peer.get("kernel") else ""
-            theirs = f"{peer['impl']}{kernel} | {peer['median_us'] / case['median_us']:.2f}x"
-        ceiling = "" if share is None else f"{share:.0%}"
-        ran, ours = case.get("backend", ""), f"{case['median_us']:,.1f}"
+            theirs = [f"{peer['impl']}{kernel}", f"{peer['median_us'] / case['median_us']:.2f}x"]
+        ceiling, ours = "" if share is None else f"{share:.0%}", f"{case['median_us']:,.1f}"
         if case.get("host_us"):
             ours += f" (host {case['host_us']:,.0f})"
-        lines.append(f"| `{case['op']}` | {case['shape']} | {ran} | {ours} | {ceiling} | {theirs} |")
-    return [*lines, ""]
+        rows.append([f"`{case['op']}`", case["shape"], case.get("backend", ""), ours, ceiling, *theirs])
+    head = ["op", "shape", "ran", "ours, us", "of the ceiling", "best peer", "its time / ours"]
+    return [
+        f"*{result['device']}, torch {result['torch']}, triton {result['triton']}, commit "
+        f"{commit_and_changes(result)}, {result['date']}{ceilings}*",
+        "",
+        *markdown_table(head, rows),
+        "",
+    ]
 
 
 def cost_table(cases: Sequence[dict[str, Any]]) -> list[str]:
@@ -96,18 +92,16 @@ def cost_table(cases: Sequence[dict[str, Any]]) -> list[str]:
     for shape in shapes:
         rows = {case["impl"]: case for case in cases if case["op"] == "end_to_end" and case["shape"] == shape}
         greedy = rows["greedy"]["median_us"]
-        lines += [f"| {shape} | calls | mean pool | appended | against greedy | peak GB |", "|---|---|---|---|---|---|"]
+        costs = []
         for impl, row in rows.items():
             if not row["median_us"] or not greedy:
                 continue
             counted = row["details"]
             pool = f"{counted['mean pool']:.1f}" if counted["calls"] else ""
             peak = "" if row["peak_bytes"] is None else f"{(counted['resident bytes'] + row['peak_bytes']) / 1e9:.1f}"
-            lines.append(
-                f"| {'FutureBridge' if impl == OURS else impl} | {counted['calls']} | {pool} | {counted['appended']} "
-                f"| {row['median_us'] / greedy:.2f}x | {peak} |"
-            )
-        lines.append("")
+            about = ["FutureBridge" if impl == OURS else impl, f"{counted['calls']}", pool, f"{counted['appended']}"]
+            costs.append([*about, f"{row['median_us'] / greedy:.2f}x", peak])
+        lines += [*markdown_table([shape, "calls", "mean pool", "appended", "against greedy", "peak GB"], costs), ""]
     return lines
 
 

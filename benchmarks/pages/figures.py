@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from fb_core._util import write_file
 
 from benchmarks import command, stages
 from benchmarks.evidence import DROPPED, TAKEOVER, Cells, page, times_below
@@ -25,6 +24,7 @@ from benchmarks.paper.cells import LEGEND, marked
 from benchmarks.paper.orderings import ordering_lines
 from benchmarks.paper.rows import Result, Run, Timed, read_tables
 from benchmarks.servers import serving, soak
+from fb_core._util import write_file
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.settings.config import RunSettings
