@@ -27,6 +27,24 @@ def caches(size: int = 7) -> Tensor:
     return poison_(torch.empty(2, size, 2, 8))
 
 
+@every_way
+def test_matches_hugging_face(way: str) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+    case = single()
+    qkv, q_weight, k_weight, cos, sin, positions = (x.clone() for x in case.tensors.values())
+    norms = Qwen3RMSNorm(8, 1e-3), Qwen3RMSNorm(8, 1e-3)
+    for norm, weight in zip(norms, (q_weight, k_weight), strict=True):
+        norm.weight.data.copy_(weight)
+    heads = qkv.view(1, 5, 8, 8)
+    q, k = norms[0](heads[:, :, :4]), norms[1](heads[:, :, 4:6])
+    q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos[positions][None], sin[positions][None])
+    with running_small(OP, way):
+        ours = case.run()
+    torch.testing.assert_close(ours[0], q[0].transpose(0, 1).detach())
+    torch.testing.assert_close(ours[1], k[0].transpose(0, 1).detach())
+
+
 @pytest.mark.parametrize("way", UNREAD)
 def test_float32_tables_serve_low_precision(way: str) -> None:
     case = single()
