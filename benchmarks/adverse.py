@@ -11,27 +11,24 @@ Finished runs are kept: the same command continues where it stopped. `--report` 
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import as_completed
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from fb_core._util import write_file
 from numpy.random import Generator
 from scipy.stats import binomtest
 
 from benchmarks import command
-from benchmarks.evidence import SHOWN, Cells, gap, make, points
+from benchmarks.evidence import SHOWN, Cells, finished_cells, gap, make, make_all, points, write_cells
+from fb_core._util import write_file
 from fb_core.apps.demo import Part
 from fb_core.apps.demo.pairs import Pretraining, train_model
 from fb_core.apps.demo.worlds import END, Role, World, WorldProblem, step_text
 from fb_core.apps.pipeline.page import markdown_table
-from fb_core.apps.processes import processes
 from fb_core.apps.settings.config import RunSettings, changed
 
 SEEDS = tuple(range(97_001, 97_051))  # of problems, training sets and rerankers; fixed before the run
@@ -201,19 +198,11 @@ def main(
 ) -> None:
     """Make every run that is still missing."""
     if write:
-        records = [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
-        lines = ",\n".join(json.dumps(cell, sort_keys=True) for cell in records)
-        write_file(RECORDS, f"[\n{lines}\n]\n".encode())
+        write_cells(finished_cells(out), RECORDS)
         return
-    (out / "cells").mkdir(parents=True, exist_ok=True)
     models(out)
-    began = time.monotonic()
-    with processes(workers, "benchmarks.adverse") as pool:
-        jobs = {pool.submit(work, world, seed, out): (world, seed) for seed in seeds or SEEDS for world in WORLDS}
-        for done, job in enumerate(as_completed(jobs), 1):
-            job.result()
-            world, seed = jobs[job]
-            print(f"{world}, seed {seed}: done, {done}/{len(jobs)}, {time.monotonic() - began:.0f} s", flush=True)
+    jobs = {(world, seed): partial(work, world, seed, out) for seed in seeds or SEEDS for world in WORLDS}
+    make_all("benchmarks.adverse", jobs, out, workers)
 
 
 if __name__ == "__main__":

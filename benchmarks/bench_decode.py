@@ -21,7 +21,7 @@ from benchmarks.servers.live_server import LlamaCpp, write_gguf
 from benchmarks.shapes import CANDIDATES
 from fb_core import FutureBridgeSelector, LocalLLM, RequestPolicy, Selector, SLMPreference, TokenReranker
 from fb_core.decode.decoder import LowLatencyDecoder
-from fb_core.decode.loop import Loop
+from fb_core.decode.loop import PairLoop
 from fb_core.models.packed import Prefix
 from fb_core.runtime.kv_pages import pages_of
 from fb_core.runtime.paged_model import Part
@@ -93,7 +93,7 @@ class HuggingFace:
 class Ours:
     """The same steps over the engine's pages."""
 
-    def __init__(self, loop: Loop | None, context: Tensor) -> None:
+    def __init__(self, loop: PairLoop | None, context: Tensor) -> None:
         assert loop is not None
         self.step, self.context = loop.step, context.tolist()
         taken = loop.model.pages.take(self.context, loop.model.length)
@@ -104,7 +104,7 @@ class Ours:
 
     def again(self) -> None:
         """Go back to the end of the context."""
-        self.step.go_on(0, 0, self.context[-1], len(self.context) - 1)
+        self.step.resume(0, 0, self.context[-1], len(self.context) - 1)
 
     def next(self) -> float:
         """Run one more step; returns its entropy."""
@@ -271,7 +271,7 @@ def test_rerank_event(compare: Callable, endless: PreTrainedModel, context: int)
     ids = tokens(endless, context)
     loop = decoder(endless, FutureBridgeSelector(reranker)).loop
     assert loop is not None
-    merged, ours = loop.merged, Ours(loop, ids)
+    merged, ours = loop.merged_reranker, Ours(loop, ids)
     assert merged is not None
     candidates = some_candidates(endless)
     prefix = peers.prefill(endless, ids)

@@ -21,8 +21,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from benchmarks import peers, shapes
 from benchmarks.harness import OURS, Goal, Implementation
 from benchmarks.servers.live_server import Served
-from fb_core import CollaborativeDecoder, FutureBridgeSelector, Generation, LLMPreference, RequestPolicy, ServerLLM
+from fb_core import (
+    CollaborativeDecoder,
+    FutureBridgeSelector,
+    Generation,
+    LLMPreference,
+    LowLatencyDecoder,
+    RequestPolicy,
+    ServerLLM,
+)
 from fb_core.apps.demo.pairs import load_pair
+from fb_core.apps.pipeline.models import decoder_of
 from fb_core.events import Event
 from fb_kernels._runtime.timing import Timing
 
@@ -60,7 +69,7 @@ def test_problems_at_once(compare: Callable, name: str) -> None:
     selector = FutureBridgeSelector(peers.as_trained(pair.slm)) if name == "reranker" else LLMPreference()
 
     def decoder(**options: Any) -> CollaborativeDecoder:
-        return CollaborativeDecoder(pair.slm, pair.llm, selector, RequestPolicy(THRESHOLD), **options)
+        return decoder_of(pair.slm, pair.llm, selector, RequestPolicy(THRESHOLD), **options)
 
     def one_by_one(decoder: CollaborativeDecoder) -> Callable[[], Tensor]:
         return lambda: facts([decoder.generate(ids, NEW) for ids in prompts])
@@ -147,7 +156,7 @@ def compare_served(
     tokens, gaps = generated(model, prompts, new)
     assert end not in tokens.flatten().tolist()
     (settled,) = (gaps > NEAR).cummin(1).values.flatten().nonzero(as_tuple=True)
-    decoder = CollaborativeDecoder(
+    decoder = LowLatencyDecoder(
         model,
         None,
         None,

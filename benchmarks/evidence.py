@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cached_property, partial
@@ -21,7 +21,6 @@ from typing import Annotated, Any, NamedTuple, cast
 import numpy as np
 import torch
 import typer
-from fb_core._util import write_file
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
@@ -30,8 +29,9 @@ from torch import Tensor
 
 from benchmarks import command
 from benchmarks.pages.theme import Theme, alone, pictured
-from benchmarks.paper.methods.takeover import takeover
+from benchmarks.paper.methods.takeover import taking_over
 from benchmarks.paper.nested_runs import work_through
+from fb_core._util import write_file
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline import statistics
 from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, RerankerStage, ValueStage
@@ -117,7 +117,7 @@ class TestStage(DecodeStage):
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
         context = Context(self.settings, self.run, max_length, max_batch)
         if trial.method == TAKEOVER:
-            return partial(takeover, context.models.slm, context.models.llm, context.policy, **context.options)
+            return taking_over(context.models.slm, context.models.llm, context.policy, **context.options)
         if trial.method == ALONE:
             selector = ValueSelector(NoScores(), self._without_scores)
             return context.decoder(selector, **pool_options(self.settings)).generate_many
@@ -164,6 +164,29 @@ def make(world: str, seed: int, by_quantile: Mapping[float, RunSettings], out: P
         shutil.rmtree(run, ignore_errors=True)
 
 
+def make_all(module: str, jobs: Mapping[tuple[str, int], Callable[[], None]], out: Path, workers: int | None) -> None:
+    """Do jobs, by world and seed, in worker processes that have imported a module."""
+    (out / "cells").mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with processes(workers, module) as pool:
+        under_way = {pool.submit(job): of for of, job in jobs.items()}
+        for done, job in enumerate(as_completed(under_way), 1):
+            job.result()
+            world, seed = under_way[job]
+            print(f"{world}, seed {seed}: done, {done}/{len(jobs)}, {time.monotonic() - began:.0f} s", flush=True)
+
+
+def finished_cells(out: Path) -> list[dict[str, Any]]:
+    """The records of the cells that are made."""
+    return [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
+
+
+def write_cells(records: Iterable[Mapping[str, Any]], file: Path) -> None:
+    """Write records, one a line."""
+    lines = ",\n".join(json.dumps(cell, sort_keys=True) for cell in records)
+    write_file(file, f"[\n{lines}\n]\n".encode())
+
+
 def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any]:
     """The record of a cell."""
     rows: dict[str, list[Row]] = {}
@@ -192,12 +215,7 @@ def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any
 
 
 class Cells:
-    """Finished cells, by world.
-
-    Args:
-        records: as `record` makes them.
-        worlds: theirs, in order.
-    """
+    """Finished cells as `record` makes them, by world."""
 
     def __init__(self, records: Iterable[Mapping[str, Any]], worlds: Sequence[str] = tuple(SETTINGS)) -> None:
         self.records = sorted(records, key=lambda cell: (worlds.index(cell["world"]), cell["seed"], cell["quantile"]))
@@ -484,8 +502,7 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> list[str]:
 def report(records: Sequence[Mapping[str, Any]], docs: Path) -> None:
     """Write the cells and their figure."""
     cells = Cells(records)
-    lines = ",\n".join(json.dumps(cell, sort_keys=True) for cell in cells.records)
-    write_file(docs / "evidence" / CELLS, f"[\n{lines}\n]\n".encode())
+    write_cells(cells.records, docs / "evidence" / CELLS)
     picture = figure(cells)
     assert picture is not None
     write_file(docs / "evidence" / "cells.svg", alone(picture).encode())
@@ -503,23 +520,13 @@ def main(
 ) -> None:
     """Make every cell that is still missing."""
     if write:
-        records = [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
-        report(records, Path("docs"))
+        report(finished_cells(out), Path("docs"))
         return
-    (out / "cells").mkdir(parents=True, exist_ok=True)
-    jobs = [(world, seed) for seed in seeds or SEEDS for world in SETTINGS]
-    began = time.monotonic()
-    with processes(workers, "benchmarks.evidence") as pool:
-        under_way = {
-            pool.submit(
-                make, world, seed, {q: settings_of(world, seed, q, problems) for q in quantiles or QUANTILES}, out
-            ): (world, seed)
-            for world, seed in jobs
-        }
-        for done, job in enumerate(as_completed(under_way), 1):
-            job.result()
-            world, seed = under_way[job]
-            print(f"{world}, seed {seed}: done, {done}/{len(jobs)}, {time.monotonic() - began:.0f} s", flush=True)
+    jobs = {}
+    for world, seed in ((world, seed) for seed in seeds or SEEDS for world in SETTINGS):
+        by_quantile = {q: settings_of(world, seed, q, problems) for q in quantiles or QUANTILES}
+        jobs[world, seed] = partial(make, world, seed, by_quantile, out)
+    make_all("benchmarks.evidence", jobs, out, workers)
 
 
 if __name__ == "__main__":

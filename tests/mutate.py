@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = {  # source: its tests, the quickest first
     "fb_core/score/targets.py": ["core/test_targets.py"],
     "fb_core/decode/policy.py": ["core/test_policy.py"],
-    "fb_core/decode/pool.py": ["core/test_decoding.py", "core/test_pools.py"],
+    "fb_core/decode/asking.py": ["core/test_decoding.py", "core/test_pools.py"],
     "fb_core/decode/selectors.py": ["core/test_decoding.py", "paper/test_baselines.py"],
     "fb_core/decode/decoder.py": ["core/test_decoding.py", "core/test_runtime.py"],
     "fb_core/score/scorer.py": ["core/test_scorer.py"],
@@ -35,6 +35,7 @@ CORE = {  # source: its tests, the quickest first
     "fb_core/runtime/paged_model.py": ["core/test_runtime.py"],
     "fb_core/runtime/step.py": ["core/test_runtime.py"],
     "fb_core/decode/loop.py": ["core/test_runtime.py", "core/test_engine.py"],
+    "fb_core/runtime/loop.py": ["core/test_runtime.py", "core/test_engine.py"],
     "fb_core/runtime/kv_pages.py": ["core/test_engine.py"],
     "fb_core/rerank/reranker.py": ["core/test_reranker.py"],
     "fb_core/rerank/training.py": ["core/test_training.py"],

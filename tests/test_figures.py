@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import evidence
 from benchmarks.evidence import Cells
 from benchmarks.gpu import gpu_status, roofline, targets
 from benchmarks.pages import cost, event, figures
@@ -31,6 +33,21 @@ def case(op: str, shape: str, impl: str, us: float | None, share: float | None) 
     times = {"median_us": us, "p10_us": us, "p90_us": us}
     about = {"op": op, "shape": f"{shape} (cold L2)", "impl": impl, "dtype": "bfloat16", "max_error": 0.01}
     return about | times | {"ok": us is not None, "fraction_of_ceiling": share, "peak_bytes": 8}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_page_of_evidence() -> Iterator[None]:
+    """It is made once: its intervals take most of the time of `figures.main`, and are of the same cells everywhere."""
+    made: list[str] = []
+
+    def page(*given: Any) -> str:
+        if not made:
+            made.append(evidence.page(*given))
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "page", page)
+        yield
 
 
 @pytest.fixture
@@ -154,6 +171,44 @@ def test_a_sweep_is_where_one_size_alone_changes() -> None:
 def test_nothing_to_show_draws_nothing(tmp_path: Path) -> None:
     untimed = {"cases": [case("branch_attention", "P=8", "fb", None, None)]}
     assert roofline.plots([untimed], tmp_path) == []
+
+
+def test_quantiles_are_shown_where_a_method_was_tried_at_all() -> None:
+    def row(key: str, quantile: float, accuracy: float, direct: float | None = None) -> Result:
+        minus = {} if direct is None else {"direct": Interval(direct, direct - 0.02, direct + 0.02)}
+        return Result(
+            table="quantiles",
+            benchmark="plans",
+            key=key,
+            label=f"the {key}",
+            quantile=quantile,
+            accuracy=Interval(accuracy, accuracy - 0.1, accuracy + 0.1),
+            problems=400,
+            minus=minus,
+        )
+
+    worlds = [
+        Run(
+            name=name,
+            results=(
+                row("direct", 0.9, 0.5),
+                row("published", 0.9, 0.5 + gain, gain),
+                *([row("deployed", 0.9, 0.7)] if gain > 0 else []),  # not tried everywhere
+                row("direct", 0.92, 0.6),
+                row("published", 0.92, 0.61, 0.01),
+            ),
+        )
+        for name, gain in (("tiny", 0.1), ("other", -0.1))
+    ]
+    lines = figures.quantiles(worlds)
+    assert lines[0] == "| world | quantile | the direct | the published |"
+    assert lines[2:6] == [
+        "| plans | 0.9 | 50.0 [40.0, 60.0] | 60.0 [50.0, 70.0] |",
+        "| plans | 0.92 | 60.0 [50.0, 70.0] | 61.0 [51.0, 71.0] |",
+        "| other | 0.9 | 50.0 [40.0, 60.0] | 40.0 [30.0, 50.0] ▽ |",
+        "| other | 0.92 | 60.0 [50.0, 70.0] | 61.0 [51.0, 71.0] |",
+    ]
+    assert lines[-1].startswith("*Accuracy, % [95%], of 400 problems in each row. ▼ significantly below greedy, ")
 
 
 def test_a_target_is_held_against_the_worst_case_of_its_shapes() -> None:

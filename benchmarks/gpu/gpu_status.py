@@ -98,18 +98,16 @@ def cost_table(cases: Sequence[dict[str, Any]]) -> list[str]:
     for shape in shapes:
         rows = {case["impl"]: case for case in cases if case["op"] == "end_to_end" and case["shape"] == shape}
         greedy = rows["greedy"]["median_us"]
-        lines += [f"| {shape} | calls | mean pool | appended | against greedy | peak GB |", "|---|---|---|---|---|---|"]
+        costs = []
         for impl, row in rows.items():
             if not row["median_us"] or not greedy:
                 continue
             counted = row["details"]
             pool = f"{counted['mean pool']:.1f}" if counted["calls"] else ""
             peak = "" if row["peak_bytes"] is None else f"{(counted['resident bytes'] + row['peak_bytes']) / 1e9:.1f}"
-            lines.append(
-                f"| {'FutureBridge' if impl == OURS else impl} | {counted['calls']} | {pool} | {counted['appended']} "
-                f"| {row['median_us'] / greedy:.2f}x | {peak} |"
-            )
-        lines.append("")
+            about = ["FutureBridge" if impl == OURS else impl, f"{counted['calls']}", pool, f"{counted['appended']}"]
+            costs.append([*about, f"{row['median_us'] / greedy:.2f}x", peak])
+        lines += [*markdown_table([shape, "calls", "mean pool", "appended", "against greedy", "peak GB"], costs), ""]
     return lines
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from fb_core._util import write_file
 
 from benchmarks import command, stages
 from benchmarks.adverse import section as adverse_section
@@ -27,6 +26,7 @@ from benchmarks.paper.cells import LEGEND, marked
 from benchmarks.paper.orderings import ordering_lines
 from benchmarks.paper.rows import Result, Run, Timed, read_tables
 from benchmarks.servers import serving, soak
+from fb_core._util import write_file
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.settings.config import RunSettings
@@ -215,12 +215,13 @@ def in_words(shape: str) -> str:
 
 
 def render_worlds(text: str, root: Path = ROOT) -> str:
-    """docs/worlds.md with its tables of orderings and times regenerated."""
+    """docs/worlds.md with its tables of orderings, quantiles and times regenerated."""
     path = root / TABLES
     if not path.is_file():
         return text
     worlds = read_tables(path)
-    for name, lines in (("orderings", partial(paper_orderings, reversed_only=True)), ("times", times)):
+    tables = (("orderings", partial(paper_orderings, reversed_only=True)), ("quantiles", quantiles), ("times", times))
+    for name, lines in tables:
         text = replace_block(text, name, lines(worlds), TABLES)
     return text
 
@@ -306,6 +307,22 @@ def render_benchmarks(text: str, root: Path = ROOT) -> str:
 def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The cost of whole problems by method, from a device's result files."""
     return cost_table([case for result in results.values() for case in result["cases"]])
+
+
+def quantiles(worlds: Sequence[Run]) -> list[str]:
+    """Accuracy of the methods that were tried at every request quantile, a row for each world and quantile."""
+    labels: dict[str, str] = {}
+    groups: dict[tuple[str, float], dict[str, Result]] = {}
+    for run in worlds:
+        for row in run.of("quantiles"):
+            if row.quantile is not None and row.accuracy:
+                labels.setdefault(row.key, row.label)
+                groups.setdefault((SHOWN.get(run.name, run.name), row.quantile), {})[row.key] = row
+    keys = [key for key in labels if all(key in rows for rows in groups.values())]
+    body = [[world, f"{at:g}", *(marked(rows[key]) for key in keys)] for (world, at), rows in groups.items()]
+    problems = ", ".join(sorted({str(row.problems) for rows in groups.values() for row in rows.values()}))
+    note = f"*Accuracy, % [95%], of {problems} problems in each row. {LEGEND}*"
+    return [*markdown_table(["world", "quantile", *(labels[key] for key in keys)], body), "", note]
 
 
 def load(root: Path, device: str) -> dict[str, dict[str, Any]]:

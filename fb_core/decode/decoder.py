@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fb_core._util import check_count
 from fb_core.decode.asking import Intervention, OnError
-from fb_core.decode.loop import Loop, Task, check_own, has_native
+from fb_core.decode.loop import PairLoop, PairTask, check_own, has_native
 from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy, gate
 from fb_core.decode.selectors import Selector, State
@@ -90,16 +90,6 @@ class CollaborativeDecoder:
             embeddings may then be padded differently, and ids beyond the tokenizer's are never used. Without a
             tokenizer, both models must take the same number of ids. It also decodes the texts.
         batch_tokens: maximum tokens of one batch of `generate_many`, padding and new tokens included.
-        max_length: if given, sequences of up to this many tokens (the models' positions are a limit too) run in the
-            fast loop: keys and values are paged, every step runs the same device operations, a reranker of scope
-            "candidate" runs with merged weights over the same pages, and a large model in this process is kept in step.
-            Tokens and events stay the same, up to rounding. Families other than Llama, Mistral, Qwen2 and Qwen3 run as
-            without it, with a warning. If threads share such a decoder, one generates at a time and the others wait,
-            also for its `on_token` and streamers (an `Engine` runs them all at once).
-        max_batch: prompts that `generate_many` runs together in the fast loop.
-        kv_memory: bytes for keys and values of the models in this process; None for what `max_batch` sequences of
-            `max_length` tokens need, but at most half of the free memory.
-        prefill_tokens: prompt tokens that the fast loop prefills between two steps while other sequences wait.
         on_llm_error: what to do if the LLM does not answer (an OSError, such as `ServerError`): "raise" ends the call
             with that error; "slm" appends the SLM's own token and records the error in the event's `error`. All events
             of a step share one call and its failure. A failed event counts towards `max_events`, and the next event
@@ -107,9 +97,8 @@ class CollaborativeDecoder:
 
     Raises:
         TypeError: `slm` is not a transformers model, or another argument has the wrong type.
-        ValueError: models with different vocabularies, a model in training mode, a reranker made on another model, an
-            argument out of range, or, with `max_length`, a policy that overrides `asks` or `entropy` (there the device
-            compares with a threshold).
+        ValueError: models with different vocabularies, a model in training mode, a reranker made on another model, or
+            an argument out of range.
     """
 
     def __init__(
@@ -125,10 +114,6 @@ class CollaborativeDecoder:
         max_events: int = 8,
         tokenizer: Tokenizer | tuple[Tokenizer, Tokenizer] | None = None,
         batch_tokens: int = 65536,
-        max_length: int | None = None,
-        max_batch: int = 1,
-        kv_memory: int | None = None,
-        prefill_tokens: int = CHUNK,
         on_llm_error: OnError = "raise",
     ) -> None:
         self.pair = Pair(slm, llm, tokenizer)
@@ -139,12 +124,7 @@ class CollaborativeDecoder:
         if (max_events := check_count("max_events", max_events, 0)) >= 1 << 31:  # the step counts them in 32 bits
             raise ValueError(f"max_events: expected at most {(1 << 31) - 1}, got {max_events}; leave it out for 8")
         slm_k, llm_k = check_count("slm_k", slm_k, 1), check_count("llm_k", llm_k, 1)
-        batch_tokens, max_batch = check_count("batch_tokens", batch_tokens, 1), check_count("max_batch", max_batch, 1)
-        prefill_tokens = check_count("prefill_tokens", prefill_tokens, 1)
-        if max_length is not None:
-            max_length = check_count("max_length", max_length, 2, f"leave it out for {MAX_LENGTH}", "{} tokens or more")
-        if kv_memory is not None:
-            kv_memory = check_count("kv_memory", kv_memory, 1)
+        batch_tokens = check_count("batch_tokens", batch_tokens, 1)
         for name, given, kind, needed, remedy in (
             ("llm", self.pair.llm, LLM, max_events > 0 and pool != "slm", "a LocalLLM or a transformers causal LM"),
             ("selector", selector, Selector, max_events > 0, "one such as FutureBridgeSelector(reranker)"),
@@ -167,30 +147,15 @@ class CollaborativeDecoder:
             min(llm_k, self.vocabulary),
             on_llm_error,
         )
-        self.loop: Loop | None = None
-        """What runs on pages, where `max_length` was given and the SLM has a native decoder."""
-        self._turn = threading.Lock()
-        self._at_work: int | None = None  # the thread whose turn it is
-        if max_length is not None and has_native("slm", slm):
-            self.loop = Loop(
-                self.pair,
-                self.intervention,
-                self.policy,
-                rows=max_batch,
-                length=max_length,
-                memory=kv_memory,
-                prefill=prefill_tokens,
-            )
-            self.intervention = self.loop.intervention
 
     @property
     def llm(self) -> LLM | None:
-        """Where candidates come from: the given LLM, kept in step where possible."""
+        """Where candidates come from."""
         return self.intervention.llm
 
     @property
     def selector(self) -> Selector | None:
-        """What picks a candidate: the given selector, run over the decoder's pages where possible."""
+        """What picks a candidate."""
         return self.intervention.selector
 
     def generate(
@@ -241,8 +206,7 @@ class CollaborativeDecoder:
     ) -> list[Generation]:
         """Decode many prompts in lockstep, in left-padded batches; each as by `generate`, errors included.
 
-        The LLM is asked once per step for all prompts of a batch; if the call fails, it fails for each of them. In the
-        fast loop `max_batch` prompts run together and each asks by itself.
+        The LLM is asked once per step for all prompts of a batch; if the call fails, it fails for each of them.
 
         Args:
             prompts: [P] int64 each, of any lengths.
@@ -321,11 +285,6 @@ class CollaborativeDecoder:
         padded = pad_sequence(new, batch_first=True, padding_value=padding or 0)
         return torch.cat([input_ids, padded], 1)
 
-    @property
-    def memory(self) -> dict[str, int]:
-        """Bytes allocated in addition to the models: "buffers" of keys and values, "merged" weights, CUDA "graphs"."""
-        return {"buffers": 0, "merged": 0, "graphs": 0} if self.loop is None else self.loop.memory
-
     def weights_changed(self) -> None:
         """Say that weights were written: nothing that was computed before serves a later generation.
 
@@ -333,23 +292,6 @@ class CollaborativeDecoder:
         """
         if isinstance(self.llm, LocalLLM):
             self.llm.weights_changed()
-        if self.loop is not None:
-            self.loop.stale = True
-
-    def load_adapter(self, directory: str | os.PathLike[str]) -> None:
-        """Load another reranker from a PEFT directory into the memory of the current one; no graph is recaptured.
-
-        Raises:
-            ValueError: no adapter there, a decoder without a merged reranker, an adapter of scope "sequence", for
-                another model or with a chosen recipe, or a call from inside a generation.
-        """
-        if self.loop is None or self.loop.merged is None:
-            raise ValueError(
-                "load_adapter: expected a decoder whose reranker runs merged, got one without; "
-                "make it with a FutureBridgeSelector"
-            )
-        with self._alone():
-            self.loop.load_adapter(directory)
 
     def _decode(
         self,
@@ -362,19 +304,17 @@ class CollaborativeDecoder:
     ) -> list[Generation]:
         """Decode prompts as a user gives them; the arguments are those of `Stop`, and how tokens are drawn."""
         max_new_tokens = check_max_new_tokens(max_new_tokens)
-        check_sampling(sampling)
+        if sampling is not None:
+            check_sampling(sampling)
         checked = checked_prompts("input_ids", prompts, self.slm, room=1)
         ends = self.pair.ends if ends is None else ends
         stop = Stop(ends, max_new_tokens, max_positions(self.slm), events, on_token)
         return self.decode(checked, stop, [] if sampling is None else sampling.draws([ids.tolist() for ids in checked]))
 
     def decode(self, prompts: Sequence[Tensor], stop: Stop, draws: Sequence[Draw] = ()) -> list[Generation]:
-        """Decode checked prompts by either loop, each with its draw if there are any."""
+        """Decode checked prompts, each with its draw if there are any."""
         check_decodable("slm", self.slm)
-        if self.loop is None:
-            rows = lockstep(self.slm, prompts, stop, partial(self._choose, draws), self.batch_tokens)
-        else:
-            rows = self._together(prompts, stop, draws or [GREEDY] * len(prompts))
+        rows = lockstep(self.slm, prompts, stop, partial(self.choose, draws), self.batch_tokens)
         return [self.generation(row) for row in rows]
 
     def generation(self, row: Running) -> Generation:
@@ -382,7 +322,7 @@ class CollaborativeDecoder:
         new = torch.tensor(row.new, device=self.slm.device)
         return Generation(new, row.events, self.pair.text(new))
 
-    def _choose(self, draws: Sequence[Draw], step: Step) -> list[int]:
+    def choose(self, draws: Sequence[Draw], step: Step) -> list[int]:
         """One token per row: the selector's where the policy asks (kept as an event), or the SLM's own."""
         logits = step.logits[:, : self.vocabulary]
         entropy, asking = gate(self.policy, step, logits, self.max_events)
@@ -406,10 +346,96 @@ class CollaborativeDecoder:
             tokens[row] = event.token
         return tokens
 
-    def _together(self, prompts: Sequence[Tensor], stop: Stop, draws: Sequence[Draw]) -> list[Running]:
-        """Decode prompts in the fast loop, as many at once as it has rows."""
-        loop = self.loop
-        assert loop is not None
+
+class LowLatencyDecoder(CollaborativeDecoder):
+    """A `CollaborativeDecoder` in the fast loop: keys and values are paged, and every step runs the same operations.
+
+    A reranker of scope "candidate" runs with merged weights over the same pages, and a large model in this process is
+    kept in step. Tokens and events are the same, up to rounding. Families other than Llama, Mistral, Qwen2 and Qwen3
+    run in the plain loop, with a warning. If threads share such a decoder, one generates at a time and the others wait,
+    also for its `on_token` and streamers (an `Engine` runs them all at once). `generate_many` asks for each prompt by
+    itself.
+
+    Args:
+        max_length: maximum tokens of a sequence; the models' positions are a limit too.
+        max_batch: prompts that `generate_many` runs together.
+        kv_memory: bytes for keys and values of the models in this process; None for what `max_batch` sequences of
+            `max_length` tokens need, but at most half of the free memory.
+        prefill_tokens: prompt tokens that are prefilled between two steps while other sequences wait.
+        options: of `CollaborativeDecoder`.
+
+    Raises:
+        TypeError: as a `CollaborativeDecoder`.
+        ValueError: as a `CollaborativeDecoder`, or a policy that overrides `asks` or `entropy`: the device
+            compares with a threshold.
+    """
+
+    def __init__(
+        self,
+        slm: CausalLM,
+        llm: LLM | CausalLM | None,
+        selector: Selector | None,
+        policy: RequestPolicy,
+        *,
+        max_length: int = MAX_LENGTH,
+        max_batch: int = 1,
+        kv_memory: int | None = None,
+        prefill_tokens: int = CHUNK,
+        **options: Any,
+    ) -> None:
+        super().__init__(slm, llm, selector, policy, **options)
+        max_batch = check_count("max_batch", max_batch, 1)
+        prefill_tokens = check_count("prefill_tokens", prefill_tokens, 1)
+        max_length = check_count("max_length", max_length, 2, f"leave it out for {MAX_LENGTH}", "{} tokens or more")
+        if kv_memory is not None:
+            kv_memory = check_count("kv_memory", kv_memory, 1)
+        self._turn = threading.Lock()
+        self._at_work: int | None = None  # the thread whose turn it is
+        self.loop: PairLoop | None = None
+        """None where the SLM has no native decoder."""
+        if has_native("slm", slm):
+            self.loop = PairLoop(
+                self.pair,
+                self.intervention,
+                self.policy,
+                rows=max_batch,
+                length=max_length,
+                memory=kv_memory,
+                prefill=prefill_tokens,
+            )
+            self.intervention = self.loop.intervention
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes allocated in addition to the models: "buffers" of keys and values, "merged" weights, CUDA "graphs"."""
+        return {"buffers": 0, "merged": 0, "graphs": 0} if self.loop is None else self.loop.memory
+
+    def weights_changed(self) -> None:
+        """As `CollaborativeDecoder.weights_changed`."""
+        super().weights_changed()
+        if self.loop is not None:
+            self.loop.stale = True
+
+    def load_adapter(self, directory: str | os.PathLike[str]) -> None:
+        """Load another reranker from a PEFT directory into the memory of the current one; no graph is recaptured.
+
+        Raises:
+            ValueError: no adapter there, a decoder without a merged reranker, an adapter of scope "sequence", for
+                another model or with a chosen recipe, or a call from inside a generation.
+        """
+        if self.loop is None or self.loop.merged_reranker is None:
+            raise ValueError(
+                "load_adapter: expected a decoder whose reranker runs merged, got one without; "
+                "make it with a FutureBridgeSelector"
+            )
+        with self._alone():
+            self.loop.load_adapter(directory)
+
+    def decode(self, prompts: Sequence[Tensor], stop: Stop, draws: Sequence[Draw] = ()) -> list[Generation]:
+        """As `CollaborativeDecoder.decode`, as many prompts at once as the loop has rows."""
+        if (loop := self.loop) is None:
+            return super().decode(prompts, stop, draws)
+        check_decodable("slm", self.slm)
         check_own(self.policy)
         if min(self.policy.top_k, self.vocabulary) != loop.step.top_k:
             raise ValueError(
@@ -418,7 +444,8 @@ class CollaborativeDecoder:
             )
         rows = [Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
         threshold, events = self.policy.threshold, self.max_events
-        tasks = [Task(row, stop, threshold, events, draw=draw) for row, draw in zip(rows, draws, strict=True)]
+        draws = draws or [GREEDY] * len(rows)
+        tasks = [PairTask(row, stop, threshold, events, draw=draw) for row, draw in zip(rows, draws, strict=True)]
         for task in tasks:
             loop.check(task)
         with self._alone():
@@ -432,7 +459,7 @@ class CollaborativeDecoder:
                             raise task.error
             finally:
                 loop.clear()
-        return rows
+        return [self.generation(row) for row in rows]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -449,19 +476,3 @@ class CollaborativeDecoder:
                 yield
             finally:
                 self._at_work = None
-
-
-class LowLatencyDecoder(CollaborativeDecoder):
-    """A `CollaborativeDecoder` in the fast loop: its `max_length` is 8192 tokens if left out."""
-
-    def __init__(
-        self,
-        slm: CausalLM,
-        llm: LLM | CausalLM | None,
-        selector: Selector | None,
-        policy: RequestPolicy,
-        *,
-        max_length: int = MAX_LENGTH,
-        **options: Any,
-    ) -> None:
-        super().__init__(slm, llm, selector, policy, max_length=max_length, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 import weakref
@@ -18,20 +17,19 @@ import torch
 from torch import Tensor
 
 from fb_core._util import check_count
-from fb_core.decode.decoder import MAX_LENGTH, CollaborativeDecoder, Generation
-from fb_core.decode.loop import Loop, Task
+from fb_core.decode.decoder import MAX_LENGTH, Generation, LowLatencyDecoder
+from fb_core.decode.loop import PairTask
+from fb_core.decode.one_by_one import OneByOne
 from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import Selector
 from fb_core.events import Event
-from fb_core.llm.local import GONE
 from fb_core.models.facts import max_positions
 from fb_core.models.tokens import check_max_new_tokens, checked_prompts, token_ids
 from fb_core.runtime.plain import Running, Stop
 from fb_core.runtime.sampling import GREEDY, Sampling, check_sampling, occurrences
 from fb_core.runtime.step import Ranked
 from fb_core.score import shared_prefix
-from fb_core.score.scorer import CompatibilityScorer
 
 
 class Token(NamedTuple):
@@ -68,7 +66,7 @@ class Handle(Generic[Result]):
             has come or it has ended, and empty without `prompt_ranking`.
     """
 
-    def __init__(self, state: _State, task: Task, listener: Listener | None) -> None:
+    def __init__(self, state: _State, task: PairTask, listener: Listener | None) -> None:
         self._state = state
         self._task = task
         self._heard = 0  # tokens that the listener has got
@@ -165,7 +163,7 @@ class Engine:
         kv_memory: int | None = None,
         **options: Any,
     ) -> None:
-        self.decoder = CollaborativeDecoder(
+        self.decoder = LowLatencyDecoder(
             pair.slm,
             pair.llm,
             selector,
@@ -235,15 +233,14 @@ class Engine:
             if not isinstance(selector, Selector):
                 raise TypeError(f"selector: expected type Selector, got {type(selector).__name__}; leave it out")
             selector.check_slm(decoder.slm)
-        if (ranking or prompt_ranking) and decoder.loop is None:
-            raise ValueError("ranking: expected an SLM with a native decoder, got one without; leave it out")
         tokens = ids.tolist()
-        check_sampling(sampling)
-        draw = GREEDY if sampling is None else sampling.draw(tokens, sample)
+        draw = GREEDY
+        if sampling is not None:
+            check_sampling(sampling)
+            draw = sampling.draw(tokens, sample)
         row = Running(0, tokens, len(ids))
-        task = Task(row, stop, policy.threshold, events, ranking, selector, draw, prompt_ranking)
-        if decoder.loop is not None:
-            decoder.loop.check(task)
+        task = PairTask(row, stop, policy.threshold, events, ranking, draw, prompt_ranking, selector=selector)
+        self._state.loop.check(task)
         handle: Handle[Generation] = Handle(self._state, task, listener)
         self._state.enter(handle)
         return handle
@@ -272,10 +269,9 @@ class Engine:
         """
         decoder = self.decoder
         ((tokens, branches),) = shared_prefix.checked(decoder.slm, [(prefix, continuations)], decoder.vocabulary)
-        if decoder.loop is not None:
-            decoder.loop.check_scores(len(tokens), max(map(len, branches.continuations), default=0))
+        self._state.loop.check_scores(len(tokens), max(map(len, branches.continuations), default=0))
         row, stop = Running(0, tokens.tolist(), len(tokens)), Stop(frozenset(), 0, None)
-        task = Task(row, stop, 0.0, 0, continuations=branches.continuations)
+        task = PairTask(row, stop, 0.0, 0, continuations=branches.continuations)
         handle: Handle[Scores] = Handle(self._state, task, listener)
         self._state.enter(handle)
         return handle
@@ -318,11 +314,11 @@ class Engine:
     @property
     def load(self) -> Load:
         """The sequences and pages in use now."""
-        loop, waiting = self.decoder.loop, len(self._state.entering)
-        if loop is None:
-            return Load(waiting, int(self._state.busy), 0, 0, 0)
+        loop, waiting = self._state.loop, len(self._state.entering)
+        if isinstance(loop, OneByOne):
+            return Load(waiting + len(loop.waiting), int(loop.running is not None), 0, 0, 0)
         pages = loop.model.pages
-        asking = sum(task.asking is not None for task in list(loop.rows))
+        asking = sum(task.halted for task in list(loop.rows))
         return Load(
             waiting + len(loop.waiting),
             len(loop.rows) + len(loop.entering) + len(loop.scoring),
@@ -350,13 +346,13 @@ class Engine:
 class _State:
     """What the engine and its thread share; it does not keep the engine alive."""
 
-    def __init__(self, decoder: CollaborativeDecoder) -> None:
+    def __init__(self, decoder: LowLatencyDecoder) -> None:
         self.decoder = decoder
+        self.loop = OneByOne(decoder) if decoder.loop is None else decoder.loop
         self.changed = threading.Condition()
         self.entering: deque[Handle[Any]] = deque()
         self.leaving: set[Handle[Any]] = set()
         self.closed = False
-        self.busy = False  # whether the plain loop runs a sequence
         self.process = os.getpid()
 
     def check_process(self) -> None:
@@ -396,13 +392,10 @@ def _close(state: _State, thread: threading.Thread) -> None:
 def _work(state: _State, threads: int) -> None:
     """The engine's thread, with `threads` torch threads; an error that ends it ends all sequences."""
     torch.set_num_threads(threads)
-    handles: dict[Task, Handle] = {}
+    handles: dict[PairTask, Handle] = {}
     reason: BaseException = CancelledError()
     try:
-        if state.decoder.loop is None:
-            _one_after_another(state)
-        else:
-            _together(state, state.decoder.loop, handles)
+        _run(state, handles)
     except BaseException as problem:
         reason = problem
     finally:
@@ -413,8 +406,9 @@ def _work(state: _State, threads: int) -> None:
             handle._end(reason)
 
 
-def _together(state: _State, loop: Loop, handles: dict[Task, Handle]) -> None:
-    """Run the fast loop until the engine is closed; `handles` are the running sequences."""
+def _run(state: _State, handles: dict[PairTask, Handle]) -> None:
+    """Run the loop until the engine is closed; `handles` are the running sequences."""
+    loop = state.loop
     while True:
         with state.changed:
             state.changed.wait_for(lambda: state.entering or state.leaving or state.closed or loop.busy)
@@ -447,40 +441,3 @@ def _together(state: _State, loop: Loop, handles: dict[Task, Handle]) -> None:
             while handles:
                 handles.popitem()[1]._end(problem)
             loop.clear()
-
-
-def _one_after_another(state: _State) -> None:
-    """Run the plain loop until the engine is closed."""
-    while True:
-        with state.changed:
-            state.changed.wait_for(lambda: state.entering or state.closed)
-            state.leaving.clear()  # each one's `gone` says the same
-            if state.closed:
-                return
-            handle = state.entering.popleft()
-            state.busy = True
-        decoder, task = copy.copy(state.decoder), handle._task
-        decoder.policy = replace(decoder.policy, threshold=task.threshold)
-        decoder.max_events = task.max_events
-        if task.selector is not None:
-            decoder.intervention = replace(decoder.intervention, selector=task.selector)
-
-        def on_token(row: Running, handle: Handle = handle) -> bool:
-            handle._task.row = row
-            return not handle._tell() or handle._task.gone.cancelled() or state.closed
-
-        GONE.set(task.gone)
-        outcome: Generation | Scores | BaseException = CancelledError()
-        try:
-            if task.continuations is not None and not task.gone.cancelled():
-                scorer = CompatibilityScorer(decoder.slm, valid_vocab=decoder.vocabulary)
-                scores = scorer.logprobs(task.row.tokens, task.continuations, return_greedy=True)
-                outcome = [tuple(each.cpu() for each in one) for one in scores]
-            elif not task.gone.cancelled():
-                prompt = torch.tensor(task.row.tokens, device=decoder.slm.device)
-                draws = [task.draw] if task.draw.temperature else []
-                outcome = decoder.decode([prompt], replace(task.stop, on_token=on_token), draws)[0]
-        except BaseException as problem:
-            outcome = problem
-        state.busy = False
-        handle._end(CancelledError() if state.closed or task.gone.cancelled() else outcome)

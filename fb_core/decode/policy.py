@@ -6,23 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fb_core._util import check_count
+from fb_core.runtime.plain import Step, not_finite
 from fb_kernels import topk_entropy
-
-if TYPE_CHECKING:
-    from fb_core.runtime.plain import Step
 
 
 @dataclass(frozen=True)
 class RequestPolicy:
     """Ask where the entropy of the SLM's `top_k` largest logits exceeds a threshold (strictly).
 
-    A subclass may override `entropy` and `asks`; a decoder with `max_length` (the fast loop) refuses such a policy.
+    A subclass may override `entropy` and `asks`; the fast loop refuses such a policy.
 
     Attributes:
         threshold: nats; inf never asks, -inf always does.
@@ -99,11 +96,3 @@ def gate(policy: RequestPolicy, step: Step, logits: Tensor, budget: float) -> tu
             raise not_finite(step.index, row.index)
     asks = policy.asks(entropy).tolist()
     return nats, [index for index, row in enumerate(step.rows) if asks[index] and len(row.events) < budget]
-
-
-def not_finite(step: int, prompt: int) -> ValueError:
-    """The error for a small model whose logits have no softmax."""
-    return ValueError(
-        f"slm: expected finite logits, got NaN or infinite ones at step {step} of prompt {prompt}; check its weights "
-        "and dtype"
-    )

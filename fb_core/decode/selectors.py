@@ -12,8 +12,10 @@ from torch import Tensor
 from fb_core.events import Pool
 from fb_core.models.facts import Cache, CausalLM, fingerprint
 from fb_core.models.packed import Prefix, cached_prefix
+from fb_core.rerank.merged_reranker import MergedReranker
 from fb_core.rerank.reranker import TokenReranker
 from fb_core.rerank.value_head import ValueHead
+from fb_core.runtime.paged_model import PagedModel
 from fb_core.runtime.plain import last_logits
 from fb_core.runtime.sampling import seeded
 
@@ -173,3 +175,15 @@ class FutureBridgeSelector(ScoringSelector):
         if reranker.scope == "candidate" and len(prefixes) == len(states):
             return reranker.scores_many(prefixes, [pool.ids for pool in pools])
         return [reranker.scores(state.tokens, pool.ids) for state, pool in zip(states, pools, strict=True)]
+
+
+class MergedSelector(FutureBridgeSelector):
+    """A `FutureBridgeSelector` whose `MergedReranker` runs over the decoder's own buffers."""
+
+    def __init__(self, reranker: TokenReranker, model: PagedModel) -> None:
+        super().__init__(reranker)
+        self.merged_reranker = MergedReranker(reranker, model)
+
+    def _scores(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
+        prefixes = [state.prefix for state in states if state.prefix is not None]
+        return self.merged_reranker.scores_many(prefixes, [pool.ids for pool in pools])

@@ -57,7 +57,7 @@ class PagedLLM(LocalLLM):
 
     def _forget(self) -> None:
         self._held.clear()
-        self.paged.pages.release()
+        self.paged.pages.reset()
 
     @torch.no_grad()
     def candidates_many(
@@ -135,5 +135,5 @@ class PagedLLM(LocalLLM):
         if oldest is None:
             return False
         self._held.remove(oldest)
-        self.paged.pages.give_back(oldest.pages)
+        self.paged.pages.release(oldest.pages)
         return True

@@ -50,7 +50,7 @@ class TrainingTrajectory:
 
 @dataclass(frozen=True)
 class Optimisation:
-    """The published recipe.
+    """How rerankers are optimised; the defaults are the published ones.
 
     A step's trajectories are divided into `microbatches` contiguous pieces with about equally many groups; no
     trajectory is cut. Each piece is one forward and backward pass, which saves memory and lets that many processes
@@ -114,7 +114,7 @@ class Sweep:
 
     In scope "candidate" the prefixes of a microbatch run once through the frozen base, whatever the number of runs.
     Each run's candidates then follow in a packed forward of their own, so each run gets the same bits as alone. The
-    order of the trajectories is drawn from `recipe.seed` for every epoch; their groups are cut into steps of
+    order of the trajectories is drawn from `optimisation.seed` for every epoch; their groups are cut into steps of
     `groups_per_step`, so a trajectory may continue in the next step, and an epoch's last step holds what is left. The
     loss is the mean over the step's groups. The optimiser is AdamW in float32, with linear warm-up and then linear
     decay to zero. Dropout is seeded by run seed, step and microbatch, so there is no generator state to save, and the
@@ -128,7 +128,7 @@ class Sweep:
     Args:
         runs: rerankers on one base model (the same object); in eval mode between the steps.
         trajectories: the training states.
-        recipe: settings; the published ones if left out.
+        optimisation: settings; the published ones if left out.
         accelerator: an `accelerate.Accelerator` under `accelerate launch`.
 
     Attributes:
@@ -149,17 +149,17 @@ class Sweep:
         self,
         runs: Sequence[RerankerRun],
         trajectories: Sequence[TrainingTrajectory],
-        recipe: Optimisation | None = None,
+        optimisation: Optimisation | None = None,
         accelerator: Processes | None = None,
     ) -> None:
         checked = _checked(runs, trajectories)
         self.runs = tuple(runs)
-        self.recipe = recipe or Optimisation()
+        self.optimisation = optimisation or Optimisation()
         self._device = self.runs[0].reranker.base.device
-        epochs = _epochs(checked, self.recipe)
+        epochs = _epochs(checked, self.optimisation)
         self._steps = [step for steps in epochs for step in steps]
         self.total = len(self._steps)
-        self._about = _about(self.runs, checked, self.recipe) | {"steps": self.total}
+        self._about = _about(self.runs, checked, self.optimisation) | {"steps": self.total}
         self._processes = accelerator if accelerator is not None and accelerator.num_processes > 1 else None
         self._check_processes()
         self.epoch_ends = list(accumulate(len(steps) for steps in epochs))
@@ -178,7 +178,7 @@ class Sweep:
             self._tensors |= {f"run.{index}.{name}": tensor for name, tensor in tensors.items()}
             self._weights.append(flat)
         self._optimizer = torch.optim.AdamW(
-            self._weights, betas=self.recipe.betas, weight_decay=self.recipe.weight_decay
+            self._weights, betas=self.optimisation.betas, weight_decay=self.optimisation.weight_decay
         )
         for index, weight in enumerate(self._weights):
             moments = {name: self._tensors[f"run.{index}.{name}"] for name in ("exp_avg", "exp_avg_sq")}
@@ -203,7 +203,7 @@ class Sweep:
         norms, losses = [], []
         for weight, gradient in zip(self._weights, self._gradients(), strict=True):
             weight.grad = gradient[:-1]
-            norms.append(nn.utils.clip_grad_norm_(weight, self.recipe.clip))
+            norms.append(nn.utils.clip_grad_norm_(weight, self.optimisation.clip))
             losses.append(gradient[-1])
         measured = torch.stack([torch.stack(losses), torch.stack(norms)]).tolist()
         names = ("loss: expected a finite number", "gradient: expected a finite norm")
@@ -212,7 +212,7 @@ class Sweep:
                 if not math.isfinite(value):
                     raise ValueError(f"{name}, got {value} in step {self.step + 1} of run {run}; lower the rate")
         self.norms = measured[1]
-        self.rate = self.recipe.learning_rate * _linear(self.step, self.total, self.recipe.warmup)
+        self.rate = self.optimisation.learning_rate * _linear(self.step, self.total, self.optimisation.warmup)
         self._optimizer.param_groups[0]["lr"] = self.rate
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -234,7 +234,7 @@ class Sweep:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Resume a sweep of the same runs, trajectories and recipe; later steps have the same bits.
+        """Resume a sweep of the same runs, trajectories and optimisation; later steps have the same bits.
 
         Args:
             state: as from `state`; the number of processes may differ.
@@ -251,7 +251,7 @@ class Sweep:
             if self._about.get(name) != theirs.get(name):
                 raise ValueError(
                     f"state: expected {name} {self._about.get(name)}, got {theirs.get(name)}; "
-                    "resume with the runs, trajectories and recipe that it was saved with"
+                    "resume with the runs, trajectories and optimisation that it was saved with"
                 )
         losses = state.get("losses", torch.empty(0))
         steps = min(losses.numel() // len(self.runs), self.total)
@@ -284,16 +284,16 @@ class Sweep:
 
     def _check_processes(self) -> None:
         count = 1 if self._processes is None else self._processes.num_processes
-        if count > self.recipe.microbatches:
+        if count > self.optimisation.microbatches:
             raise ValueError(
-                f"processes: expected at most one per microbatch, {self.recipe.microbatches}, got {count}; "
-                f"give the recipe microbatches={count} or start fewer"
+                f"processes: expected at most one per microbatch, {self.optimisation.microbatches}, got {count}; "
+                f"give the optimisation microbatches={count} or start fewer"
             )
         digest = hashlib.sha256(json.dumps(self._about).encode()).digest()
         digests = self._gather(torch.tensor(list(digest), device=self._device))
         if bool((digests != digests[0]).any()):
             raise ValueError(
-                "processes: expected the same runs, trajectories and recipe in all, got different ones; "
+                "processes: expected the same runs, trajectories and optimisation in all, got different ones; "
                 "build them from the same files in the same order"
             )
 
@@ -301,7 +301,7 @@ class Sweep:
         """For each run [n + 1], gradient and loss: the microbatches' shares, added in their order."""
         trajectories = self._steps[self.step]
         groups = sum(len(trajectory.groups) for trajectory in trajectories)
-        pieces = _pieces(trajectories, self.recipe.microbatches)
+        pieces = _pieces(trajectories, self.optimisation.microbatches)
         index, stride = 0, 1
         if self._processes is not None:
             index, stride = self._processes.process_index, self._processes.num_processes
@@ -334,7 +334,7 @@ class Sweep:
 def train_reranker(
     reranker: TokenReranker,
     trajectories: Sequence[TrainingTrajectory],
-    recipe: Optimisation | None = None,
+    optimisation: Optimisation | None = None,
     on_step: Callable[[int, int, float], None] | None = None,
 ) -> list[float]:
     """Train adapter and head in place by group cross-entropy: a `Sweep` of one run.
@@ -342,7 +342,7 @@ def train_reranker(
     Args:
         reranker: as from `TokenReranker.from_base`; in eval mode afterwards.
         trajectories: the training states; the first column of their targets is used.
-        recipe: settings; the published ones if left out.
+        optimisation: settings; the published ones if left out.
         on_step: called with (steps done, total steps, loss).
 
     Returns:
@@ -353,8 +353,8 @@ def train_reranker(
         ValueError: no groups, a target of another length than its candidates, an id outside the vocabulary, or a loss
             or gradient that is not finite (the reranker then keeps its last finite state).
     """
-    recipe = recipe or Optimisation()
-    sweep = Sweep([RerankerRun(reranker, recipe.seed)], trajectories, recipe)
+    optimisation = optimisation or Optimisation()
+    sweep = Sweep([RerankerRun(reranker, optimisation.seed)], trajectories, optimisation)
     losses: list[float] = []
     while sweep.step < sweep.total:
         losses += sweep.advance()
@@ -472,11 +472,13 @@ def _linear(step: int, total: int, warmup: float) -> float:
     return (step + 1) / rising if step < rising else max(0.0, (total - step) / max(1, total - rising))
 
 
-def _epochs(trajectories: Sequence[TrainingTrajectory], recipe: Optimisation) -> list[list[list[TrainingTrajectory]]]:
+def _epochs(
+    trajectories: Sequence[TrainingTrajectory], optimisation: Optimisation
+) -> list[list[list[TrainingTrajectory]]]:
     """The epochs, each in its own order and cut into steps of `groups_per_step` groups; the last holds the rest."""
-    order = torch.Generator().manual_seed(recipe.seed)
+    order = torch.Generator().manual_seed(optimisation.seed)
     epochs = []
-    for _ in range(recipe.epochs):
+    for _ in range(optimisation.epochs):
         steps: list[list[TrainingTrajectory]] = []
         room = 0  # for groups in the last step
         for index in torch.randperm(len(trajectories), generator=order).tolist():
@@ -484,7 +486,7 @@ def _epochs(trajectories: Sequence[TrainingTrajectory], recipe: Optimisation) ->
             while groups:
                 if not room:
                     steps.append([])
-                    room = recipe.groups_per_step
+                    room = optimisation.groups_per_step
                 steps[-1].append(TrainingTrajectory(tokens, groups[:room]))
                 taken = len(steps[-1][-1].groups)
                 groups, room = groups[taken:], room - taken
@@ -515,7 +517,7 @@ def _trained(reranker: TokenReranker) -> list[nn.Parameter]:
 
 
 def _about(
-    runs: Sequence[RerankerRun], trajectories: Sequence[TrainingTrajectory], recipe: Optimisation
+    runs: Sequence[RerankerRun], trajectories: Sequence[TrainingTrajectory], optimisation: Optimisation
 ) -> dict[str, Any]:
     """The description of a sweep that its state holds, as JSON gives it back."""
     about: dict[str, Any] = {"base": fingerprint(runs[0].reranker.base), "number of runs": len(runs)}
@@ -527,7 +529,7 @@ def _about(
             "scope": run.reranker.scope,
             **{name: config[name] for name in ("r", "lora_alpha", "lora_dropout")},
         }
-    about |= {f"recipe.{name}": value for name, value in asdict(recipe).items()}
+    about |= {f"optimisation.{name}": value for name, value in asdict(optimisation).items()}
     about["trajectories"] = _digest(trajectories)
     return json.loads(json.dumps(about))
 

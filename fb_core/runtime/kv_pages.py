@@ -20,9 +20,9 @@ class Pages:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.release()
+        self.reset()
 
-    def release(self) -> None:
+    def reset(self) -> None:
         """Free all pages and forget their tokens, whatever an interrupt has left."""
         self._free = list(range(self.count - 1, -1, -1))
         self._holders = [0] * self.count
@@ -53,7 +53,7 @@ class Pages:
             self._holders[page] += 1
         return pages, len(shared) * SIZE
 
-    def comes(self, tokens: Sequence[int], others: Iterable[Sequence[int]]) -> bool:
+    def is_being_prefilled(self, tokens: Sequence[int], others: Iterable[Sequence[int]]) -> bool:
         """Whether others are now computing the first page of the sequence that is not known yet."""
         end = (len(self._shared(tokens)) + 1) * SIZE
         return end < len(tokens) and any(end < len(other) and other[:end] == tokens[:end] for other in others)
@@ -83,7 +83,7 @@ class Pages:
                 self._names[page] = (number, name)
             parent = self._names[page][0]
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """Give back the pages of a sequence that has ended."""
         for page in reversed(pages):  # so that the end of a prefix is reused before its beginning
             self._holders[page] -= 1

@@ -168,7 +168,7 @@ class PagedModel:
         Returns the residual stream after the last token of each [G, D]; with `every` after each token [N, D], and then
         forwards are not captured.
         """
-        self.order()
+        self.wait_for_stream()
         if every:
             rows = [self._run(self._packed([part for _, part in chunk], False)) for chunk in _chunks(parts)]
             streams = torch.cat(rows)
@@ -187,7 +187,7 @@ class PagedModel:
                 lengths = [min(self.length, size - first) for first in range(0, size, self.length)]
                 self.extend([Part([0] * length, 0, [-1] * pages_of(length)) for length in lengths])  # writes nowhere
 
-    def order(self) -> None:
+    def wait_for_stream(self) -> None:
         """Make what this thread enqueues wait for the last `extend`, on whichever stream that ran."""
         if self._extended is not None:
             torch.cuda.current_stream(self.graphs.device).wait_event(self._extended)

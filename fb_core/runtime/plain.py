@@ -82,6 +82,14 @@ class Step:
     slots: int
 
 
+def not_finite(step: int, prompt: int) -> ValueError:
+    """The error for a small model whose logits have no softmax."""
+    return ValueError(
+        f"slm: expected finite logits, got NaN or infinite ones at step {step} of prompt {prompt}; check its weights "
+        "and dtype"
+    )
+
+
 _DECODES: WeakSet[nn.Module] = WeakSet()  # models whose decoding was compared with plain forwards
 
 
@@ -176,7 +184,6 @@ def _contiguous(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return inputs[0].contiguous(), *inputs[1:]
 
 
-@torch.no_grad()
 def lockstep(
     model: CausalLM,
     prompts: Sequence[Tensor],
@@ -197,29 +204,43 @@ def lockstep(
         shared: equal prompts of a batch are one row of its first forward; not for a caller with hooks on the forward.
     """
     rows = [Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
-    device = model.device
     for batch in batches([len(ids) for ids in prompts], stop.room, batch_tokens):
-        live = [rows[index] for index in batch]
-        first, source = _distinct(live) if shared else (live, [])
-        ids, mask = left_padded([prompts[row.index] for row in first])
-        width, cache = ids.shape[1], Cache()
-        for step in count():
-            logits = last_logits(model, ids, mask, cache)
-            if len(logits) < len(live):  # equal prompts shared a row: from here on each has its own
-                cache.batch_select_indices(torch.tensor(source, device=device))
-                logits, mask = logits[source], None if mask is None else mask[source]
-            for row, token in zip(live, choose(Step(step, live, logits, cache, width + step)), strict=True):
-                row.tokens.append(token)
-            going = [index for index, row in enumerate(live) if not stop(row)]
-            if not going:
-                break
-            if len(going) < len(live):
-                cache.batch_select_indices(torch.tensor(going, device=device))
-                mask = None if mask is None else mask[going]
-                live = [live[index] for index in going]
-            ids = torch.tensor([row.tokens[-1:] for row in live], device=device)
-            mask = None if mask is None else torch.cat([mask, torch.ones_like(ids)], 1)
+        for _ in steps(model, [rows[index] for index in batch], stop, choose, shared=shared):
+            pass
     return rows
+
+
+@torch.no_grad()
+def steps(
+    model: CausalLM,
+    rows: Sequence[Running],
+    stop: Stop,
+    choose: Callable[[Step], Sequence[int]],
+    *,
+    shared: bool = False,
+) -> Iterator[None]:
+    """Append a token to every row of one batch, again and again until all have ended; arguments as of `lockstep`."""
+    device, live = model.device, list(rows)
+    first, source = _distinct(live) if shared else (live, [])
+    ids, mask = left_padded([torch.tensor(row.tokens, device=device) for row in first])
+    width, cache = ids.shape[1], Cache()
+    for step in count():
+        logits = last_logits(model, ids, mask, cache)
+        if len(logits) < len(live):  # equal prompts shared a row: from here on each has its own
+            cache.batch_select_indices(torch.tensor(source, device=device))
+            logits, mask = logits[source], None if mask is None else mask[source]
+        for row, token in zip(live, choose(Step(step, live, logits, cache, width + step)), strict=True):
+            row.tokens.append(token)
+        yield
+        going = [index for index, row in enumerate(live) if not stop(row)]
+        if not going:
+            return
+        if len(going) < len(live):
+            cache.batch_select_indices(torch.tensor(going, device=device))
+            mask = None if mask is None else mask[going]
+            live = [live[index] for index in going]
+        ids = torch.tensor([row.tokens[-1:] for row in live], device=device)
+        mask = None if mask is None else torch.cat([mask, torch.ones_like(ids)], 1)
 
 
 def _distinct(rows: Sequence[Running]) -> tuple[list[Running], list[int]]:

@@ -118,7 +118,7 @@ class DecodeStep:
 
         It halts at `limit` tokens, for which the pages are enough; the threshold is in nats.
         """
-        self.order()
+        self.wait_for_stream()
         count = len(tokens)
         self.state.tokens[row, :count] = torch.tensor(tokens)
         self.state.length[row] = count
@@ -132,9 +132,9 @@ class DecodeStep:
         self.slots[row, : len(pages) * SIZE] = (held[:, None] * SIZE + inside).flatten()
 
     @torch.no_grad()
-    def go_on(self, row: int, budget: int, token: int | None = None, position: int = 0) -> None:
+    def resume(self, row: int, budget: int, token: int | None = None, position: int = 0) -> None:
         """Let a row go on with `budget` events left; `token`, if given, is written at `position`, its end."""
-        self.order()
+        self.wait_for_stream()
         if token is not None:
             self.state.tokens[row, position] = token
             self.state.length[row] = position + 1
@@ -144,7 +144,7 @@ class DecodeStep:
     @torch.no_grad()
     def clear(self, row: int) -> None:
         """Remove a row's sequence."""
-        self.order()
+        self.wait_for_stream()
         self.state.halt[row] = int(Halt.LENGTH)
         self.state.length[row] = 1
         self.slots[row] = -1
@@ -152,7 +152,7 @@ class DecodeStep:
     @torch.no_grad()
     def reset(self) -> None:
         """Remove all sequences, and drop the outcomes that were not read."""
-        self.order()
+        self.wait_for_stream()
         self.state.halt.fill_(int(Halt.LENGTH))
         self.state.length.fill_(1)
         self.slots.fill_(-1)
@@ -164,7 +164,7 @@ class DecodeStep:
 
         `count` is its number of tokens as the host knows it; steps not read yet may have appended more.
         """
-        self.order()
+        self.wait_for_stream()
         held = count + RING
         self.state.tokens[to, :held] = self.state.tokens[row, :held]
         state = self.state
@@ -175,9 +175,9 @@ class DecodeStep:
         self.logits[to] = self.logits[row]
         self.clear(row)
 
-    def order(self) -> None:
+    def wait_for_stream(self) -> None:
         """Make what this thread enqueues wait for the last step and `extend`, on whichever streams those ran."""
-        self.model.order()
+        self.model.wait_for_stream()
         if self.ended and self.begun:
             torch.cuda.current_stream(self.logits.device).wait_event(self.ended[(self.begun - 1) % RING])
 
@@ -188,7 +188,7 @@ class DecodeStep:
         With `ranked`, outcomes also have the likeliest tokens, which are computed after the step. With `sampled`, rows
         draw their tokens as they were put; otherwise all take the likeliest.
         """
-        self.order()
+        self.wait_for_stream()
         slot = self.begun % RING
         self._ready(self._captured(count), slot, sampled)()
         self._ranked[slot] = ranked
@@ -220,7 +220,7 @@ class DecodeStep:
     def warm(self) -> None:
         """Capture the steps that `run` would capture at their first use."""
         if self.model.graphs.captures:
-            self.order()
+            self.wait_for_stream()
             for rows in sorted({self._captured(count) for count in range(1, self.rows + 1)}):
                 for slot, sampled in product(range(RING), (False, True)):
                     self._ready(rows, slot, sampled)

@@ -85,7 +85,7 @@ class _Writing:
             beginning = tuple(row.tokens[:-1])
             if beginning in entering:
                 copies.append(row)
-            elif pages.comes(row.tokens, (other.tokens for other in self.live[first:])) or not (
+            elif pages.is_being_prefilled(row.tokens, (other.tokens for other in self.live[first:])) or not (
                 taken := pages.take(row.tokens, self.stop.length(row))
             ):
                 later.append(row)
@@ -135,7 +135,7 @@ class _Writing:
         if len(going) == count:
             return
         for ended in set(range(count)) - set(going):
-            self.model.pages.give_back(self.pages[ended])
+            self.model.pages.release(self.pages[ended])
         kept = torch.tensor(going, dtype=torch.int64, device=self.ids.device)
         for buffer in (self.ids, self.positions, self.table):
             buffer[: len(going)] = buffer[kept]

@@ -39,7 +39,7 @@ from fb_core.score.scorer import CompatibilityScorer
 MARGIN = 1e-4
 NEVER, ALWAYS = math.inf, -math.inf
 
-both_loops = pytest.mark.parametrize("loop", [{}, {"max_length": 64}], ids=["plain", "fast"])
+both_loops = pytest.mark.parametrize("kind", [CollaborativeDecoder, LowLatencyDecoder])
 
 
 class Mixed(ScoringSelector):
@@ -159,13 +159,13 @@ def test_equals_a_plain_loop_token_by_token_and_event_by_event(family, pool):
 
 
 @both_loops
-def test_eos_inside_and_outside_of_events(loop):
+def test_eos_inside_and_outside_of_events(kind):
     slm, llm = tiny("qwen3", 1), tiny("qwen3", 2)
     (ids,) = prompts(5)
 
     def decode():
-        options = {"slm_k": 3, "llm_k": 3, "max_events": 3, **loop}
-        return CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(1.2), **options).generate(ids, 16)
+        options = {"slm_k": 3, "llm_k": 3, "max_events": 3}
+        return kind(slm, llm, Mixed(), RequestPolicy(1.2), **options).generate(ids, 16)
 
     slm.generation_config.eos_token_id = slm.config.eos_token_id = None
     generation = decode()
@@ -497,7 +497,7 @@ def test_padding_of_the_embedding_never_counts():
 # bad arguments
 
 
-def decoder_of(**options):
+def decoder_of(kind=CollaborativeDecoder, **options):
     slm = tiny("qwen3", 1)
     settings = {
         "slm": slm,
@@ -505,7 +505,7 @@ def decoder_of(**options):
         "selector": LLMPreference(),
         "policy": RequestPolicy(1.0),
     } | options
-    return CollaborativeDecoder(**settings)
+    return kind(**settings)
 
 
 @pytest.mark.parametrize(
@@ -794,8 +794,8 @@ def custom(decoder, ids, **settings):
 
 
 @both_loops
-def test_custom_generate_streams_and_honours_limits(loop):
-    decoder = decoder_of(policy=RequestPolicy(1.3), **loop)
+def test_custom_generate_streams_and_honours_limits(kind):
+    decoder = decoder_of(kind, policy=RequestPolicy(1.3))
     ids = prompts(5)[0][None]
     plainly = decoder.generate(ids, 9).token_ids.tolist()
     assert len(plainly) == 9
@@ -809,8 +809,8 @@ def test_custom_generate_streams_and_honours_limits(loop):
 
 
 @both_loops
-def test_custom_generate_honours_stopping_criteria_and_eos(loop):
-    decoder = decoder_of(policy=RequestPolicy(1.3), **loop)
+def test_custom_generate_honours_stopping_criteria_and_eos(kind):
+    decoder = decoder_of(kind, policy=RequestPolicy(1.3))
     ids = prompts(5)[0][None]
     plainly = decoder.generate(ids, 9).token_ids.tolist()
     stop = next(token for token in plainly[2:] if token not in plainly[:2])
@@ -821,8 +821,8 @@ def test_custom_generate_honours_stopping_criteria_and_eos(loop):
 
 
 @both_loops
-def test_custom_generate_of_a_left_padded_batch(loop):
-    decoder = decoder_of(policy=RequestPolicy(1.3), **loop)
+def test_custom_generate_of_a_left_padded_batch(kind):
+    decoder = decoder_of(kind, policy=RequestPolicy(1.3))
     asked = prompts(3, 6)
     generations = decoder.generate_many(asked, 7)
     stop = int(generations[0].token_ids[2])

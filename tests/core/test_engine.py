@@ -30,6 +30,7 @@ from fb_core import (
     FutureBridgeSelector,
     LLMPreference,
     LocalLLM,
+    LowLatencyDecoder,
     RequestPolicy,
     SLMPreference,
     TokenReranker,
@@ -39,6 +40,7 @@ from fb_core.decode.engine import Engine
 from fb_core.decode.pair import Pair
 from fb_core.llm.local import LLM
 from fb_core.llm.paged_llm import PagedLLM
+from fb_core.runtime import loop as runtime_loop
 from fb_core.runtime.cuda_graphs import Graphs
 from fb_core.runtime.kv_pages import SIZE, Pages, pages_of
 from fb_core.runtime.paged_model import BUCKETS, PagedModel, Part
@@ -83,7 +85,7 @@ def test_pages_are_shared_by_what_they_hold_and_found_again():
     assert (held, whole[0]) == (SIZE, first[0])
     assert whole[1] not in (*first, *second)
     for each in (first, second, whole):
-        pages.give_back(each)
+        pages.release(each)
     assert pages.free == 10
     again, held = pages.take(tokens, 200)
     assert held == 3 * SIZE
@@ -98,12 +100,12 @@ def test_pages_that_were_given_back_first_go_first():
     for tokens in known:
         own, _ = pages.take(tokens, 128)
         pages.filled(tokens, own)
-        pages.give_back(own)
+        pages.release(own)
     pages.take([5, 6, 7], 128)  # the fifth page, and the end of the older beginning
     for tokens, held in zip(known, (SIZE, 2 * SIZE), strict=True):
         own, found = pages.take(tokens, held)
         assert found == held
-        pages.give_back(own)
+        pages.release(own)
     assert pages.take([8], 4 * SIZE) is None
 
 
@@ -120,7 +122,7 @@ def test_pages_are_never_given_twice_nor_lost(asked, count):
         taken = pages.take(tokens, length + more)
         if taken is None:
             if running:
-                pages.give_back(running.pop(0)[1])
+                pages.release(running.pop(0)[1])
             continue
         own, held = taken
         assert len(own) == pages_of(length + more)
@@ -134,7 +136,7 @@ def test_pages_are_never_given_twice_nor_lost(asked, count):
         if pages.grow(own, length + more + SIZE):
             assert len(own) == pages_of(length + more + SIZE)
     for _, own in running:
-        pages.give_back(own)
+        pages.release(own)
     assert pages.free == count
 
 
@@ -160,7 +162,7 @@ def test_pages_that_were_computed_twice_are_shared_as_what_they_hold():
             elif kind < 0.75:
                 pages.filled(*draw.choice(held))
             else:
-                pages.give_back(held.pop(draw.randrange(len(held)))[1])
+                pages.release(held.pop(draw.randrange(len(held)))[1])
 
 
 def test_queries_together_that_share_a_page_stay_right_when_one_makes_room():
@@ -215,7 +217,7 @@ def test_short_prompts_go_ahead_of_long_ones_which_keep_half_of_each_piece(monke
         return extend(self, parts, *more)
 
     monkeypatch.setattr(PagedModel, "extend", extending)
-    monkeypatch.setattr(loop, "CHUNK", 16)
+    monkeypatch.setattr(runtime_loop, "CHUNK", 16)
     with engine(slm, llm, max_length=210, max_batch=7, prefill_tokens=16) as running:
         with running._state.changed:
             handles = [running.submit(ids, 9) for ids in asked]
@@ -237,7 +239,7 @@ def test_prompts_that_arrive_together_compute_their_common_pages_once(monkeypatc
         return extend(self, parts, *more)
 
     monkeypatch.setattr(PagedModel, "extend", extending)
-    decoder = CollaborativeDecoder(
+    decoder = LowLatencyDecoder(
         slm, llm, Mixed(), RequestPolicy(1.2), **OPTIONS, max_length=200, max_batch=4, kv_memory=None
     )
     assert [facts(one) for one in decoder.generate_many(asked, 12)] == want
@@ -293,20 +295,20 @@ def test_log_probs_are_the_small_models_at_every_place(ahead):
     assert events > 5
 
 
-@pytest.mark.parametrize("fast", [{}, {"max_length": 60}])
-def test_an_end_that_the_large_model_alone_has_ends_the_generation(fast):
+@pytest.mark.parametrize("kind", [CollaborativeDecoder, LowLatencyDecoder])
+def test_an_end_that_the_large_model_alone_has_ends_the_generation(kind):
     slm, llm = models()
     (ids,) = prompts(6, seed=5)
 
     def decoder():
-        return CollaborativeDecoder(slm, llm, LLMPreference(), RequestPolicy(-math.inf), max_events=6, **fast)
+        return kind(slm, llm, LLMPreference(), RequestPolicy(-math.inf), max_events=6)
 
     whole = decoder().generate(ids, 30).token_ids.tolist()
     assert len(whole) > 5
     llm.generation_config.eos_token_id = [EOS, whole[4]]
     wanted = whole[: whole.index(whole[4]) + 1]
     assert decoder().generate(ids, 30).token_ids.tolist() == wanted
-    if fast:
+    if kind is LowLatencyDecoder:
         with engine(slm, llm, LLMPreference(), -math.inf, max_events=6) as served:
             assert served.submit(ids, 30).result(60).token_ids.tolist() == wanted
 
@@ -548,7 +550,7 @@ def test_an_error_of_all_reaches_all_who_were_submitted(monkeypatch):
         assert [facts(running.submit(prompts(5)[0], 9).result(60))] == alone(slm, llm, prompts(5), 9)
 
 
-@pytest.mark.parametrize("where", ["loop.step.put", "loop.step.go_on", "loop._threads.submit", "pair.text"])
+@pytest.mark.parametrize("where", ["loop.step.put", "loop.step.resume", "loop._threads.submit", "pair.text"])
 def test_an_error_in_what_one_sequence_needs_ends_it_alone(monkeypatch, where):
     slm, llm = models()
     slow, asked, second = Slow(llm), prompts(5, 90, 7, seed=15), iter([False, True])
@@ -668,7 +670,7 @@ else:
 
 def test_an_interrupt_while_the_llm_takes_pages_loses_none(monkeypatch):
     slm, llm = models()
-    decoder = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(-1.0), **OPTIONS, max_length=200)
+    decoder = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(-1.0), **OPTIONS, max_length=200)
     large = decoder.llm
 
     def interrupted(queries):
@@ -697,18 +699,18 @@ def test_what_goes_wrong_at_one_event_ends_that_sequence_alone():
 
 def test_an_interrupt_in_the_midst_of_a_move_loses_no_page(monkeypatch):
     slm, llm = models()
-    decoder = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(1.2), **OPTIONS, max_length=200, max_batch=4)
+    decoder = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.2), **OPTIONS, max_length=200, max_batch=4)
     asked, loop = prompts(5, 90, 7, 70), decoder.loop
     before = [facts(one) for one in decoder.generate_many(asked, 12)]
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    for name in ("clear", "move", "put", "go_on"):  # of the step, each in the midst of what the loop does
+    for name in ("clear", "move", "put", "resume"):  # of the step, each in the midst of what the loop does
         with monkeypatch.context() as patch:
             patch.setattr(loop.step, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
-                decoder.generate_many([*asked, prompts(9)[0]], 12 if name != "go_on" else 20)
+                decoder.generate_many([*asked, prompts(9)[0]], 12 if name != "resume" else 20)
         assert (loop.model.pages.free, loop.busy) == (loop.model.pages.count, False)
         assert [facts(one) for one in decoder.generate_many(asked, 12)] == before
 
@@ -781,7 +783,7 @@ def test_what_is_warm_captures_no_more(monkeypatch):
     asked = prompts(30, 5, 12, 7, 9)
     want = alone(slm, llm, asked, 12, reranker)
     fast = engine(slm, llm, reranker, max_batch=4, max_length=100)
-    for model in (fast.decoder.loop.model, fast.decoder.loop.large.paged):
+    for model in (fast.decoder.loop.model, fast.decoder.loop.paged_llm.paged):
         model.graphs.captures = True
     fast.warm()
     assert len(captured) == len(set(captured)) + len(BUCKETS)  # both models have those
@@ -825,7 +827,7 @@ def test_new_tokens_and_steps_wait_for_those_of_another_stream(monkeypatch):
         model, "_extend", lambda parts: (log.append("extended"), torch.zeros(len(parts), model.width))[1]
     )
     step = DecodeStep(model, 20, 4, frozenset(), 1)
-    for name, act in (("a", model.extend), ("b", model.extend), ("c", lambda _: step.order())):
+    for name, act in (("a", model.extend), ("b", model.extend), ("c", lambda _: step.wait_for_stream())):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _, name=name: Stream(name, log))
         act([Part([1, 2], 0, [0])])
     assert log == ["a waits for None", "extended", "b waits for a", "extended", "c waits for b"]
@@ -835,6 +837,6 @@ def test_an_llm_elsewhere_is_asked_once_the_logits_are_there_and_its_pools_are_c
     log = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("worker", log))
     task = SimpleNamespace(gone=Future())
-    pools = loop._asked_elsewhere(task, lambda *_: log.append("asked") or ["pool"], [], torch.zeros(1, 4), "logits")
+    pools = loop._ask_elsewhere(task, lambda *_: log.append("asked") or ["pool"], [], torch.zeros(1, 4), "logits")
     assert pools == ["pool"]
     assert log == ["worker waits for logits", "asked", "worker ends"]

@@ -13,12 +13,12 @@ from test_engine import alone, engine, facts, models, waited
 from tiny import V, prompts, tiny
 
 from fb_core import CompatibilityScorer
-from fb_core.decode import loop
 from fb_core.decode.engine import Engine
 from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy
 from fb_core.models import native, packed
-from fb_core.runtime.paged_model import PagedModel
+from fb_core.runtime import loop
+from fb_core.runtime.paged_model import PagedModel, page_bytes
 from fb_core.runtime.step import RANKED
 
 
@@ -212,7 +212,7 @@ def test_what_can_never_be_scored_is_refused_at_once(prefix, continuations, word
 
 def test_pages_and_a_forward_are_limits_too(monkeypatch):
     slm, _ = models()
-    settings = {"max_events": 0, "max_length": 300, "kv_memory": 2 * loop.page_bytes(slm)}
+    settings = {"max_events": 0, "max_length": 300, "kv_memory": 2 * page_bytes(slm)}
     with Engine(Pair(slm, None), None, RequestPolicy(9.0), **settings) as running:
         with pytest.raises(ValueError, match="prefix: expected at most 128 tokens with a continuation, got 120 and 9"):
             running.score([5] * 120, [[5] * 9])

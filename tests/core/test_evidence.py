@@ -15,13 +15,8 @@ from benchmarks.evidence import ALONE, TAKEOVER, Cells, clustered
 
 N = 100
 BEFORE = [
-    {
-        "recipe": "as it was deployed",
-        "world": "plans",
-        "minus value": [-0.01, -0.02, 0.0],
-        "calls minus value": -0.5,
-        "lowest minus greedy or direct": -0.09,
-    }
+    {"recipe": "as it was deployed", "world": "plans", "minus value": [-0.01, -0.02, 0.0]}
+    | {"calls minus value": -0.5, "lowest minus greedy or direct": -0.09}
 ]
 
 

@@ -23,11 +23,11 @@ from fb_core import (
     TokenReranker,
 )
 from fb_core.decode.decoder import LowLatencyDecoder
-from fb_core.decode.merged_reranker import MergedReranker
 from fb_core.llm.paged_llm import PagedLLM
 from fb_core.models.native import FAMILIES, NativeDecoder
 from fb_core.models.packed import Prefix
 from fb_core.models.tokens import token_ids
+from fb_core.rerank.merged_reranker import MergedReranker
 from fb_core.runtime.kv_pages import SIZE, pages_of
 from fb_core.runtime.paged_model import CHUNK, PagedModel, Part
 from fb_core.runtime.step import DecodeStep
@@ -151,7 +151,7 @@ def running(family="qwen3", threshold=math.inf, length=5, slots=256, dtype=None)
     step, tokens = DecodeStep(model, 50, 64, frozenset(), 1), prompts(length)[0].tolist()
     pages = held(model, tokens)
     step.put(0, tokens, pages, slots, threshold)
-    step.go_on(0, 8)
+    step.resume(0, 8)
     return step
 
 
@@ -249,7 +249,7 @@ def test_a_step_that_halted_changes_nothing_when_it_runs_again():
     assert step.outcomes(1) == first
     now = (*step.state, *step.model.keys, *step.model.values, step.logits)
     assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
-    step.go_on(0, 7, 17, 5)
+    step.resume(0, 7, 17, 5)
     step.run(1)
     assert step.state.tokens[0, 5] == 17
     assert int(step.state.budget) == 7
@@ -615,7 +615,7 @@ def test_another_adapter_takes_the_place_of_the_first(tmp_path):
     options = {"slm_k": 4, "llm_k": 4, "max_events": 4}
     fast = LowLatencyDecoder(slm, llm, FutureBridgeSelector(adapters[0]), RequestPolicy(1.0), **options)
     (ids,) = prompts(9, seed=2)
-    weights = [weight.data_ptr() for weight in (*fast.loop.merged._qkv, *fast.loop.merged._o)]
+    weights = [weight.data_ptr() for weight in (*fast.loop.merged_reranker._qkv, *fast.loop.merged_reranker._o)]
     seen = []
     for number, adapter in enumerate(adapters, 1):
         fast.load_adapter(tmp_path / str(number))
@@ -626,7 +626,7 @@ def test_another_adapter_takes_the_place_of_the_first(tmp_path):
         for mine, theirs in zip(got.events, want.events, strict=True):
             assert mine.scores == pytest.approx(theirs.scores, abs=1e-3)
     assert seen[0] != seen[1]
-    assert [weight.data_ptr() for weight in (*fast.loop.merged._qkv, *fast.loop.merged._o)] == weights
+    assert [weight.data_ptr() for weight in (*fast.loop.merged_reranker._qkv, *fast.loop.merged_reranker._o)] == weights
 
 
 def test_an_adapter_that_does_not_fit_changes_nothing(tmp_path):

@@ -113,7 +113,7 @@ def started(slm: PreTrainedModel, length: int, ids: Tensor, vocabulary: int = 10
     paged.extend([Part(ids[:-1].tolist(), 0, taken[0])])
     step = DecodeStep(paged, vocabulary, 64, frozenset(), 1)
     step.put(0, ids.tolist(), taken[0], length, math.inf)
-    step.go_on(0, 0)
+    step.resume(0, 0)
     return step
 
 

@@ -21,7 +21,7 @@ from fb_core.apps.demo import DEMO, checkpoint
 from fb_core.apps.pipeline.files import Artefact, digest
 from fb_core.apps.pipeline.problems import Problem, load_problems, prompt_ids, split, without_overlap
 from fb_core.apps.settings.config import ModelSettings, ProblemSettings, RunSettings, ServerSettings, VerifierSettings
-from fb_core.decode.decoder import CollaborativeDecoder, Generation
+from fb_core.decode.decoder import CollaborativeDecoder, Generation, LowLatencyDecoder
 from fb_core.decode.deployment import Deployed
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import FutureBridgeSelector, LLMPreference, Selector
@@ -347,7 +347,7 @@ class Context:
         settings, llm = self.settings, self.models.llm if ask else None
         pools = {"slm_k": settings.collect.slm_k, "llm_k": settings.futures.llm_k}
         given: dict[str, Any] = {**self.options, **pools, "max_events": settings.evaluate.max_events, **options}
-        return CollaborativeDecoder(self.models.slm, llm, selector, self.policy, **given)
+        return decoder_of(self.models.slm, llm, selector, self.policy, **given)
 
     def named(self, name: str, seed: int | None) -> CollaborativeDecoder:
         """The decoder of one of `LABELS`, the seed being that of its reranker, if it has one.
@@ -365,10 +365,9 @@ class Context:
         """The decoder of a recipe; "published" and "value" need the reranker."""
         models, selector = self.models, deployed.selector(reranker)
         if selector is None:
-            return CollaborativeDecoder(models.slm, None, None, deployed.policy, **self.options, max_events=0)
-        return CollaborativeDecoder(
-            models.slm, models.llm, selector, deployed.policy, **self.options, **deployed.pools.model_dump()
-        )
+            return decoder_of(models.slm, None, None, deployed.policy, **self.options, max_events=0)
+        pools = deployed.pools.model_dump()
+        return decoder_of(models.slm, models.llm, selector, deployed.policy, **self.options, **pools)
 
     def chosen_decoder(self, seed: int) -> CollaborativeDecoder:
         """The decoder of the recipe that the run chose for a seed; ValueError if it chose none."""
@@ -384,9 +383,25 @@ class Context:
         return self.decoder(FutureBridgeSelector(reranker), ask=ask, **pool_options(self.settings))
 
 
+def decoder_of(
+    slm: CausalLM,
+    llm: LLM | CausalLM | None,
+    selector: Selector | None,
+    policy: RequestPolicy,
+    *,
+    max_length: int | None = None,
+    max_batch: int = 1,
+    **options: Any,
+) -> CollaborativeDecoder:
+    """A `LowLatencyDecoder` for `max_batch` sequences of `max_length` tokens; without a length, the plain decoder."""
+    if max_length is None:
+        return CollaborativeDecoder(slm, llm, selector, policy, **options)
+    return LowLatencyDecoder(slm, llm, selector, policy, max_length=max_length, max_batch=max_batch, **options)
+
+
 def alone(slm: CausalLM, **options: Any) -> CollaborativeDecoder:
-    """The decoder that never asks; raises as `CollaborativeDecoder`, whose options it takes."""
-    return CollaborativeDecoder(slm, None, None, RequestPolicy(math.inf), max_events=0, **options)
+    """The decoder that never asks; its options are those of `decoder_of`."""
+    return decoder_of(slm, None, None, RequestPolicy(math.inf), max_events=0, **options)
 
 
 def together_of(settings: RunSettings, length: int) -> int:

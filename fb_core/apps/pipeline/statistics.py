@@ -99,7 +99,7 @@ def outcomes_differ(outcome: ArrayLike) -> bool:
 def bootstrap(
     statistic: Callable[[Resample], Vector], sets: Sequence[Vector], resamples: int, level: float, seed: int
 ) -> Interval:
-    """The interval of a statistic of a `Resample` of these sets, each [n, S], with a value [R], NaN where it has none."""
+    """The interval of a statistic of a `Resample` of these sets, each [n, S]; a value [R] that it lacks is NaN."""
     assert resamples >= 1
     assert 0 < level < 1
     problems, seeds = tuple(len(one) for one in sets), max(one.shape[1] for one in sets)

@@ -181,7 +181,7 @@ class TrainStage(Stage):
         """Each seed's sweep before its first step."""
         settings, accelerator = self.settings.train, self._accelerator()  # first, since it sets this process's device
         columns = {horizon: column for column, horizon in enumerate(settings.horizons)}
-        recipe = Optimisation(
+        optimisation = Optimisation(
             learning_rate=settings.learning_rate,
             weight_decay=settings.weight_decay,
             warmup=settings.warmup,
@@ -198,7 +198,7 @@ class TrainStage(Stage):
             self.sweep(
                 [RerankerRun(self.reranker(seed), seed, columns[horizon]) for horizon in settings.horizons],
                 groups["train"],
-                replace(recipe, seed=seed),
+                replace(optimisation, seed=seed),
                 accelerator,
             )
             for seed in settings.seeds

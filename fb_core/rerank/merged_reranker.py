@@ -9,8 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fb_core.decode.selectors import FutureBridgeSelector, State
-from fb_core.events import Pool
 from fb_core.models.adapters import adapter_scales
 from fb_core.models.facts import Reading
 from fb_core.models.native import Linear
@@ -119,15 +117,3 @@ class MergedReranker:
     def nbytes(self) -> int:
         """Bytes of the merged weights."""
         return sum(weight.nbytes for weight in (*self._qkv, *self._o))
-
-
-class MergedSelector(FutureBridgeSelector):
-    """A `FutureBridgeSelector` whose `MergedReranker` runs over the decoder's own buffers."""
-
-    def __init__(self, reranker: TokenReranker, model: PagedModel) -> None:
-        super().__init__(reranker)
-        self.merged = MergedReranker(reranker, model)
-
-    def _scores(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
-        prefixes = [state.prefix for state in states if state.prefix is not None]
-        return self.merged.scores_many(prefixes, [pool.ids for pool in pools])
