@@ -5,33 +5,30 @@ the right answer unless the large model knows better. In "nothing" the large mod
 it was taught to forget the carry in steps with a multiplier of 5 or more, so it is sure, and its answers are wrong. In
 "harm" its sums are 11 too large in these steps, so each of their digits is wrong too. The models are trained first,
 from a seed. A run is one seed at one quantile, from states to the choice; then the four recipes decode test problems.
-Finished runs are kept: the same command continues where it stopped. `--report` writes docs/adverse.md.
+Finished runs are kept: the same command continues where it stopped. `--report` writes docs/evidence/adverse.json.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import as_completed
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from fb_core._util import write_file
 from numpy.random import Generator
 from scipy.stats import binomtest
 
 from benchmarks import command
-from benchmarks.evidence import SHOWN, Cells, gap, make, points
+from benchmarks.evidence import SHOWN, Cells, finished_cells, gap, make, make_all, points, write_cells
+from fb_core._util import write_file
 from fb_core.apps.demo import Part
 from fb_core.apps.demo.pairs import Pretraining, train_model
 from fb_core.apps.demo.worlds import END, Role, World, WorldProblem, step_text
 from fb_core.apps.pipeline.page import markdown_table
-from fb_core.apps.processes import processes
 from fb_core.apps.settings.config import RunSettings, changed
 
 SEEDS = tuple(range(97_001, 97_051))  # of problems, training sets and rerankers; fixed before the run
@@ -153,8 +150,8 @@ def failures(cells: Cells, delta: float) -> list[str]:
     return markdown_table(head, rows)
 
 
-def page(records: Sequence[Mapping[str, Any]]) -> str:
-    """docs/adverse.md."""
+def section(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The lines of docs/evidence.md on these runs."""
     cells, choice = Cells(records, WORLDS), RunSettings.load("tiny-control").choice
     seeds = sorted({cell["seed"] for cell in cells.records})
     alone = {world: 100 * cells.mean_accuracy(world, "greedy") for world in cells.worlds}
@@ -164,23 +161,18 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         f"{world}: " + ", ".join(f"{name} {count}" for name, count in counts) for world, counts in by_recipe.items()
     )
     unpassed = sum("none of" in cell["words"] for cell in cells.records)
-    lines = [
-        "# Where certification could fail",
+    return [
+        "## Where the large model adds nothing or harms",
         "",
-        "*Written by `python -m benchmarks.adverse --report` from [the runs](evidence/adverse.json).*",
-        "",
-        "In every run of the [demo's worlds](evidence.md) at least one recipe was better than greedy decoding. So "
-        "those runs cannot show that certification keeps a bad recipe from being deployed. These can. In them the "
-        "words of a solution say nothing about what follows, and the large model adds nothing or harms:",
+        "In all cells above some recipe is better than greedy decoding, so they cannot show that certification keeps a "
+        "bad recipe from being deployed. `python -m benchmarks.adverse` made runs that can, in worlds where the words "
+        "of a solution say nothing about what follows:",
         "",
         "- *nothing*: the large model is the small one itself.",
-        f"- *carry*: the large model was taught to forget the carry in steps with a multiplier of {MISTAKEN[0]} or "
-        "more. It is sure, and most of its answers are wrong. But digits that need no carry are right.",
-        "- *harm*: in the same steps the large model's sums are 11 too large. It is sure, and each of their digits is "
-        "wrong.",
-        "",
-        "*Carry* was meant to be the world that harms, but its runs showed that single tokens of the large model help "
-        "there. So *harm* was added; it was tried on validation problems before any of its runs.",
+        f"- *carry*: the large model forgets the carry in steps with a multiplier of {MISTAKEN[0]} or more. It is "
+        "sure, and most of its answers are wrong, but single tokens of it help.",
+        "- *harm*: in the same steps its sums are 11 too large, so each digit is wrong. This world was added after the "
+        "runs of *carry*, and tried on validation problems first.",
         "",
         "The small model alone is right on "
         + ", ".join(f"{value:.1f}% in {world}" for world, value in alone.items())
@@ -188,41 +180,29 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         + ", ".join(f"{value:.1f}% in {world}" for world, value in taken.items())
         + ".",
         "",
-        f"{len(cells.records)} runs: seeds {seeds[0]} to {seeds[-1]}, written down before the runs, request quantile "
-        f"{QUANTILE:g}, {len(cells.correct(cells.records[0], 'greedy'))} test problems each. A seed draws all problems "
-        "and initialises the reranker. The models of a world are the same in all its runs. A run counts as below if it "
-        "is more than the margin below on its own test problems. Intervals of shares are Clopper-Pearson intervals.",
+        f"There are {len(cells.records)} runs: seeds {seeds[0]} to {seeds[-1]}, written down before, request quantile "
+        f"{QUANTILE:g}, {len(cells.correct(cells.records[0], 'greedy'))} test problems each. Intervals of shares are "
+        "Clopper-Pearson intervals.",
         "",
         *failures(cells, choice.delta),
         "",
-        f"How often each recipe was deployed: {counted}. Runs in which no recipe passed "
-        f"its test: {unpassed} of {len(cells.records)}.",
+        f"How often each recipe was deployed: {counted}. In {unpassed} of {len(cells.records)} runs no recipe passed.",
     ]
-    return "\n".join(lines) + "\n"
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for models, problems, runs and finished cells.")] = OUT,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; one per core by default.")] = None,
     seeds: Annotated[list[int] | None, typer.Option(help="Seeds; those of the page by default.")] = None,
-    write: Annotated[bool, typer.Option("--report", help="Only write docs from the finished runs.")] = False,
+    write: Annotated[bool, typer.Option("--report", help="Only write docs/evidence from the finished runs.")] = False,
 ) -> None:
     """Make every run that is still missing."""
     if write:
-        records = [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
-        lines = ",\n".join(json.dumps(cell, sort_keys=True) for cell in records)
-        write_file(RECORDS, f"[\n{lines}\n]\n".encode())
-        write_file(Path("docs", "adverse.md"), page(records).encode())
+        write_cells(finished_cells(out), RECORDS)
         return
-    (out / "cells").mkdir(parents=True, exist_ok=True)
     models(out)
-    began = time.monotonic()
-    with processes(workers, "benchmarks.adverse") as pool:
-        jobs = {pool.submit(work, world, seed, out): (world, seed) for seed in seeds or SEEDS for world in WORLDS}
-        for done, job in enumerate(as_completed(jobs), 1):
-            job.result()
-            world, seed = jobs[job]
-            print(f"{world}, seed {seed}: done, {done}/{len(jobs)}, {time.monotonic() - began:.0f} s", flush=True)
+    jobs = {(world, seed): partial(work, world, seed, out) for seed in seeds or SEEDS for world in WORLDS}
+    make_all("benchmarks.adverse", jobs, out, workers)
 
 
 if __name__ == "__main__":

@@ -46,13 +46,8 @@ def test_branch_attention(
     case = Branches.random(groups, length, prefix, candidates=candidates)
     layout = case.layout
     tensors = (case.q, case.k, case.v, case.prefix_k, case.prefix_v)
-    runs: dict[str, Callable[[], Output]] = {OURS: partial(branch_attention, *tensors, layout)}
-    skipped: dict[str, str] = {}
-    for name, prepare in peers.ATTENTION.items():
-        try:
-            runs[name] = prepare(case)
-        except Exception as reason:  # absent package, unsupported device or size
-            skipped[name] = f"{type(reason).__name__}: {reason}"
+    theirs, skipped = harness.available({name: partial(make, case) for name, make in peers.ATTENTION.items()})
+    runs: dict[str, Callable[[], Output]] = {OURS: partial(branch_attention, *tensors, layout), **theirs}
     expected = peers.shared_prefix_attention(case, torch.float64)
     tolerance = harness.allowed_error(peers.shared_prefix_attention(case, case.q.dtype), expected)
     compare(
@@ -81,12 +76,9 @@ def test_branch_attention_backward(compare: Callable, groups: int, length: int, 
     def plain(case: Branches) -> Callable[[], Tensor]:
         return lambda: peers.shared_prefix_attention(case, case.q.dtype)
 
-    runs, skipped = {OURS: backward(ours, case, upstream)}, {}
-    for name in peers.DIFFERENTIABLE:
-        try:
-            runs[name] = backward(peers.ATTENTION[name], case, upstream)
-        except Exception as reason:  # unsupported device, size or gradient
-            skipped[name] = f"{type(reason).__name__}: {reason}"
+    makers = {name: partial(backward, peers.ATTENTION[name], case, upstream) for name in peers.DIFFERENTIABLE}
+    theirs, skipped = harness.available(makers)
+    runs = {OURS: backward(ours, case, upstream), **theirs}
     expected = backward(plain, widened(case), upstream.double())()
     tolerances = map(harness.allowed_error, backward(plain, case, upstream)(), expected)  # their sizes differ
     compare(

@@ -44,9 +44,7 @@ OTHERS: dict[str, Callable[[], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
     "logits, cross_entropy": lambda: peers.cross_entropy_logprob,
     "logits, cross_entropy, compiled": lambda: torch.compile(peers.cross_entropy_logprob, dynamic=False),
     "low-precision logits, cross_entropy": lambda: peers.low_precision_cross_entropy_logprob,
-    "torch linear_cross_entropy": peers.torch_linear_cross_entropy,
-    "cut-cross-entropy": peers.cut_cross_entropy,
-    "Liger-Kernel": peers.liger_cross_entropy,
+    **{name: partial(peers.fused_logprob, load) for name, load in peers.FUSED.items()},
     "TRL chunked log-prob": peers.trl_chunked_logprob,
 }
 PRODUCT = "the matrix product alone"
@@ -64,12 +62,8 @@ def test_linear_logprob(compare: Callable, rows: int) -> None:
         measured = {name: harness.peak_memory(prepare, name) for name in FUNCTIONS}
         peaks = {name: peak for name, peak in measured.items() if peak is not None}
         notes = [memory_note(peaks[OURS])] if OURS in peaks else ["memory not measured: no VmHWM on this system"]
-    functions, skipped = dict(FUNCTIONS), {}
-    for name, load in OTHERS.items():
-        try:
-            functions[name] = load()
-        except Exception as reason:  # absent package, other version
-            skipped[name] = f"{type(reason).__name__}: {reason}"
+    others, skipped = harness.available(OTHERS)
+    functions = FUNCTIONS | others
     hidden, weight, target = inputs(rows)
     checked = torch.linspace(0, rows - 1, min(CHECKED, rows), device=hidden.device).long()
     some, wide = hidden[checked], weight.double()
@@ -113,13 +107,8 @@ def test_linear_logprob_backward(compare: Callable, rows: int) -> None:
         on_hidden, on_weight = torch.autograd.grad(loss(*leaves, target), leaves)
         return on_hidden[shown], on_weight[columns]
 
-    losses: dict[str, Callable] = {OURS: lambda *given: -linear_logprob(*given).mean()}
-    skipped = {}
-    for name, load in peers.LOSSES.items():
-        try:
-            losses[name] = load()
-        except Exception as reason:  # absent package, other version
-            skipped[name] = f"{type(reason).__name__}: {reason}"
+    theirs, skipped = harness.available(peers.LOSSES)
+    losses: dict[str, Callable] = {OURS: lambda *given: -linear_logprob(*given).mean(), **theirs}
     expected = true_gradients(hidden.detach(), weight.detach(), target, shown, columns)
     tolerances = map(harness.allowed_error, gradients(peers.mean_cross_entropy), expected)
     compare(

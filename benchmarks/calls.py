@@ -6,91 +6,25 @@ At such sizes a call costs more than its work. Both take turns in one process; t
 from __future__ import annotations
 
 import timeit
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear, silu
-from torch.nn.functional import rms_norm as torch_rms_norm
 
-from fb_kernels import (
-    candidate_head,
-    linear_logprob,
-    merge_attention_states,
-    qk_norm_rope,
-    rms_norm,
-    skinny_linear,
-    swiglu,
-    topk_entropy,
-)
+from fb_core.apps.pipeline.page import markdown_table
+from fb_kernels import calls
 
-EPS = 1e-6
 ROUNDS, SECONDS = 15, 0.02  # rounds of each way, seconds per round
-
-
-class Call(NamedTuple):
-    """One op at one size."""
-
-    name: str
-    size: str
-    ours: Callable[[], object]
-    eager: Callable[[], object]
-
-
-def calls() -> Iterator[Call]:
-    """Calls at the sizes of a small decoder's step."""
-    x, other, weight, gate_up = torch.randn(4, 64), torch.randn(4, 64), torch.randn(64), torch.randn(4, 128)
-
-    def normed(s: Tensor) -> Tensor:
-        return torch_rms_norm(s, (64,), weight, EPS)
-
-    yield Call("rms_norm", "4 x 64", lambda: rms_norm(x, weight, EPS), lambda: normed(x))
-    yield Call("rms_norm, residual", "4 x 64", lambda: rms_norm(x, weight, EPS, other), lambda: normed(x + other))
-    yield Call("swiglu", "4 x 128", lambda: swiglu(gate_up), lambda: silu(gate_up[:, :64]) * gate_up[:, 64:])
-    outs, lses = torch.randn(2, 4, 4, 16), torch.randn(2, 4, 4)
-
-    def merged() -> tuple[Tensor, Tensor]:
-        lse = torch.logaddexp(lses[0], lses[1])
-        share = torch.sigmoid(lses[1] - lses[0]).T[..., None]
-        return torch.lerp(outs[0], outs[1], share), lse
-
-    states = outs[0], lses[0], outs[1], lses[1]
-    yield Call("merge_attention_states", "4 x 4 x 16", lambda: merge_attention_states(*states), merged)
-    hidden, groups = torch.randn(13, 64), torch.tensor([0, 13], dtype=torch.int32)
-
-    def headed() -> tuple[Tensor, Tensor, Tensor]:
-        score = normed(hidden) @ weight
-        return score, score.softmax(0), score.argmax()
-
-    yield Call("candidate_head", "13 x 64", lambda: candidate_head(hidden, weight, weight, groups, eps=EPS), headed)
-    head, target = torch.randn(512, 64), torch.arange(4)
-
-    def logprobs() -> Tensor:
-        return (x @ head.T).log_softmax(-1).gather(-1, target[:, None])
-
-    yield Call("linear_logprob", "4 x 64 x 512", lambda: linear_logprob(x, head, target), logprobs)
-    qkv, norm, angles, positions = torch.randn(4, 8 * 16), torch.randn(16), torch.randn(32, 16), torch.arange(4)
-    cos, sin = angles.cos(), angles.sin()
-    rotate = partial(qk_norm_rope, num_heads=4, num_kv_heads=2, eps=EPS)
-
-    def rotated() -> tuple[Tensor, ...]:
-        q, k, v = (part.unflatten(1, (-1, 16)) for part in qkv.split((64, 32, 32), 1))
-        c, s = cos[positions][:, None], sin[positions][:, None]
-        q, k = (torch_rms_norm(part, (16,), norm, EPS) for part in (q, k))
-        return *(y * c + torch.cat((-y[..., 8:], y[..., :8]), -1) * s for y in (q, k)), v
-
-    yield Call("qk_norm_rope", "4 rows", lambda: rotate(qkv, norm, norm, cos, sin, positions), rotated)
-    yield Call("skinny_linear", "4 x 64 x 512", lambda: skinny_linear(x, head), lambda: linear(x, head))
-    logits = torch.randn(1, 512)
-
-    def top() -> tuple[Tensor, ...]:
-        values, indices = logits.topk(8)
-        p = values.softmax(-1)
-        return torch.special.entr(p).sum(-1), values, indices
-
-    yield Call("topk_entropy", "512, k = 8", lambda: topk_entropy(logits, 8), top)
+STEP: tuple[tuple[str, dict[str, int]], ...] = (  # ops of a small decoder's step, with their sizes
+    ("rms_norm", {"n": 4, "d": 64, "added": False}),
+    ("rms_norm", {"n": 4, "d": 64, "added": True}),
+    ("swiglu", {"n": 4, "f": 64}),
+    ("merge_attention_states", {"n": 4, "hq": 4, "e": 16}),
+    ("candidate_head", {"g": 1, "k": 13, "d": 64}),
+    ("linear_logprob", {"n": 4, "d": 64, "v": 512}),
+    ("qk_norm_rope", {"n": 4, "hq": 4, "hkv": 2, "e": 16}),
+    ("skinny_linear", {"n": 4, "k": 64, "m": 512, "gated": False}),
+    ("topk_entropy", {"n": 1, "v": 512, "k": 8}),
+)
 
 
 def microseconds(call: Callable[[], object]) -> float:
@@ -103,15 +37,16 @@ def microseconds(call: Callable[[], object]) -> float:
 def main() -> None:
     """Print one row per call."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    print(f"| {'op':<24} | {'size':<14} | ours, us | eager, us | eager / ours |\n|---|---|---|---|---|")
+    rows = []
     with torch.inference_mode():
-        for call in calls():
-            pairs = [(microseconds(call.ours), microseconds(call.eager)) for _ in range(ROUNDS)]
-            ours, eager = map(min, zip(*pairs, strict=True))
-            print(
-                f"| {call.name:<24} | {call.size:<14} | {ours:8.1f} | {eager:9.1f} | {eager / ours:12.2f} |", flush=True
-            )
+        for op, sizes in STEP:
+            call = calls.by_name()[op][1].shaped(**sizes)
+            arguments, (eager, *_) = call.arguments, call.plain.values()
+            ways = [lambda call=call, given=arguments: call.function(**given)]
+            ways.append(lambda eager=eager, given=arguments: eager(**given))
+            ours, theirs = map(min, zip(*(map(microseconds, ways) for _ in range(ROUNDS)), strict=True))
+            rows.append([op, call.shape, f"{ours:.1f}", f"{theirs:.1f}", f"{theirs / ours:.2f}"])
+    print(*markdown_table(["op", "size", "ours, us", "eager, us", "eager / ours"], rows), sep="\n")
 
 
 if __name__ == "__main__":

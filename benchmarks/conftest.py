@@ -21,7 +21,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from benchmarks import harness, shapes
-from benchmarks.harness import Cost, Goal, Implementation, Result
+from benchmarks.harness import Goal, Implementation, Result
 from benchmarks.servers.live_server import VLLM, LiveServer, LlamaCpp, Ours, Served, write_gguf
 from fb_kernels._runtime import backend
 from fb_kernels._runtime.timing import Timing
@@ -113,18 +113,11 @@ def compare(
         shape: str,
         implementations: Mapping[str, Implementation],
         *,
-        rounds: int,
-        tolerance: float | tuple[float, ...] = 1e-4,
         goals: Sequence[Goal] = (),
-        peaks: Mapping[str, int] = MappingProxyType({}),
         notes: Sequence[str] = (),
         timing: Timing = Timing.COLD,
-        cost: Cost | None = None,
-        dtype: torch.dtype | None = None,
         skipped: Mapping[str, str] = MappingProxyType({}),
-        per: int = 1,
-        rest: float = 0.0,
-        details: Callable[[str], dict[str, float]] | None = None,
+        **options: Any,
     ) -> list[Result]:
         implementations = asked(implementations, peers)
         if peers == "compiled" and len(implementations) == 1:
@@ -133,24 +126,8 @@ def compare(
             benchmark.pedantic(lambda: None, rounds=1)  # else pytest-benchmark complains
             write(harness.KERNELS, harness.kernels_of(op, shape, implementations, timing))
             return []
-        reasons = dict(skipped)
-        results = harness.compare(
-            benchmark,
-            op,
-            shape,
-            implementations,
-            rounds=rounds,
-            tolerance=tolerance,
-            peaks=peaks,
-            timing=timing,
-            cost=cost,
-            dtype=dtype,
-            skipped=reasons,
-            per=per,
-            rest=rest,
-            details=details,
-            ran=ran,
-        )
+        reasons, options = dict(skipped), {"tolerance": 1e-4, "timing": timing, "ran": ran, **options}
+        results = harness.compare(benchmark, op, shape, implementations, skipped=reasons, **options)
         notes = [*(f"{name}: not run: {reason}" for name, reason in reasons.items()), *notes]
         write(harness.COMPILED if peers == "compiled" else "", results)
         capture = request.config.pluginmanager.get_plugin("capturemanager")
@@ -186,8 +163,9 @@ def served(pretrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     file = tmp_path_factory.mktemp("gguf") / "model.gguf"
     write_gguf(file, AutoModelForCausalLM.from_pretrained(pretrained))
     common: dict[str, Any] = {"threads": harness.cores(), "context": shapes.SERVED_TOKENS}
+    alone = ("--max-events", "0", "--max-batch", str(max(shapes.SEQUENCES)), "--device", "cpu")
     makers: dict[str, Callable[[], LiveServer]] = {
-        shapes.OUR_SERVER: partial(Ours, pretrained, rows=max(shapes.SEQUENCES), **common),
+        shapes.OUR_SERVER: partial(Ours, pretrained, *alone, **common),
         shapes.LLAMA_CPP: partial(LlamaCpp, file, slots=16, **common),
         shapes.VLLM: partial(VLLM, pretrained, eager=False, **common),
     }

@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cached_property, partial
@@ -21,7 +21,6 @@ from typing import Annotated, Any, NamedTuple, cast
 import numpy as np
 import torch
 import typer
-from fb_core._util import write_file
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
@@ -30,8 +29,9 @@ from torch import Tensor
 
 from benchmarks import command
 from benchmarks.pages.theme import Theme, alone, pictured
-from benchmarks.paper.methods.takeover import takeover
+from benchmarks.paper.methods.takeover import taking_over
 from benchmarks.paper.nested_runs import work_through
+from fb_core._util import write_file
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline import statistics
 from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, RerankerStage, ValueStage
@@ -117,7 +117,7 @@ class TestStage(DecodeStage):
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
         context = Context(self.settings, self.run, max_length, max_batch)
         if trial.method == TAKEOVER:
-            return partial(takeover, context.models.slm, context.models.llm, context.policy, **context.options)
+            return taking_over(context.models.slm, context.models.llm, context.policy, **context.options)
         if trial.method == ALONE:
             selector = ValueSelector(NoScores(), self._without_scores)
             return context.decoder(selector, **pool_options(self.settings)).generate_many
@@ -164,6 +164,29 @@ def make(world: str, seed: int, by_quantile: Mapping[float, RunSettings], out: P
         shutil.rmtree(run, ignore_errors=True)
 
 
+def make_all(module: str, jobs: Mapping[tuple[str, int], Callable[[], None]], out: Path, workers: int | None) -> None:
+    """Do jobs, by world and seed, in worker processes that have imported a module."""
+    (out / "cells").mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with processes(workers, module) as pool:
+        under_way = {pool.submit(job): of for of, job in jobs.items()}
+        for done, job in enumerate(as_completed(under_way), 1):
+            job.result()
+            world, seed = under_way[job]
+            print(f"{world}, seed {seed}: done, {done}/{len(jobs)}, {time.monotonic() - began:.0f} s", flush=True)
+
+
+def finished_cells(out: Path) -> list[dict[str, Any]]:
+    """The records of the cells that are made."""
+    return [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
+
+
+def write_cells(records: Iterable[Mapping[str, Any]], file: Path) -> None:
+    """Write records, one a line."""
+    lines = ",\n".join(json.dumps(cell, sort_keys=True) for cell in records)
+    write_file(file, f"[\n{lines}\n]\n".encode())
+
+
 def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any]:
     """The record of a cell."""
     rows: dict[str, list[Row]] = {}
@@ -192,12 +215,7 @@ def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any
 
 
 class Cells:
-    """Finished cells, by world.
-
-    Args:
-        records: as `record` makes them.
-        worlds: theirs, in order.
-    """
+    """Finished cells as `record` makes them, by world."""
 
     def __init__(self, records: Iterable[Mapping[str, Any]], worlds: Sequence[str] = tuple(SETTINGS)) -> None:
         self.records = sorted(records, key=lambda cell: (worlds.index(cell["world"]), cell["seed"], cell["quantile"]))
@@ -291,48 +309,41 @@ def times_below(cells: Cells, name: str, delta: float) -> int:
     return sum(is_below(cells, cell, name, delta) for cell in cells.records)
 
 
-def safety(cells: Cells, delta: float) -> list[str]:
-    """The table of cells below greedy decoding or the direct score."""
-    head = ["world", "recipe", f"cells more than {100 * delta:g} points below greedy or direct"]
-    head += ["significantly so", "worst difference, pp"]
-    rows = []
-    for world in cells.worlds:
-        for name in ("deployed", "published", "value", ALONE):
-            shortfall = below(cells, world, name, delta)
-            counts = [f"{count} of {shortfall.cells}" for count in (shortfall.seen, shortfall.significant)]
-            rows.append([world, SHOWN[name], *counts, f"{100 * shortfall.worst:+.1f}"])
-    return markdown_table(head, rows)
+def methods(cells: Cells, delta: float) -> list[str]:
+    """Accuracy and cost of the methods, and how often and how far rerankers are below greedy or direct.
 
-
-def accuracies(cells: Cells) -> list[str]:
-    """Mean accuracy and cost of the methods."""
-    head = ["world", "method", "accuracy, % [95%]", "LLM calls per problem", "LLM tokens per problem"]
+    The last columns are: the cells below by more than delta, those of them that are significantly so, and the worst.
+    """
+    head = ["world", "method", "accuracy, % [95%]", "LLM calls", "LLM tokens", "cells below", "significantly"]
+    head.append("worst, pp")
     rows = []
     for world in cells.worlds:
         for name, label in SHOWN.items():
+            if name == ALONE:
+                continue
             accuracy = percent(cells.interval(world, lambda cell, name=name: cells.correct(cell, name)))
             counts = (f"{cells.mean(world, name, column):.2f}" for column in ("calls", "llm_tokens"))
-            rows.append([world, label, accuracy, *counts])
+            falls = ["", "", ""]
+            if name in ("deployed", "published", "value"):
+                low = below(cells, world, name, delta)
+                falls = [f"{low.seen}", f"{low.significant}", f"{100 * low.worst:+.1f}"]
+            rows.append([world, label, accuracy, *counts, *falls])
     return markdown_table(head, rows)
 
 
 def parts(cells: Cells) -> list[str]:
-    """What the reranker and the head each add: value against either alone."""
-    head = [
-        "world",
-        "request quantile",
-        "value minus the head without the reranker, pp",
-        "value minus published recipe, pp",
-    ]
+    """What the reranker and the head each add: value against either alone, in all cells and at each quantile."""
+    quantiles = sorted({cell["quantile"] for cell in cells.records})
     rows = []
     for world in cells.worlds:
-        for quantile in (None, *sorted({cell["quantile"] for cell in cells.of(world)})):
-            some = Cells(cell for cell in cells.of(world) if quantile in (None, cell["quantile"]))
-            gaps = (
-                some.interval(world, lambda cell, some=some, other=other: gap(some, cell, "value", other))
-                for other in (ALONE, "published")
-            )
-            rows.append([world, "all" if quantile is None else f"{quantile:g}", *map(points, gaps)])
+        for other in (ALONE, "published"):
+            row = [world, SHOWN[other]]
+            for quantile in (None, *quantiles):
+                some = Cells(cell for cell in cells.of(world) if quantile in (None, cell["quantile"]))
+                gaps = some.interval(world, lambda cell, some=some, other=other: gap(some, cell, "value", other))
+                row.append(points(gaps))
+            rows.append(row)
+    head = ["world", "value minus, pp", "all quantiles", *(f"{quantile:g}" for quantile in quantiles)]
     return markdown_table(head, rows)
 
 
@@ -369,33 +380,31 @@ def goals(cells: Cells, delta: float, level: float) -> list[str]:
     counts = [below(cells, world, "deployed", delta) for world in cells.worlds]
     seen, sure = sum(shortfall.seen for shortfall in counts), sum(shortfall.significant for shortfall in counts)
     met = "met" if seen <= (1 - level) * total else "missed"
-    lines.append(
-        f"- FutureBridge is more than {100 * delta:g} points below greedy decoding or the direct score in {seen} of "
-        f"{total} cells ({seen / total:.1%}; goal: at most {1 - level:.0%}): **{met}**. In {sure} cells the difference "
-        "is statistically significant."
-    )
-    fixed = ", ".join(f"{times_below(cells, name, delta)} for {name}" for name in ("value", "direct", "greedy"))
     seeds = {cell["seed"] for cell in cells.records}
     failing = {cell["seed"] for cell in cells.records if is_below(cells, cell, "deployed", delta)}
     bound = binomtest(len(failing), len(seeds)).proportion_ci(0.90, "exact").high  # one-sided 95%
+    lines.append(
+        f"- FutureBridge is below in {seen} of {total} cells ({seen / total:.1%}; goal: at most {1 - level:.0%}): "
+        f"**{met}**. In {sure} cells the difference is statistically significant. {len(failing)} of {len(seeds)} seeds "
+        f"have such a cell; with 95% confidence, at most {bound:.0%} of all seeds do."
+    )
+    fixed = ", ".join(f"{times_below(cells, name, delta)} for {name}" for name in ("value", "direct", "greedy"))
     best = sum(best_in_hindsight(cells, cell) == "greedy" for cell in cells.records)
     lines.append(
         f"- That says little about the choice. One recipe deployed in all cells would be below in {fixed}, and greedy "
-        f"decoding is the best of the four in {best} cells. {len(failing)} of {len(seeds)} seeds have a cell in which "
-        f"FutureBridge is below; with 95% confidence, at most {bound:.0%} of all seeds do."
+        f"decoding is the best of the four in {best} cells."
     )
+    rows = []
     for world in cells.worlds:
         gap = cells.interval(
             world, lambda cell: cells.correct(cell, "deployed") - cells.correct(cell, best_in_hindsight(cells, cell))
         )
         line = cells.interval(world, lambda cell: above_the_line(cells, cell))
         near, over = ("met" if good else "missed" for good in (gap.mean >= -0.02, line.low > 0))
-        lines.append(
-            f"- {world}: {points(gap)} points relative to the best recipe in hindsight (goal: at most 2 below): "
-            f"**{near}**; {points(line)} points relative to a mix of greedy decoding and takeover at equal LLM tokens "
-            f"(goal: above): **{over}**."
-        )
-    return lines
+        rows.append([world, f"{points(gap)} {near}", f"{points(line)} {over}"])
+    head = ["FutureBridge, pp", "minus the best recipe in hindsight (goal: at least -2)"]
+    head.append("minus a mix of greedy decoding and takeover at equal LLM tokens (goal: above 0)")
+    return [*lines, "", *markdown_table(head, rows)]
 
 
 @pictured
@@ -427,19 +436,8 @@ def figure(cells: Cells, theme: Theme) -> Figure:
     return drawn
 
 
-def dropped(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What earlier rerankers, heads and gates gained over the value head, by world."""
-    worlds = [world for world in SETTINGS if any(row["world"] == world for row in rows)]
-    lines: dict[str, list[str]] = {}
-    for row in rows:
-        low = 100 * row["lowest minus greedy or direct"]
-        calls, difference = row["calls minus value"], points(Interval(*row["minus value"]))
-        lines.setdefault(row["recipe"], []).append(f"{difference}; {calls:+.2f}; {low:+.1f}")
-    return markdown_table(["tried", *worlds], [[name, *cells] for name, cells in lines.items()])
-
-
-def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
-    """docs/evidence.md."""
+def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The lines of docs/evidence.md on these cells; `benchmarks.adverse` has the rest."""
     choice = RunSettings.load(SETTINGS["plans"]).choice
     seeds = sorted({cell["seed"] for cell in cells.records})
     quantiles = sorted({cell["quantile"] for cell in cells.records})
@@ -452,84 +450,59 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> str:
         for world, recipes in deployed.items()
     )
     gained = max(row["minus value"][0] for row in before if row["recipe"] == "as it was deployed")
-    lines = [
+    return [
         "# Is the deployed recipe safe?",
         "",
-        "*Written by `python -m benchmarks.evidence --report` from [the cells](evidence/cells.json).*",
+        "*Written by `make figures` from [the cells](evidence/cells.json) and [the runs](evidence/adverse.json).*",
         "",
-        f"{len(cells.records)} runs, called cells here: one for each world ({', '.join(cells.worlds)}), seed "
-        f"({', '.join(map(str, seeds))}) and request quantile "
-        f"({', '.join(f'{quantile:g}' for quantile in quantiles)}). Each has {problems} test problems. Together they "
-        f"took at least {hours:.1f} hours of CPU time. A seed draws the problems for training, validation, "
-        "certification and test, and initialises the reranker. The seeds were written down before the run. The models "
-        "of a world are the shipped ones. No setting was chosen on these seeds.",
+        "A recipe that passes its certification is, with "
+        f"{choice.level:.0%} confidence, at most {100 * choice.delta:g} points below greedy decoding and below the "
+        "direct LLM score ([the choice](choice.md)). This page tests whether that holds for FutureBridge, the recipe "
+        f"that a run deploys. *Below* means here: more than {100 * choice.delta:g} points below either of the two.",
         "",
-        "A [recipe](glossary.md) decides which token is taken at an event: greedy, direct, published or value. "
-        "FutureBridge is the one that a run deploys. A recipe that passes its certification is shown, with "
-        f"{choice.level:.0%} confidence, to be at most {100 * choice.delta:g} points below greedy decoding and "
-        "the direct LLM score. If none passes, the more accurate of these two is deployed, and [nothing is "
-        f"promised](choice.md#what-is-promised) of it. That happened in {failed} of these runs, so they say "
-        f"{'nothing' if not failed else 'little'} about that case.",
+        "## Where the large model helps",
         "",
-        "Intervals resample seeds, and problems within each seed, so they include the variance of "
-        "training. The cells are not independent: the quantiles of a seed share its problems and trajectories, and "
-        "helpful and control share problems and SLM.",
-        "",
-        "## Goals",
+        f"`python -m benchmarks.evidence` made {len(cells.records)} runs, called cells: one for each world "
+        f"({', '.join(cells.worlds)}), each of {len(seeds)} seeds ({seeds[0]} to {seeds[-1]}) and each request "
+        f"quantile ({', '.join(f'{quantile:g}' for quantile in quantiles)}), with {problems} test problems each, in "
+        f"{hours:.1f} hours of CPU time. A seed draws all problems and initialises the reranker; the models are the "
+        "shipped ones. The seeds were written down before the runs, and no setting was chosen on them. "
+        f"In {failed} cells no recipe passed, so these runs say {'nothing' if not failed else 'little'} about that "
+        "case, in which [nothing is promised](choice.md#what-is-promised).",
         "",
         *goals(cells, choice.delta, choice.level),
         "",
-        "A cell's own difference is an estimate: two equally good recipes sometimes differ by 2 points or more on "
-        f"{problems} problems. The best recipe in hindsight is the one of the four that a cell's test problems favour. "
-        "They pick it and judge it, so its accuracy is overestimated. In these worlds the large model alone "
-        "is far more accurate than the small one. "
-        "In [others](adverse.md) it adds nothing or harms; they test whether certification keeps a bad recipe from "
-        "being deployed.",
-        "",
-        "## Never worse?",
+        "Intervals resample seeds, and problems within each seed. Cells are not independent: the quantiles of a seed "
+        "share problems and trajectories, and helpful and control share problems and SLM. Two equally good recipes "
+        f"sometimes differ by 2 points or more on {problems} problems. The best recipe in hindsight is picked and "
+        "judged on the same test problems, so its accuracy is overestimated.",
         "",
         "![One point per cell: its difference to greedy decoding and to the direct score](evidence/cells.svg)",
         "",
-        *safety(cells, choice.delta),
+        *methods(cells, choice.delta),
+        "",
+        f"*Calls and tokens are per problem; each world has {len(cells.records) // len(cells.worlds)} cells.*",
         "",
         f"How often each recipe was deployed: {counted}.",
         "",
-        "## Accuracy against LLM tokens",
+        "### Is the reranker needed?",
         "",
-        *accuracies(cells),
-        "",
-        "## Is the reranker needed?",
-        "",
-        f"*{ALONE.capitalize()}* is the head of *value*, fitted to the same rollouts, with the reranker's scores set "
-        "to 0: log-probs, certainties and entropy are left. It is never deployed.",
+        f"*{ALONE.capitalize()}* is the head of *value* with the reranker's scores set to 0; it is never deployed.",
         "",
         *parts(cells),
         "",
         needed(cells),
         "",
-        "## What was tried and dropped",
+        "More recipes were tried in 120 earlier runs ([figures](evidence/dropped.json)). What was chosen among all of "
+        f"them was at most {100 * gained:.1f} points above the value head alone, so only that was kept.",
         "",
-        "Until November 2026 the choice was among many more recipes. A reranker could have features of the "
-        "candidates, or a target calibrated on rollouts. An *override* took the LLM's token where its probability was "
-        "above a bound (0.6 in the table). A *gate* kept the SLM's token where it expected no gain; an *ask gate* did "
-        "not even ask the LLM where it expected none. In 120 runs like these (seeds 86001 to 86010, commit b4cf846) "
-        "the recipes below were decoded in every run. What had been chosen among all of them was at most "
-        f"{100 * gained:.1f} points above the value head alone, so the others were removed. An entry of the table has "
-        "the accuracy minus that of the value head, in points; the LLM calls per problem minus its calls; and the "
-        "lowest difference to greedy decoding or the direct score in any run, in points.",
-        "",
-        *dropped(before),
     ]
-    return "\n".join(lines).rstrip() + "\n"
 
 
 def report(records: Sequence[Mapping[str, Any]], docs: Path) -> None:
-    """Write the cells, the page and its figure."""
+    """Write the cells and their figure."""
     cells = Cells(records)
-    lines = ",\n".join(json.dumps(cell, sort_keys=True) for cell in cells.records)
-    write_file(docs / "evidence" / CELLS, f"[\n{lines}\n]\n".encode())
-    before = json.loads((docs / "evidence" / DROPPED).read_text())
-    write_file(docs / "evidence.md", page(cells, before).encode())
+    write_cells(cells.records, docs / "evidence" / CELLS)
     picture = figure(cells)
     assert picture is not None
     write_file(docs / "evidence" / "cells.svg", alone(picture).encode())
@@ -547,23 +520,13 @@ def main(
 ) -> None:
     """Make every cell that is still missing."""
     if write:
-        records = [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
-        report(records, Path("docs"))
+        report(finished_cells(out), Path("docs"))
         return
-    (out / "cells").mkdir(parents=True, exist_ok=True)
-    jobs = [(world, seed) for seed in seeds or SEEDS for world in SETTINGS]
-    began = time.monotonic()
-    with processes(workers, "benchmarks.evidence") as pool:
-        under_way = {
-            pool.submit(
-                make, world, seed, {q: settings_of(world, seed, q, problems) for q in quantiles or QUANTILES}, out
-            ): (world, seed)
-            for world, seed in jobs
-        }
-        for done, job in enumerate(as_completed(under_way), 1):
-            job.result()
-            world, seed = under_way[job]
-            print(f"{world}, seed {seed}: done, {done}/{len(jobs)}, {time.monotonic() - began:.0f} s", flush=True)
+    jobs = {}
+    for world, seed in ((world, seed) for seed in seeds or SEEDS for world in SETTINGS):
+        by_quantile = {q: settings_of(world, seed, q, problems) for q in quantiles or QUANTILES}
+        jobs[world, seed] = partial(make, world, seed, by_quantile, out)
+    make_all("benchmarks.evidence", jobs, out, workers)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -132,7 +131,7 @@ def measured(
     checkpointing = passes.trainer.args.gradient_checkpointing
     ways = {OURS: (OURS, g), THEIRS: (THEIRS, g), **{f"{THEIRS}, {n} rows at once": (THEIRS, n) for n in chunks}}
     truth = [value.clone() for value in passes.run(op, THEIRS, given, g)]
-    errors, seconds = {}, {name: [] for name in ways}  # type: ignore[var-annotated]
+    errors = {}
     for name, (kind, rows) in ways.items():
         outputs = truth if (kind, rows) == (THEIRS, g) else passes.run(op, kind, given, rows)
         errors[name] = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(outputs, truth, strict=True))
@@ -142,11 +141,8 @@ def measured(
             f"{op} {shape}: expected all ways to agree, got relative differences {errors}; do not time them"
         )
     del truth
-    for _ in range(rounds):
-        for name, (kind, rows) in ways.items():
-            began = time.perf_counter()
-            passes.run(op, kind, given, rows)
-            seconds[name].append(time.perf_counter() - began)
+    calls = {name: partial(passes.run, op, kind, given, rows) for name, (kind, rows) in ways.items()}
+    seconds = harness.in_turn(calls, rounds)
     results = []
     label = f"G={g} P={p} R={r}" + (" checkpointing" if checkpointing and op == "grpo_gradient" else "")
     for name, (kind, rows) in ways.items():

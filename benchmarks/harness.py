@@ -22,7 +22,7 @@ from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -38,10 +38,11 @@ KERNELS = "_kernels"  # suffix of a file of longest kernels, which come from a s
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).resolve().parent.parent
 PROC = Path("/proc/self")
-
+EMPTY = ("details", "host_us")  # left out of a file where there are none
 
 LATENCY = (Timing.EAGER, Timing.GRAPH_COLD, Timing.GRAPH_WARM)  # for calls of microseconds
 Output = Tensor | tuple[Tensor, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -434,41 +435,36 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _driver() -> str | None:
-    """The NVIDIA driver's version, by its own tool."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def _said(*command: str) -> str | None:
+    """What a command prints; None if it is absent or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.rstrip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip().partition("\n")[0] or None
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version, by its own tool."""
+    said = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
+    return said.partition("\n")[0].strip() or None
 
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = info.read_text().splitlines() if info.exists() else ()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
 
 
 def _commit() -> str:
     """The checked-out commit, with "+" if files other than results differ from it."""
-    return (_git("rev-parse", "HEAD") or "unknown") + "+" * bool(changed())
+    return (_said("git", "rev-parse", "HEAD") or "unknown") + "+" * bool(changed())
 
 
 def changed() -> list[str]:
     """The files other than results that differ from the checked-out commit."""
-    return [line[3:] for line in (_git("status", "--porcelain", "--", ".", ":!benchmarks/results") or "").splitlines()]
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.rstrip()
+    found = _said("git", "status", "--porcelain", "--", ".", ":!benchmarks/results") or ""
+    return [line[3:] for line in found.splitlines()]
 
 
 def device_name() -> str:
@@ -485,14 +481,41 @@ def write_results(directory: Path, results: Mapping[str, Sequence[Result | dict[
     for bench, rows in results.items():
         path = folder / f"{bench}.json"
         records = [row if isinstance(row, dict) else asdict(row) for row in rows]
-        cases = [
-            {key: value for key, value in row.items() if value or key not in ("details", "host_us")} for row in records
-        ]
+        cases = [{key: value for key, value in row.items() if value or key not in EMPTY} for row in records]
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, path)
         paths.append(path)
     return paths
+
+
+def write_result(name: str, result: Mapping[str, Any]) -> None:
+    """Write benchmarks/results/<name>/<device>.json."""
+    folder = ROOT / "benchmarks" / "results" / name
+    folder.mkdir(exist_ok=True)
+    (folder / f"{DEVICE}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def in_turn(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of some calls by name, which take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def available(makers: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
+    """What can be made here by name, and why others cannot: absent packages, other versions, unsupported sizes."""
+    made, skipped = {}, {}
+    for name, make in makers.items():
+        try:
+            made[name] = make()
+        except Exception as reason:
+            skipped[name] = f"{type(reason).__name__}: {reason}"
+    return made, skipped
 
 
 def shown_commit(result: Mapping[str, Any], digits: int = 10) -> str:

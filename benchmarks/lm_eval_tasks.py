@@ -54,13 +54,6 @@ def differences(ours: Answers, theirs: Answers) -> tuple[float, bool]:
     return max(abs(a[0] - b[0]) for a, b in pairs), equal
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def measured(name: str, documents: int, rounds: int, ours: FutureBridgeLM, theirs: Sequence[HFLM]) -> list[Result]:
     """One row for ours and one per batch size of `hf`; batch sizes other than the fastest are timed once."""
     asked = requests(name, documents, ours)
@@ -76,13 +69,10 @@ def measured(name: str, documents: int, rounds: int, ours: FutureBridgeLM, their
             times[impl] = [time.perf_counter() - start]
             checks[impl] = differences(our_answers, answers)
     quickest = min(times, key=lambda impl: times[impl][0])
-    times[OURS] = []
     checks[OURS] = max(check[0] for check in checks.values()), all(check[1] for check in checks.values())
+    times[OURS] = []
     if checks[OURS][1]:
-        times[quickest] = []
-        for _ in range(rounds):
-            for impl in (quickest, OURS):
-                times[impl].append(seconds(runs[impl]))
+        times |= harness.in_turn({impl: runs[impl] for impl in (quickest, OURS)}, rounds)
     shape = f"{name.removeprefix('fb_').replace('_', ' ')}, {documents} documents, {len(asked)} requests"
     return [
         Result("lm_eval", shape, impl, "float32", *harness.quantiles_us(times[impl]), checks[impl][0], checks[impl][1])

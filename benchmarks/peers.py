@@ -48,11 +48,8 @@ def repeated_cache(
     model: PreTrainedModel, prefix: Tensor, candidates: Tensor, future: Tensor, cache: DynamicCache | None = None
 ) -> Tensor:
     """[K, H]: the prefix once, its cache repeated K times, then all branches as one batch."""
-    if cache is None:
-        cache = prefill(model, prefix)
-    else:
-        cache = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])  # repeats the cache in place
-    cache.batch_repeat_interleave(len(candidates))
+    cache = prefill(model, prefix) if cache is None else _copied(cache)
+    cache.batch_repeat_interleave(len(candidates))  # in place
     return _gather(model(input_ids=_branches(candidates, future), **with_cache(model, cache)).logits, future)
 
 
@@ -113,7 +110,7 @@ def rerank_cached_forwards(
 ) -> Tensor:
     """[K]: one forward of a single token per candidate over the frozen model's cache, cropped after each."""
     decoder = adapted.get_base_model().base_model
-    cache = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+    cache = _copied(cache)
     scores = []
     for candidate in candidates:
         scores.append(_score(decoder(input_ids=candidate[None, None], **with_cache(decoder, cache)), head))
@@ -126,7 +123,7 @@ def rerank_repeated_cache(
     adapted: PeftModel, head: Tensor, prefix: Tensor, candidates: Tensor, cache: DynamicCache
 ) -> Tensor:
     """[K]: the frozen model's cache repeated K times, then all candidates as one batch."""
-    cache = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+    cache = _copied(cache)
     cache.batch_repeat_interleave(len(candidates))
     decoder = adapted.get_base_model().base_model
     return _score(decoder(input_ids=candidates[:, None], **with_cache(decoder, cache)), head)
@@ -172,21 +169,18 @@ def low_precision_cross_entropy_logprob(hidden: Tensor, weight: Tensor, target: 
     return -F.cross_entropy(F.linear(hidden, weight), target, reduction="none").float()
 
 
-def torch_linear_cross_entropy() -> Callable[..., Tensor]:
-    """torch.nn.functional.linear_cross_entropy (torch 2.13)."""
-    function = F.linear_cross_entropy
-    return torch.no_grad()(lambda hidden, weight, target: -function(hidden, weight, target, reduction="none").float())
+FUSED: dict[str, Callable[[], Callable[..., Tensor]]] = {  # with the LM head, without logits
+    "torch linear_cross_entropy": lambda: F.linear_cross_entropy,  # torch 2.13
+    "cut-cross-entropy": lambda: importlib.import_module("cut_cross_entropy").linear_cross_entropy,
+    "Liger-Kernel": lambda: (
+        importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    ),
+}
 
 
-def cut_cross_entropy() -> Callable[..., Tensor]:
-    """apple/ml-cross-entropy."""
-    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-    return torch.no_grad()(lambda hidden, weight, target: -function(hidden, weight, target, reduction="none").float())
-
-
-def liger_cross_entropy() -> Callable[..., Tensor]:
-    """Liger-Kernel's fused linear cross-entropy."""
-    function = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+def fused_logprob(load: Callable[[], Callable[..., Tensor]]) -> Callable[..., Tensor]:
+    """[N] by one of FUSED."""
+    function = load()
     return torch.no_grad()(lambda hidden, weight, target: -function(hidden, weight, target, reduction="none").float())
 
 
@@ -198,11 +192,7 @@ def mean_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor
 LOSSES: dict[str, Callable[[], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {  # means, with gradients
     "logits, cross_entropy": lambda: mean_cross_entropy,
     "logits, cross_entropy, compiled": lambda: torch.compile(mean_cross_entropy, dynamic=False),
-    "torch linear_cross_entropy": lambda: F.linear_cross_entropy,
-    "cut-cross-entropy": lambda: importlib.import_module("cut_cross_entropy").linear_cross_entropy,
-    "Liger-Kernel": lambda: (
-        importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
-    ),
+    **FUSED,
 }
 
 
@@ -465,6 +455,10 @@ def _gather(logits: Tensor, future: Tensor) -> Tensor:
     """[K, H] log-probs in float32 or wider: in bfloat16 they are multiples of 1/16."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     return logits.log_softmax(-1, dtype=dtype).gather(-1, future.expand(len(logits), -1)[..., None])[..., 0]
+
+
+def _copied(cache: DynamicCache) -> DynamicCache:
+    return DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
 
 
 def _expanded(cache: DynamicCache, k: int) -> DynamicCache:

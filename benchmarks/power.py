@@ -8,11 +8,11 @@ differ on 30%. The other two recipes, `published` and `value`, keep the outcomes
 from __future__ import annotations
 
 import numpy as np
-from fb_core._util import write_file
 from numpy.typing import NDArray
 
 from benchmarks import command
 from benchmarks.pages.figures import ROOT, replace_block
+from fb_core._util import write_file
 from fb_core.apps.pipeline.choose import Tried, decide
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.settings.config import ChoiceSettings
@@ -26,14 +26,7 @@ Outcomes = NDArray[np.float64]
 
 
 def drawn(rng: np.random.Generator, problems: int, better: float, gain: float) -> list[Tried]:
-    """Outcomes of the four recipes.
-
-    Args:
-        rng: the source of randomness.
-        problems: their number.
-        better: by how much the direct score is more accurate than greedy decoding, 0 or more.
-        gain: by how much the others are more accurate than the direct score.
-    """
+    """Outcomes of the four recipes: the direct score is `better` than greedy decoding, the others by `gain` than it."""
     kind = rng.random(problems)
     only_greedy = kind < (DIFFERING - better) / 2
     only_direct = ~only_greedy & (kind < DIFFERING)

@@ -59,27 +59,17 @@ LLM = (
     else {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2304, "vocab_size": 32_000}
     | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096}
 )
-SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768, "vocab_size": 8192} | {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-}
+SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768, "vocab_size": 8192}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096}
 
 # Qwen3-1.7B's layers, of which operations and bytes are counted, also on a CPU.
-COUNTED = {"hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 1024} | {
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
+COUNTED = {"hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 1024}
+COUNTED |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 
 # SmolLM2-135M, which people run on CPUs; its checkpoints are bfloat16.
-LLAMA = {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "vocab_size": 49_152} | {
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rope_theta": 100_000.0,
-}
+LLAMA: dict[str, float] = {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
+LLAMA |= {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "vocab_size": 49_152}
+LLAMA |= {"rope_theta": 100_000.0}
 
 # The pretrained model of that shape, beside other servers on a CPU.
 OUR_SERVER, LLAMA_CPP, VLLM = "fb, its server", "llama.cpp, its server", "vLLM, its server"

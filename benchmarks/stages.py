@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from benchmarks import harness
 from fb_core import BranchGroup
 from fb_core.apps.pipeline.collect import TrajectoryStage
 from fb_core.apps.pipeline.commands import COMMANDS, run_command, stages_of
+from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.pipeline.records import Examples
 from fb_core.apps.settings.config import RunSettings
 from fb_core.models.facts import CausalLM
 
-RESULTS = Path(__file__).parent / "results" / "stages"
 GROUPS = 100  # scored one candidate at a time
 UNITS = {
     "trajectories": "trajectories",
@@ -75,47 +74,39 @@ def scoring(settings: RunSettings, run: Path) -> dict[str, Any]:
     packed: dict[int, tuple[Tensor, list[BranchGroup]]] = {}
     for tokens, group in groups:
         packed.setdefault(id(tokens), (tokens, []))[1].append(group)
-    ours = [matrix for scores in scorer.score_trajectories(list(packed.values())) for matrix in scores]
     valid = scorer.valid_vocab
-    theirs = [one_candidate_at_a_time(model, tokens, group, valid) for tokens, group in groups]
-    worst = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+    def in_packs() -> list[Tensor]:
+        return [matrix for scores in scorer.score_trajectories(list(packed.values())) for matrix in scores]
+
+    def in_a_loop() -> list[Tensor]:
+        return [one_candidate_at_a_time(model, tokens, group, valid) for tokens, group in groups]
+
+    worst = max(float((a - b).abs().max()) for a, b in zip(in_packs(), in_a_loop(), strict=True))
     if worst > 1e-3:
         raise ValueError(f"scores: expected both ways to agree, got a difference of {worst}; do not time them")
-    seconds: dict[str, list[float]] = {"packed": [], "loop": []}
-    for _ in range(3):
-        began = time.perf_counter()
-        scorer.score_trajectories(list(packed.values()))
-        seconds["packed"].append(time.perf_counter() - began)
-        began = time.perf_counter()
-        for tokens, group in groups:
-            one_candidate_at_a_time(model, tokens, group, valid)
-        seconds["loop"].append(time.perf_counter() - began)
+    seconds = harness.in_turn({"packed": in_packs, "loop": in_a_loop}, 3)
     return {"groups": len(groups), "worst_difference": worst, **{name: min(times) for name, times in seconds.items()}}
 
 
 def table(result: dict[str, Any]) -> list[str]:
     """The result in Markdown."""
-    lines = [
+    rows = []
+    for row in result["stages"]:
+        rates = [row[name] / row["seconds"] if row[name] else None for name in ("units", "tokens")]
+        shown = (f"{rates[0]:.1f}", "" if rates[1] is None else f"{rates[1]:,.0f}")
+        rows.append([row["stage"], f"{row['units']:,} {row['unit']}", f"{row['seconds']:.1f}", *shown])
+    times = result["scoring"]
+    return [
         f"*`{result['config']}`, {result['device']}, torch {result['torch']}, commit "
         f"{harness.shown_commit(result)}, {result['date']}*",
         "",
-        "| stage | units | seconds | units/s | tokens/s |",
-        "|---|---|---|---|---|",
-    ]
-    for row in result["stages"]:
-        tokens = "" if row["tokens"] is None else f"{row['tokens'] / row['seconds']:,.0f}"
-        rate = row["units"] / row["seconds"]
-        lines.append(
-            f"| {row['stage']} | {row['units']:,} {row['unit']} | {row['seconds']:.1f} | {rate:.1f} | {tokens} |"
-        )
-    times = result["scoring"]
-    lines += [
+        *markdown_table(["stage", "units", "seconds", "units/s", "tokens/s"], rows),
         "",
         f"{times['groups']} of these groups: {times['groups'] / times['packed']:,.0f} per second packed by trajectory, "
         f"{times['groups'] / times['loop']:,.0f} per second with a full forward pass for every candidate, "
         f"**{times['loop'] / times['packed']:.1f}x** (both agree to {times['worst_difference']:.0e} nats).",
     ]
-    return lines
 
 
 def main() -> None:
@@ -123,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--config", default="tiny")
     parser.add_argument("--run", type=Path, help="a finished run; a new one in a temporary folder if left out")
-    parser.add_argument("--write", action="store_true", help=f"also write {RESULTS.name}/<device>.json")
+    parser.add_argument("--write", action="store_true", help="also write benchmarks/results/stages/<device>.json")
     given = parser.parse_args()
     settings = RunSettings.load(given.config)
     with tempfile.TemporaryDirectory() as folder:
@@ -139,8 +130,7 @@ def main() -> None:
         }
     print("\n".join(table(result)))
     if given.write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{harness.DEVICE}.json").write_text(json.dumps(result, indent=1) + "\n")
+        harness.write_result("stages", result)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Result files: each case is on disk when measured; compiled peers have a file of their own until they are read."""
+"""Result files, and what is compared: a case is on disk when measured; compiled peers have a file of their own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from limits import HANG
+from torch import Tensor
 
-from benchmarks import conftest, harness
+from benchmarks import bench_decode, conftest, harness
 from benchmarks.harness import Implementation, named, read_results
 from fb_kernels._runtime import timing
 
@@ -59,11 +60,8 @@ def test_what_was_measured_outlives_its_process(tmp_path: Path) -> None:
     ours, peer = files["toy.json"]
     assert ours["backend"] in ("cpu", "reference")
     assert peer["backend"] == ""
-    assert [case["impl"] for case in read_results(tmp_path / "out" / "cpu")["toy"]["cases"]] == [
-        "fb",
-        "eager",
-        "compiled",
-    ]
+    read = read_results(tmp_path / "out" / "cpu")["toy"]["cases"]
+    assert [case["impl"] for case in read] == ["fb", "eager", "compiled"]
 
 
 def test_compiled_peers_are_read_beside_the_others(tmp_path: Path) -> None:
@@ -132,3 +130,34 @@ def test_the_hosts_work_is_not_the_gpus(monkeypatch: pytest.MonkeyPatch, host: f
 def test_the_kernels_that_take_most_of_a_call_are_named_with_their_shares() -> None:
     assert named({"copy": 5.0, "product": 60.0, "norm": 31.0, "sum": 4.0}) == "product 60%, norm 31%"
     assert named({"alone": 2.0}) == "alone"
+
+
+# --- tokens are compared up to the first near tie ---------------------------------------------------------------------
+
+
+class Model:
+    """Says the same logits of its last positions, whatever it is given."""
+
+    device = "cpu"
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    def __call__(self, ids: Tensor, logits_to_keep: int) -> SimpleNamespace:
+        assert ids.shape == (1, 2 + logits_to_keep - 1)  # the last token's own logits are not needed
+        return SimpleNamespace(logits=self.logits[None, :logits_to_keep])
+
+
+def test_tokens_are_settled_up_to_the_first_near_tie() -> None:
+    truth = torch.tensor([[3.0, 0.0, 1.0], [0.0, 2.0, 1.0], [0.0, 1.0, 1.15], [5.0, 0.0, 0.0]])
+    ids, new = torch.tensor([7, 8]), torch.tensor([0, 1, 2, 0])
+
+    def settled(error: float, count: int = 4) -> int:
+        rounded = truth + error * torch.tensor([1.0, -1.0, 1.0])
+        return bench_decode.settled(Model(rounded), Model(truth), ids, new[:count])  # type: ignore[arg-type]
+
+    assert settled(0.0) == settled(0.05) == 4
+    assert settled(0.1) == 2  # either of the two may be off by that
+    assert settled(0.6) == 1
+    assert settled(2.0) == 0
+    assert settled(0.1, count=2) == 2

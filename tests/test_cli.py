@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from limits import HANG
-from warm import futurebridge
+from warm import futurebridge as run
 
 from fb_core.apps.cli.main import _folder
 from fb_core.apps.settings.config import SHIPPED, PairSettings, RunSettings, ServeSettings, as_yaml, settings_of
@@ -25,27 +25,13 @@ from fb_core.apps.settings.config import SHIPPED, PairSettings, RunSettings, Ser
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-c", "from fb_core.apps.cli.main import main; main()", *arguments],
-        capture_output=True,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize("command", [[], ["train"], ["generate"], ["serve"], ["bench"]])
 def test_the_help_has_a_short_option_and_an_example(command):
     short, long = run(*command, "-h"), run(*command, "--help")
     assert short.stdout == long.stdout
     assert "--help" in long.stdout
-    assert f"Example: futurebridge {' '.join(command)} " in " ".join(long.stdout.split()) or not command
-
-
-def test_help_lists_the_commands():
-    result = run("--help")
-    assert result.returncode == 0
-    assert "demo" in result.stdout
-    assert "env" in result.stdout
+    shown = " ".join(long.stdout.split())
+    assert f"Example: futurebridge {' '.join(command)} " in shown if command else {"demo", "env"} < {*shown.split()}
 
 
 def test_env_says_what_runs():
@@ -66,7 +52,12 @@ def test_an_op_is_timed_at_a_shape_of_ones_own():
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(("demo", "--seed", "-1"), "seed"), (("demo", "--out", "/dev/null/x"), "futurebridge:"), (("nope",), "nope")],
+    [
+        (("demo", "--seed", "-1"), "seed"),
+        (("demo", "--out", "/dev/null/x"), "futurebridge:"),
+        (("nope",), "nope"),
+        (("explain", "nowhere", "1"), "expected a run's settings"),
+    ],
 )
 def test_errors_are_one_message_and_no_traceback(arguments, words):
     result = run(*arguments)
@@ -94,12 +85,6 @@ def test_ctrl_c_says_that_the_same_command_goes_on(tmp_path):
         f"futurebridge: stopped; finished work is in {tmp_path / 'run'}, the same command continues it\n"
     )
     assert "Traceback" not in told
-
-
-def test_explain_wants_a_run(tmp_path):
-    result = run("explain", str(tmp_path), "1")
-    assert result.returncode == 2
-    assert "expected a run's settings" in result.stderr
 
 
 def test_what_an_encoding_lacks_is_printed_escaped(tmp_path):
@@ -169,11 +154,9 @@ def test_the_help_of_config_names_all_that_is_shipped():
     ("config", "run", "folder"),
     [
         ("qwen3-1.7b", None, "runs/qwen3-1.7b"),
-        ("qwen3-0.6b", None, "runs/qwen3-0.6b"),
         ("configs/qwen3-1.7b.yaml", None, "runs/qwen3-1.7b"),
         ("tiny", None, "runs/tiny"),
         ("/a/my.run.yaml", None, "runs/my.run"),
-        ("my.yml", None, "runs/my"),
         ("tiny", Path("here"), "here"),
     ],
 )
@@ -185,40 +168,26 @@ UNKNOWN = "Extra inputs are not permitted"
 BAD_SETTINGS = {
     "collect: {quantle: 0.9}": [f"collect.quantle: {UNKNOWN}"],
     "trian: {rank: 4}": [f"trian: {UNKNOWN}"],
-    "zzz: 1": [f"zzz: {UNKNOWN}"],
     "3: 1": ["3: Keys should be strings"],
     "train: {rank: 0}": ["train.rank: Input should be greater than or equal to 1"],
     f"train: {{rank: {10**400}}}": ["train.rank: expected a number below 2**63"],
     f"train: {{horizons: [1], seeds: [{2**63}]}}": ["train.seeds: expected a number below 2**63"],
     f"train: {{temperature: {10**400}}}": ["train.temperature: Input should be a "],
     "train: {rank: x}": ["train.rank: Input should be a valid integer, "],
-    "train: {rank: 1.5}": ["train.rank: Input should be a valid integer, "],
-    "train: {rank: null}": ["train.rank: Input should be a valid integer"],
-    "score: {pool: all}": ["score.pool: Input should be 'joint', 'slm', 'llm' or 'slm-wide'"],
-    "train: [1]": ["train: Input should be a valid dictionary"],
-    "train: {horizons: [8, x]}": ["train.horizons.1: Input should be a valid integer, "],
     "train: {horizons: [256]}": [
         "train.horizons: expected at most score.horizon, 128, got 256; lower train.horizons too, or raise score.horizon"
     ],
-    "train: {horizons: []}": ["train.horizons: Tuple should have at least 1 item"],
     "train: {seeds: [0, 0]}": ["train.seeds: expected different numbers, got one twice; name each once"],
-    "score: {token_budget: many}": ["score.token_budget.", "score.token_budget."],
     "score: {horizon: .nan}": ["score.horizon: Input should be a finite number"],
-    "collect: {quantile: .nan}": ["collect.quantile: Input should be less than or equal to 1"],
     "collect: {quantile: 2, slm_k: 0}": [
         "collect.quantile: Input should be less than or equal to 1",
         "collect.slm_k: Input should be greater than or equal to 1",
     ],
-    "models: {slm: a}": ["models.llm: Field required"],
     "models: {slm: a, llm: b, llm_server: {url: 'http://x', flavor: vllm}}": [f"models.llm_server.flavor: {UNKNOWN}"],
-    "models: {slm: a, llm: b, llm_server: 'http://me:s3cret@host'}": [
-        "models.llm_server: Input should be a valid dictionary"
-    ],
     "models: {slm: a, llm: b, llm_server: {ulr: 'me:s3cret@host'}}": [
         "models.llm_server.url: Field required",
         f"models.llm_server.ulr: {UNKNOWN}",
     ],
-    "problems: {prompt: solve}": ["problems.prompt: String should match pattern "],
     f"problems: {{prompt: {'x' * 50_000}}}": ["problems.prompt: String should match pattern "],
     "a: &a [x, x, x]\nb: &b [*a, *a, *a]\nc: &c [*b, *b, *b]\ntrain: [*c, *c, *c]": [
         "train: Input should be a valid dictionary",
@@ -254,15 +223,12 @@ def test_the_command_prints_them_so(tmp_path):
 
 CHANGES = {
     ("train.rank=32",): {"train": {"rank": 32}},
-    ("train.rank = 32",): {"train": {"rank": 32}},
     ("train.rank=8", "collect.quantile=0.5", "train.rank=32"): {"train": {"rank": 32}, "collect": {"quantile": 0.5}},
     ("train.learning_rate=5e-5",): {"train": {"learning_rate": 5e-5}},
     ("train.horizons=[4, 8]", "train.seeds=[7]"): {"train": {"horizons": (4, 8), "seeds": (7,)}},
     ("evaluate.benchmarks=[]",): {"evaluate": {"benchmarks": ()}},
     ("evaluate.limit=null",): {"evaluate": {"limit": None}},
-    ("evaluate.limit=",): {"evaluate": {"limit": None}},
     ("train={rank: 4, dropout: 0}",): {"train": {"rank": 4, "dropout": 0.0}},
-    ("models.slm=Qwen/Qwen3-1.7B",): {"models": {"slm": "Qwen/Qwen3-1.7B"}},
     ('problems.prompt="{problem} = ?"',): {"problems": {"prompt": "{problem} = ?"}},
 }
 
@@ -289,25 +255,17 @@ HOSTILE = {
     "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in ROUNDS): "more than 10000",
     "a0: &a0 {x: 1}\n"
     + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in ROUNDS): "more than 10000 values",
-    "\n".join(["-"] * 20_000): "expected YAML in UTF-8, got more than 10000 values",
-    "a: &a {b: *a}": "expected YAML in UTF-8, got a value inside itself; fix the file",
-    "a: &a {<<: *a}": "expected YAML in UTF-8, got a value inside itself; fix the file",
-    "a: &a [*a, x]\n"
-    + "".join(
-        f"a{n}: &a{n} [{', '.join(['*a' if n == 1 else f'*a{n - 1}'] * 9)}]\n" for n in ROUNDS
-    ): "expected YAML in UTF-8, got a value inside itself; fix the file",
-    "a: &a [*a]": "expected YAML in UTF-8, got a value inside itself; fix the file",
-    "#" * 100_001: "expected at most 100000 bytes of settings, got more; name another file",
-    PAIR
-    + "train: {rank: 3}\ntrain: {epochs: 4}": "expected YAML in UTF-8, got a key twice, again on line 3; fix the file",
-    PAIR + "train: {rank: 3, 'rank': 4}": "expected YAML in UTF-8, got a key twice, again on line 2; fix the file",
+    "\n".join(["-"] * 20_000): "more than 10000 values",
+    "a: &a {b: *a}": "a value inside itself",
+    "#" * 100_001: "at most 100000 bytes",
+    PAIR + "train: {rank: 3}\ntrain: {epochs: 4}": "a key twice, again on line 3",
+    PAIR + "train: {rank: 3, 'rank': 4}": "a key twice, again on line 2",
     **{
-        PAIR + f"train: {{rank: {number}}}": f"got a number of {len(number)} characters; fix the file"
+        PAIR + f"train: {{rank: {number}}}": f"a number of {len(number)} characters"
         for number in ("9" * 5000, "0x" + "f" * 50_000, "1" + ":1" * 20_000, "0." + "1" * 50_000)
     },
-    "[" * 50_000: "expected YAML in UTF-8, got more than 32 levels; fix the file",
-    "train: {rank: !!int ''}": "expected YAML in UTF-8, got a tag that does not fit its value; fix the file",
-    "train: !!timestamp x": "expected YAML in UTF-8, got a tag that does not fit its value; fix the file",
+    "[" * 50_000: "more than 32 levels",
+    "train: {rank: !!int ''}": "a tag that does not fit its value",
 }
 
 
@@ -386,18 +344,13 @@ NO_VALUE = "expected a value in YAML, got none; put a text into quotes"
 BAD_CHANGES = {
     "train.rank": NO_CHANGE,
     "=3": NO_CHANGE,
-    "train..rank=3": NO_CHANGE,
     "me:s3cret@host": NO_CHANGE,
     "train.rank=[1": f"--set train.rank: {NO_VALUE}",
     "problems.prompt={problem} ?": f"--set problems.prompt: {NO_VALUE}",
     "train.horizons=" + "[" * 100_000: f"--set train.horizons: {NO_VALUE}",
-    "train.rank=1.5": "tiny: train.rank: Input should be a valid integer, ",
     "train.rank.deep=1": "tiny: train.rank: Input should be a valid integer",
-    "train.horizons=4,8": "tiny: train.horizons: Input should be a valid tuple",
     "train.horizons=[32]": "tiny: train.horizons: expected at most score.horizon, 16, got 32",
     "train.rnk=3": f"tiny: train.rnk: {UNKNOWN}",
-    "seed=3": f"tiny: seed: {UNKNOWN}",
-    "trian.rank=3": f"tiny: trian: {UNKNOWN}",
     "base=tiny": f"tiny: base: {UNKNOWN}",
     "models.llm_server={url: 'http://me:s3cret@host'}": "tiny: models.llm_server.url: url: expected http",
 }
@@ -468,29 +421,21 @@ def test_settings_are_shown_by_name(arguments):
     assert done.stderr.startswith("futurebridge: config: expected --show with --config NAME")
 
 
+PAIR_OF = ["--slm", "a", "--llm", "b"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--slm", "a"], "llm: expected llm or server, got neither; name the large model or its server"),
-        (
-            ["--slm", "a", "--llm", "b", "--max-length", "1"],
-            "max_length: Input should be greater than or equal to 2",
-        ),
-        (
-            ["--slm", "a", "--llm", "b", "--dtype", "int8"],
-            "dtype: Input should be 'auto', 'float32', ",
-        ),
-        (
-            ["--slm", "a", "--server", "http://b", "--flavour", "vlm"],
-            "flavour: Input should be 'vllm', 'sglang' or ",
-        ),
+        (PAIR_OF[:2], "llm: expected llm or server, got neither"),
+        ([*PAIR_OF, "--max-length", "1"], "max_length: Input should be greater than or equal to 2"),
+        ([*PAIR_OF[:2], "--server", "http://b", "--flavour", "vlm"], "flavour: Input should be 'vllm', 'sglang' or "),
     ],
 )
 def test_wrong_options_of_a_pair_are_a_line(options, words):
     result = run("generate", "hello", *options)
-    assert result.returncode == 2
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith(f"futurebridge: {words}")
-    assert result.stderr.count("\n") == 1
 
 
 def test_names_of_files_are_looked_for_beside_the_settings_file(tmp_path, monkeypatch):
@@ -559,8 +504,9 @@ def test_the_help_names_all_settings_of_a_pair(command):
 
 
 def test_what_kubernetes_calls_the_port_of_a_service_is_none_of_ours():
-    result = futurebridge("serve", "--slm", "demo:plans", FUTUREBRIDGE_PORT="tcp://10.0.0.5:8000")
-    assert "llm: expected llm or server" in result.stderr
+    assert (
+        "llm: expected llm or server" in run("serve", "--slm", "demo:plans", FUTUREBRIDGE_PORT="tcp://10.0.0.5").stderr
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "\xff", "[" * 100_000, '{"a": ' + "1" * 5_000])
@@ -576,14 +522,14 @@ def test_generate_takes_a_pair_of_the_demo():
 
     prompt = WORLDS["plans"].problems(1, 0, "test")[0].prompt
     room = ["--max-length", "96", "--max-new-tokens", "45"]
-    result = futurebridge("generate", prompt, "--slm", "demo:plans", "--llm", "demo:plans", *room)
+    result = run("generate", prompt, "--slm", "demo:plans", "--llm", "demo:plans", *room)
     assert result.returncode == 0, result.stderr
     assert "boxed" in result.stdout
-    result = futurebridge("generate", "hello", "--slm", "demo:plans", "--llm", "demo:plans", *room)
+    result = run("generate", "hello", "--slm", "demo:plans", "--llm", "demo:plans", *room)
     assert result.returncode == 2
     assert "futurebridge: prompt: expected words of the tokenizer's vocabulary, got 'hello'" in result.stderr
     assert "Traceback" not in result.stderr
-    result = futurebridge("generate", prompt, "--slm", "demo:nope", "--llm", "demo:nope")
+    result = run("generate", prompt, "--slm", "demo:nope", "--llm", "demo:nope")
     assert result.returncode == 2
     assert "expected one of demo:plans" in result.stderr
 

@@ -31,10 +31,10 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 # Blocks with a literal `(...)` are skipped.
-RUN = ("own_decoder.md", "reproduce.md", "scoring.md", "decoding.md", "shared_prefix.md")
+RUN = ("ops.md", "reproduce.md", "scoring.md", "decoding.md")
 ELSEWHERE = {  # pages whose Python is run elsewhere, or is a fragment of what an example or a test runs
     "serving.md": "tests/core/test_serve_clients.py",
-    "shared_prefix.md": "examples/grpo.py",
+    "scoring.md": "examples/grpo.py",
     "choice.md": "tests/core/test_choice.py",
 }
 LARGE_MODEL = sorted((ROOT / "examples/llm_server").glob("*.yaml"))
@@ -104,14 +104,13 @@ def settings(page: str) -> list[str]:
 @pytest.mark.parametrize("page", [page for page in PAGES if settings(page)])
 def test_the_settings_of_a_page_are_known(page: str, tmp_path: Path) -> None:
     for number, block in enumerate(settings(page)):
-        for part in [block] if page != "experiments.md" else block.splitlines():
-            values, file = yaml.safe_load(part), tmp_path / f"{number}.yaml"
-            if "slm" in values:
-                file.write_text(part)
-                assert PairSettings.load(file).slm
-            else:
-                file.write_text(yaml.safe_dump({"models": {"slm": "a", "llm": "b"}} | values))
-                assert RunSettings.load(str(file)).models.slm
+        values, file = yaml.safe_load(block), tmp_path / f"{number}.yaml"
+        if "slm" in values:
+            file.write_text(block)
+            assert PairSettings.load(file).slm
+        else:
+            file.write_text(yaml.safe_dump({"models": {"slm": "a", "llm": "b"}} | values))
+            assert RunSettings.load(str(file)).models.slm
 
 
 def test_what_ray_serve_gets_is_known() -> None:
@@ -240,7 +239,7 @@ def test_every_setting_has_a_meaning() -> None:
 # --- API --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("page", "package"), [("api.md", fb_core), ("api_ops.md", fb_kernels)])
+@pytest.mark.parametrize(("page", "package"), [("api.md", fb_core), ("api.md", fb_kernels)])
 def test_an_api_page_has_every_public_name_with_its_own_signature(page: str, package: ModuleType) -> None:
     names = "".join(blocks(page, rf"\{{api\}} {package.__name__}")).split()
     assert sorted(names) == sorted(package.__all__)

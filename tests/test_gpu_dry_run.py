@@ -128,6 +128,7 @@ def test_scorer(implementation: str) -> None:
     scorer.trajectory_matches_groups(model, 30, "cpu")
 
 
+@ONCE
 @pytest.mark.parametrize("wrong", [lambda x: x * 1.2, lambda x: x.roll(1, 0), lambda x: x * torch.nan])
 def test_a_wrong_result_is_seen(wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
     case = small(swiglu, torch.bfloat16)
@@ -141,6 +142,7 @@ def test_a_wrong_result_is_seen(wrong: Callable[[torch.Tensor], torch.Tensor]) -
         gpu_checks.matches_the_reference(case)
 
 
+@ONCE
 def test_a_result_that_varies_is_seen() -> None:
     case = small(swiglu, torch.float32)
     op, calls = case.op, []
@@ -154,6 +156,7 @@ def test_a_result_that_varies_is_seen() -> None:
         gpu_checks.repeats_are_bit_equal(case, 2)
 
 
+@ONCE
 def test_a_sync_is_seen() -> None:
     case = small(swiglu, torch.float32)
     op = case.op
@@ -162,6 +165,7 @@ def test_a_sync_is_seen() -> None:
         gpu_checks.never_syncs_when_warm(case)
 
 
+@ONCE
 def test_a_stale_result_is_seen() -> None:
     case = small(swiglu, torch.float32)
     kept = case.call()
@@ -229,12 +233,8 @@ def test_harness_on_a_pretended_gpu(timing: Timing, tmp_path: Path) -> None:
     def absent() -> torch.Tensor:
         raise ImportError("no such package\nand more")
 
-    runs = {
-        "fb": lambda: truth + 0,
-        "peer": lambda: (truth + 1e-6, truth),
-        "wrong": lambda: truth + 1,
-        "absent": absent,
-    }
+    runs = {"fb": lambda: truth + 0, "peer": lambda: (truth + 1e-6, truth), "wrong": lambda: truth + 1}
+    runs["absent"] = absent
     skipped: dict[str, str] = {}
     rows = harness.compare(
         Pedantic(),

@@ -40,7 +40,7 @@ fb_core.score
 fb_core.models
 fb_core.events
 fb_core.verify
-fb_core.atomic fb_core.counts fb_core.extras fb_core.terminal
+fb_core._util
 """  # from the top; rooms on one line do not import each other
 ROOMS = {room: floor for floor, rooms in enumerate(FLOORS.split("\n")) for room in rooms.split()}
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -298,3 +298,24 @@ def test_importing_fb_kernels_leaves_triton_alone() -> None:
     run_alone(
         "import sys, fb_kernels\nassert not {'transformers', 'peft', 'triton', 'flash_attn'} & sys.modules.keys()\n"
     )
+
+
+def lines_of(pattern: str) -> int:
+    """Lines of the files that a pattern of the table names; one after a minus is left out."""
+    wanted, *left_out = pattern.split(" - ")
+    counted = {path for each in left_out for path in ROOT.glob(each)}
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in {*ROOT.glob(wanted)} - counted)
+
+
+def test_every_part_keeps_its_budget() -> None:
+    """The table of CONTRIBUTING.md: what grows beyond it shrinks something else, or says why it does not."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .* \| `(.+)` \| ([\d,]+) (lines|words) \|$", page, re.M)
+    assert len(rows) >= 6
+    for pattern, most, unit in rows:
+        found = lines_of(pattern) if unit == "lines" else words_of(pattern)
+        assert found <= int(most.replace(",", "")), f"{pattern}: {found} {unit}"
+
+
+def words_of(pattern: str) -> int:
+    return sum(len(path.read_text(encoding="utf-8").split()) for path in ROOT.glob(pattern))

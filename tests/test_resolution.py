@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,13 @@ def clean() -> dict[str, str]:
     return kept | {"PIP_CONFIG_FILE": os.devnull, "UV_NO_CONFIG": "1"}
 
 
-def resolve(python: str, machine: str, *options: str, asked: str | Path = ROOT / "pyproject.toml") -> dict[str, str]:
+@cache
+def resolve(python: str, machine: str, *options: str, asked: str = "pyproject.toml") -> dict[str, str]:
     """{package: version} as the index serves them to a Linux machine, wheels alone where there are any."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
     command += ["--python", sys.executable]  # else uv fetches the Python that it resolves for
     command += ["--python-version", python, "--python-platform", f"{machine}-unknown-linux-gnu"]
-    command += ["--only-binary", ":all:", *(f"--no-binary={name}" for name in SOURCE_ALONE), *options, str(asked)]
+    command += ["--only-binary", ":all:", *(f"--no-binary={name}" for name in SOURCE_ALONE), *options, asked]
     done = subprocess.run(command, cwd=ROOT, env=clean(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return dict(line.split("==") for line in done.stdout.split() if "==" in line)
@@ -50,16 +52,13 @@ def pins(file: str) -> dict[str, str]:
     return found
 
 
-def newest(package: str, tmp_path: Path) -> str:
-    file = tmp_path / "alone.in"
-    file.write_text(package + "\n")
-    return resolve("3.13", "x86_64", asked=file)[package]
+WHERE = [*zip(PYTHONS * 2, MACHINES * 3, strict=True)]  # all six
+# The part of the sweep that always runs has each set once, and every Python and machine.
+CASES = [(name, *WHERE[(at + k) % len(WHERE)]) for at, name in enumerate(SETS) for k in range(len(WHERE))]
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("constraints", SETS)
-@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("constraints", "python", "machine"), CASES)
+@pytest.mark.sweep(len(WHERE))
 def test_every_set_resolves(constraints: str, python: str, machine: str) -> None:
     found = resolve(python, machine, "--constraint", constraints, "--extra", "dev", "--extra", "ray", "--extra", "data")
     fixed = pins(constraints)
@@ -67,26 +66,22 @@ def test_every_set_resolves(constraints: str, python: str, machine: str) -> None
     assert {"torch", "triton", "numpy", "transformers", "antlr4-python3-runtime", "pytest"} <= found.keys()
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.sweep(6)
-def test_the_newest_of_everything_resolves(python: str, machine: str) -> None:
+@pytest.mark.parametrize(("python", "machine"), WHERE[::-1])
+@pytest.mark.sweep(len(WHERE))
+def test_the_newest_of_everything_resolves(python: str, machine: str, tmp_path: Path) -> None:
+    """Also with the newest torch: no requirement of an extra pulls it back."""
     extras = ("run", "gpu", "data", "ray", "lm-eval", "serve", "serve-ray")
     found = resolve(python, machine, *(f"--extra={extra}" for extra in extras))
     assert "antlr4-python3-runtime" in found
+    (tmp_path / "alone.in").write_text("torch\n")
+    assert found["torch"] == resolve(python, machine, asked=str(tmp_path / "alone.in"))["torch"]
 
 
 def test_without_extras_little_is_installed() -> None:
     found = resolve("3.13", "x86_64")
     assert {"torch", "transformers", "peft", "safetensors", "numpy"} <= found.keys()
-    assert (
-        not {"math-verify", "antlr4-python3-runtime", "pyarrow", "matplotlib", "datasets", "ray", "lm-eval"}
-        & found.keys()
-    )
-
-
-def test_an_installation_does_not_pull_torch_back(tmp_path: Path) -> None:
-    assert resolve("3.13", "x86_64", "--extra", "gpu")["torch"] == newest("torch", tmp_path)
+    extras = {"math-verify", "antlr4-python3-runtime", "pyarrow", "matplotlib", "datasets", "ray", "lm-eval"}
+    assert not extras & found.keys()
 
 
 def test_a_set_that_does_not_go_together_is_seen(tmp_path: Path) -> None:
@@ -105,21 +100,10 @@ def test_pip_finds_the_default_set_for_this_python(tmp_path: Path) -> None:
     command = [*newest_pip, "install", *lazily, "--quiet", "--ignore-installed", *target]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = [
-        *project["dependencies"],
-        *(
-            line
-            for extra in ("run", "gpu", "data", "ray", "lm-eval", "serve", "serve-ray", "dev")
-            for line in extras[extra]
-        ),
-    ]
+    wanted = ("run", "gpu", "data", "ray", "lm-eval", "serve", "serve-ray", "dev")
+    asked = [*project["dependencies"], *(line for extra in wanted for line in extras[extra])]
     requirements = [line for line in asked if not line.startswith("futurebridge[")]  # those are asked for already
     assert len(requirements) > 20
-    done = subprocess.run(
-        [*command, "--constraint", "constraints.txt", *requirements],
-        cwd=ROOT,
-        env=clean(),
-        capture_output=True,
-        text=True,
-    )
+    command += ["--constraint", "constraints.txt", *requirements]
+    done = subprocess.run(command, cwd=ROOT, env=clean(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

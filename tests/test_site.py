@@ -58,7 +58,7 @@ def test_the_table_of_ops_shows_its_last_column(chromium, address):
 @pytest.mark.parametrize(
     ("words", "first"),
     [
-        ("branch_attention", "api_ops.html#fb_kernels.branch_attention"),
+        ("branch_attention", "api.html#fb_kernels.branch_attention"),
         ("CompatibilityScorer", "api.html#fb_core.CompatibilityScorer"),
     ],
 )
@@ -68,5 +68,5 @@ def test_a_search_for_a_public_name_finds_it_first(chromium, address, words, fir
 
 
 def test_code_has_a_button_that_copies_it(chromium, address):
-    chromium.open(f"{address}/own_decoder.html")
+    chromium.open(f"{address}/ops.html")
     assert chromium.run("return document.querySelectorAll('button.copybtn').length") > 2

@@ -45,6 +45,17 @@ def toy_swiglu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def toy_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every op at sizes that take no time."""
+    sizes = {"ROWS": (3,), "BRANCHES": [(1, 2, 8)], "ONE_TOKEN_BRANCHES": [(1, 1, 8)]}
+    sizes |= {"TRAINED_BRANCHES": [(1, 1, 8)], "LONG_TRAINED_BRANCHES": [(1, 2, 8)]}
+    for name, value in sizes.items():
+        monkeypatch.setattr(shapes, name, value)
+    for module in (tune.bench_linear_logprob, tune.bench_neighbours):
+        monkeypatch.setattr(module, "VOCABULARY", 300)
+
+
 def cheap(favourite: tuple[str, int]) -> type[tune.Call]:
     """Calls whose time is made up: one launch parameter at one value is twice as fast as any other."""
 
@@ -114,8 +125,8 @@ def test_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ", 1 tried" in lines[0]
 
 
-def test_an_op_without_a_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "ROWS", (3,))
+@pytest.mark.usefixtures("toy_shapes")
+def test_an_op_without_a_kernel_says_so() -> None:
     with backend.override("reference"):
         found, looked_up, lines = tune.search("swiglu", 1.0)
     assert not found
@@ -123,15 +134,9 @@ def test_an_op_without_a_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     assert "looks up no launch" in lines[0]
 
 
+@pytest.mark.usefixtures("toy_shapes")
 @pytest.mark.parametrize("op", tune.OPS)
-def test_every_op_has_calls_that_agree_with_themselves(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "ROWS", (3,))
-    monkeypatch.setattr(shapes, "BRANCHES", [(2, 4, 8)])
-    monkeypatch.setattr(shapes, "ONE_TOKEN_BRANCHES", [(1, 1, 8)])
-    monkeypatch.setattr(shapes, "TRAINED_BRANCHES", [(2, 1, 8)])
-    monkeypatch.setattr(shapes, "LONG_TRAINED_BRANCHES", [(2, 4, 8)])
-    monkeypatch.setattr(tune.bench_linear_logprob, "VOCABULARY", 300)
-    monkeypatch.setattr(tune.bench_neighbours, "VOCABULARY", 300)
+def test_every_op_has_calls_that_agree_with_themselves(op: str) -> None:
     with backend.override("reference"):
         made = list(tune.calls(op))
         assert made
@@ -154,18 +159,13 @@ LOOKED_UP = {
 }
 
 
-@pytest.mark.usefixtures("toy_device")
+@pytest.mark.usefixtures("toy_device", "toy_shapes")
 @pytest.mark.parametrize("op", LOOKED_UP)
 def test_every_launch_of_an_op_is_searched(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("for machines without a GPU")
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "kernels"))
     importlib.import_module("interpreter").refuse_bfloat16()
-    monkeypatch.setattr(shapes, "BRANCHES", [(1, 2, 8)])
-    monkeypatch.setattr(shapes, "ONE_TOKEN_BRANCHES", [(1, 1, 8)])
-    monkeypatch.setattr(shapes, "TRAINED_BRANCHES", [(1, 1, 8)])
-    monkeypatch.setattr(shapes, "LONG_TRAINED_BRANCHES", [(1, 2, 8)])
-    monkeypatch.setattr(tune.bench_linear_logprob, "VOCABULARY", 300)
     monkeypatch.setattr(tune.bench_linear_logprob, "HIDDEN", 16)
     small = partial(shapes.Branches.random, candidates=2, heads=(2, 1), head_dim=16)
     monkeypatch.setattr(shapes.Branches, "random", small)
@@ -246,16 +246,15 @@ def test_a_search_goes_on_from_the_launch_in_use(toy_device: Path, monkeypatch: 
     assert tune.search("swiglu", 60.0)[0] == {"swiglu/float32/64": default | {"BLOCK": 16}}
 
 
-def test_candidates_are_beside_the_value() -> None:
-    assert tune.candidates("num_warps", 16) == [8]
-    assert tune.candidates("num_stages", 3) == [2, 4]
-    assert tune.candidates("BLOCK_M", 64) == [32, 128]
-    assert tune.candidates("ROWS", 1) == [2]
-    assert tune.candidates("fused", 1) == [0]
-    assert tune.candidates("gluon", 0) == []
-    assert tune.candidates("STAGES", 4) == [3, 5]
-    assert tune.candidates("TILES", 32) == [16]
-    assert tune.candidates("columns", 33_792) == [16_896, 67_584]
+@pytest.mark.parametrize(
+    ("name", "value", "beside"),
+    [
+        *(("num_warps", 16, [8]), ("num_stages", 3, [2, 4]), ("BLOCK_M", 64, [32, 128]), ("fused", 1, [0])),
+        *(("gluon", 0, []), ("TILES", 32, [16]), ("columns", 33_792, [16_896, 67_584])),
+    ],
+)
+def test_candidates_are_beside_the_value(name: str, value: int, beside: list[int]) -> None:
+    assert tune.candidates(name, value) == beside
 
 
 @pytest.mark.slow

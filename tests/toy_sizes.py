@@ -17,43 +17,15 @@ LAYER = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 300} | HEADS
 MODEL = LAYER | {"num_hidden_layers": 2}
 LLAMA = MODEL | {"hidden_size": 64, "max_position_embeddings": 512, "rope_theta": 10_000.0}
 
-SIZES: dict[str, Any] = {
-    "ON_GPU": os.environ["TOY_DEVICE"] == "cuda",
-    "WIDE": torch.float64,
-    "HIDDEN": 32,
-    "WIDTH": 48,
-    "VOCABULARY": 300,
-    "HEADS": 4,
-    "KV_HEADS": 2,
-    "HEAD_DIM": 16,
-    "ROWS": (2, 20),
-    "PACKED_ROWS": (20,),
-    "SLM": MODEL,
-    "LLM": MODEL,
-    "SMALL": MODEL,
-    "LLAMA": LLAMA,
-    "COUNTED": LAYER,
-    "SEQUENCES": (1, 3),
-    "FIRST": (20,),
-    "SERVED_GROUPS": [(2, 20, 4)],
-    "LM_HEAD": (32, 300),
-    "LOGPROB_ROWS": (70, 13),
-    "LOGPROB_TRAINED_ROWS": (70,),
-    "SCORED": [(20, 4)],
-    "PACKED": [(3, 20, 4)],
-    "TRAJECTORIES": [(3, 30, 4)],
-    "SAMPLE": (2, 3, (10, 30), 4),
-    "CACHED": (20,),
-    "CONTEXTS": (20,),
-    "PROBLEMS": (16,),
-    "RUNS": 2,
-    "TRAINED_TRAJECTORIES": (2, 2, 20),
-    "BRANCHES": [(2, 4, 20)],
-    "ONE_TOKEN_BRANCHES": [(1, 1, 20)],
-    "CANDIDATE_COUNTS": (4,),
-    "TRAINED_BRANCHES": [(2, 1, 20)],
-    "LONG_TRAINED_BRANCHES": [(2, 4, 20)],
-}
+SIZES: dict[str, Any] = {"ON_GPU": os.environ["TOY_DEVICE"] == "cuda", "WIDE": torch.float64}
+SIZES |= {"HIDDEN": 32, "WIDTH": 48, "VOCABULARY": 300, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16}
+SIZES |= {"SLM": MODEL, "LLM": MODEL, "SMALL": MODEL, "LLAMA": LLAMA, "COUNTED": LAYER, "LM_HEAD": (32, 300)}
+SIZES |= {"ROWS": (2, 20), "PACKED_ROWS": (20,), "LOGPROB_ROWS": (70, 13), "LOGPROB_TRAINED_ROWS": (70,)}
+SIZES |= {"SEQUENCES": (1, 3), "FIRST": (20,), "SERVED_GROUPS": [(2, 20, 4)], "SCORED": [(20, 4)]}
+SIZES |= {"PACKED": [(3, 20, 4)], "TRAJECTORIES": [(3, 30, 4)], "SAMPLE": (2, 3, (10, 30), 4), "CACHED": (20,)}
+SIZES |= {"CONTEXTS": (20,), "PROBLEMS": (16,), "RUNS": 2, "TRAINED_TRAJECTORIES": (2, 2, 20)}
+SIZES |= {"BRANCHES": [(2, 4, 20)], "ONE_TOKEN_BRANCHES": [(1, 1, 20)], "CANDIDATE_COUNTS": (4,)}
+SIZES |= {"TRAINED_BRANCHES": [(2, 1, 20)], "LONG_TRAINED_BRANCHES": [(2, 4, 20)]}
 for name, size in SIZES.items():
     assert hasattr(shapes, name), name
     setattr(shapes, name, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -43,11 +44,16 @@ def start_futurebridge(
     *,
     cwd: Path | None = None,
     program: str = "fb_core.__main__",
+    fresh: bool = False,
     **environment: str,
 ) -> BaseProcess:
-    """`futurebridge` or another program in a process of its own; `stdin`, `stdout` and `stderr` are in the folder."""
+    """`futurebridge` or another program in a process of its own; `stdin`, `stdout` and `stderr` are in the folder.
+
+    A fresh process imports its libraries itself.
+    """
     given = [str(argument) for argument in arguments]
-    process = context().Process(target=_command, args=(program, given, folder, cwd or Path.cwd(), environment))
+    made = get_context("spawn") if fresh else context()
+    process: BaseProcess = made.Process(target=_command, args=(program, given, folder, cwd or Path.cwd(), environment))
     process.start()
     return process
 
@@ -86,4 +92,8 @@ def _command(program: str, arguments: list[str], folder: Path, cwd: Path, enviro
     sys.argv = ["futurebridge", *arguments]
     os.environ.update(environment)
     os.chdir(cwd)
-    import_module(program).main()
+    try:
+        import_module(program).main()
+    except KeyboardInterrupt:  # as Python ends of it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The page docs/gpu_status.md: what ran on which GPU and what did not, from the committed result files."""
+"""What ran on which GPU and what did not, for docs/benchmarks.md, from the committed result files."""
 
 from __future__ import annotations
 
@@ -29,36 +29,38 @@ def checked(text: str) -> list[dict[str, str]]:
 
 
 def kernels(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Each op's kernels: at how many of their sizes they are right, and at how many they are the one that is used."""
-    by_op: dict[str, dict[str, list[Mapping[str, str]]]] = {}
-    for row in rows:
-        by_op.setdefault(row["op"], {}).setdefault(row["kernel"], []).append(row)
-    kinds = list(dict.fromkeys(row["kernel"] for row in rows))
+    """The kernels that are used, that are also right, and that are right at some sizes only; ops alike share a row."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for op in dict.fromkeys(row["op"] for row in rows):
+        used, also, faulty = [], [], []
+        for kind in dict.fromkeys(row["kernel"] for row in rows if row["op"] == op):
+            sizes = [row for row in rows if (row["op"], row["kernel"]) == (op, kind)]
+            name, right = NAMES.get(kind, kind), sum(row["right"] == "yes" for row in sizes)
+            if any(row["used"] == "yes" for row in sizes):
+                used.append(name)
+            elif right == len(sizes):
+                also.append(name)
+            if right < len(sizes):
+                faulty.append(f"{name}, {right} of {len(sizes)}")
+        alike.setdefault((*(", ".join(names) for names in (used, also)), "; ".join(faulty)), []).append(f"`{op}`")
+    body = [[", ".join(ops), *cells] for cells, ops in alike.items()]
+    return markdown_table(["op", "used", "also right", "right at some sizes only"], body)
 
-    def cell(sizes: Sequence[Mapping[str, str]]) -> str:
-        right, used = (sum(row[name] == "yes" for row in sizes) for name in ("right", "used"))
-        return f"right at {right} of {len(sizes)}{f', used at {used}' if used else ''}" if sizes else ""
 
-    body = [[f"`{op}`", *(cell(kernels.get(kind, [])) for kind in kinds)] for op, kernels in by_op.items()]
-    return markdown_table(["op", *(NAMES.get(kind, kind) for kind in kinds)], body)
-
-
-def timed(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What was timed, with the kernels that ran and the implementations beside it."""
-    cases = [case for result in results.values() for case in result["cases"]]
-    body = []
+def peers(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The implementations that were timed beside each op."""
+    cases = [case for result in results.values() for case in result["cases"] if case["median_us"]]
+    lines = []
     for op in dict.fromkeys(case["op"] for case in cases):
-        measured = [case for case in cases if case["op"] == op and case["median_us"]]
-        own = [case for case in measured if case["impl"] == OURS]
-        ran = sorted({case.get("backend", "") for case in own})
-        peers = {case["impl"] for case in measured}.difference(roofline.BOUNDS, roofline.YARDSTICKS)
-        beside = sorted(peer for peer in peers if not peer.startswith(OURS))
-        body.append([f"`{op}`", str(len(own)), "; ".join(ran), "; ".join(beside)])
-    return markdown_table(["what", "shapes", "kernels that ran", "timed beside it"], body)
+        names = {case["impl"] for case in cases if case["op"] == op}
+        names = names.difference(roofline.BOUNDS, roofline.YARDSTICKS)
+        beside = sorted(name for name in names if not name.startswith(OURS))
+        lines.append(f"- `{op}`: {'; '.join(beside)}")
+    return lines
 
 
 def against_the_best(result: dict[str, Any]) -> list[str]:
-    """Ours with its share of the ceiling, and the best peer; one line per case, in Markdown."""
+    """Ours with its share of the ceiling, and the best peer; a line for each case, a row for each op, in Markdown."""
     reached = result.get("ceilings")
     ceilings = (
         ""
@@ -66,27 +68,27 @@ def against_the_best(result: dict[str, Any]) -> list[str]:
         else (f"; copy {reached['copy_tbps']:.2f} TB/s, bf16 product {reached['bf16_tflops']:.0f} TFLOP/s")
     )
     lines = [
-        f"*{result['device']}, torch {result['torch']}, triton {result['triton']}, commit "
-        f"{commit_and_changes(result)}, {result['date']}{ceilings}*",
+        f"*Commit {commit_and_changes(result)}, {result['date'][:16]}{ceilings}*",
         "",
-        "| op | shape | ran | ours, us | of the ceiling | best peer | its time / ours |",
-        "|---|---|---|---|---|---|---|",
     ]
+    rows: dict[str, list[str]] = {}
     best = roofline.best_peers(result["cases"])
     for case in result["cases"]:
         if case["impl"] != OURS or not case["median_us"]:
             continue
         peer, share = best.get((case["op"], case["shape"])), case["fraction_of_ceiling"]
-        theirs = "none ran | "
+        theirs = "no peer ran"
         if peer:
             kernel = f", `{peer['kernel']}`" if peer.get("kernel") else ""
-            theirs = f"{peer['impl']}{kernel} | {peer['median_us'] / case['median_us']:.2f}x"
-        ceiling = "" if share is None else f"{share:.0%}"
-        ran, ours = case.get("backend", ""), f"{case['median_us']:,.1f}"
+            theirs = f"{peer['impl']}{kernel} {peer['median_us'] / case['median_us']:.2f}x"
+        ours = f"{case['median_us']:,.1f} us"
         if case.get("host_us"):
             ours += f" (host {case['host_us']:,.0f})"
-        lines.append(f"| `{case['op']}` | {case['shape']} | {ran} | {ours} | {ceiling} | {theirs} |")
-    return [*lines, ""]
+        ceiling = "" if share is None else f", {share:.0%}"
+        shape = case["shape"].removesuffix(" (cold L2)")
+        rows.setdefault(case["op"], []).append(f"{shape}: {ours}{ceiling}; {theirs}")
+    head = ["op", "shape: time, share of the ceiling; the fastest peer's time / ours"]
+    return [*lines, *markdown_table(head, [[f"`{op}`", "<br>".join(cases)] for op, cases in rows.items()]), ""]
 
 
 def cost_table(cases: Sequence[dict[str, Any]]) -> list[str]:
@@ -96,32 +98,33 @@ def cost_table(cases: Sequence[dict[str, Any]]) -> list[str]:
     for shape in shapes:
         rows = {case["impl"]: case for case in cases if case["op"] == "end_to_end" and case["shape"] == shape}
         greedy = rows["greedy"]["median_us"]
-        lines += [f"| {shape} | calls | mean pool | appended | against greedy | peak GB |", "|---|---|---|---|---|---|"]
+        costs = []
         for impl, row in rows.items():
             if not row["median_us"] or not greedy:
                 continue
             counted = row["details"]
             pool = f"{counted['mean pool']:.1f}" if counted["calls"] else ""
             peak = "" if row["peak_bytes"] is None else f"{(counted['resident bytes'] + row['peak_bytes']) / 1e9:.1f}"
-            lines.append(
-                f"| {'FutureBridge' if impl == OURS else impl} | {counted['calls']} | {pool} | {counted['appended']} "
-                f"| {row['median_us'] / greedy:.2f}x | {peak} |"
-            )
-        lines.append("")
+            about = ["FutureBridge" if impl == OURS else impl, f"{counted['calls']}", pool, f"{counted['appended']}"]
+            costs.append([*about, f"{row['median_us'] / greedy:.2f}x", peak])
+        lines += [*markdown_table([shape, "calls", "mean pool", "appended", "against greedy", "peak GB"], costs), ""]
     return lines
 
 
-def missing(results: Mapping[str, Mapping[str, Any]], device: str) -> list[str]:
-    """The library's targets of which the device has no measurement."""
-    rows = [line.split(" | ") for line in targets.table(results, device)[2:]]
-    return [f"- {row[0].removeprefix('| ')}" for row in rows if row[1] == "not measured"]
+def against_goals(results: Mapping[str, Mapping[str, Any]], device: str) -> str:
+    """How many of the goals are met, and how many were not measured."""
+    rows = [line.strip("| ").split(" | ") for line in targets.table(results, device)[2:]]
+    measured = [row for row in rows if row[1] != "not measured"]
+    met, others = sum("met" in row for row in measured), len(rows) - len(measured)
+    words = f"{met} of {len(measured)} goals that were measured here are met, {others} are not measured"
+    return f"{words}: [all goals](../benchmarks/NOTES.md)."
 
 
 def of_device(folder: Path) -> list[str]:
     """A device's section."""
     device, check = folder.name, folder / CHECK
     results = {name: result for name, result in read_results(folder).items() if of_its_commit(result)}
-    lines = [f"## {device.upper()}", ""]
+    lines = [f"### {device.upper()}", ""]
     if not results and not check.is_file():
         return [*lines, NOTHING.format(device=device.upper()), ""]
     made = {
@@ -135,8 +138,6 @@ def of_device(folder: Path) -> list[str]:
         ops, sizes = ({tuple(row[name] for name in names) for row in rows} for names in (HEADS[:1], HEADS[:2]))
         right, left = (sum(row["right"] == word for row in rows) for word in ("yes", "not run"))
         lines += [
-            "### Is every kernel right?",
-            "",
             f"The check ran {len(ops)} ops at {len(sizes)} sizes, each with all its kernels. {right} results equal the "
             f"definition within rounding, {len(rows) - right - left or 'none'} differ, {left or 'none'} did not run.",
             "",
@@ -145,13 +146,8 @@ def of_device(folder: Path) -> list[str]:
             *(f"- {line.partition(';')[0]}" for line in text.splitlines() if re.match(r"\w+, \w+, .*: ", line)),
             "",
         ]
-    lines += ["### Timed", "", *timed(results), "", "[The times](benchmarks.md#measurements)", ""]
-    if absent := missing(results, device):
-        lines += ["### Not measured", "", *absent, ""]
+    for result in results.values():
+        lines += against_the_best(result)
+    if results:
+        lines += ["Timed beside it:", "", *peers(results), "", against_goals(results, device), ""]
     return lines
-
-
-def page(results: Path) -> list[str]:
-    """A section for each device that has targets, those with results first."""
-    sections = sorted((of_device(results / device) for device in targets.SLOWER), key=len, reverse=True)
-    return [line for section in sections for line in section]

@@ -98,23 +98,30 @@ def against_best(cases: Sequence[Case]) -> list[tuple[float, Case, Case]]:
     return [(peer["median_us"] / case["median_us"], case, peer) for case, peer in ours if peer and case["median_us"]]
 
 
-def _lines(panels: Mapping[str, Curves], label: str) -> Any:
+def grid(count: int, columns: int, width: float, height: float, more: float = 0.0) -> tuple[Any, Any]:
+    """(figure, axes) of so many panels in rows of at most so many columns, with room for a legend."""
     from matplotlib import pyplot as plt
+
+    columns = min(columns, count)
+    size = (width * columns, height * -(-count // columns) + more)
+    figure, axes = plt.subplots(-(-count // columns), columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat[count:]:
+        axis.set_axis_off()
+    return figure, axes.flat[:count]
+
+
+def _lines(panels: Mapping[str, Curves], label: str) -> Any:
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
     names = list(dict.fromkeys(impl for curves in panels.values() for impl in curves))
-    others = [name for name in names if name not in (OURS, FLOOR)]
     looks: dict[str, dict[str, Any]] = {OURS: {"color": COLOURS[0], "marker": MARKERS[0], "linewidth": 2.5}}
     looks[FLOOR] = {"color": GREY, "linestyle": "--"}
-    for index, name in enumerate(others):
+    for index, name in enumerate(name for name in names if name not in (OURS, FLOOR)):
         at = 1 + index % (len(COLOURS) - 1)
         looks[name] = {"color": COLOURS[at], "marker": MARKERS[at], "linewidth": 1.0}
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(4.2 * columns, 3.2 * rows + 0.2 * len(names)), squeeze=False, layout="constrained"
-    )
-    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+    figure, axes = grid(len(panels), 3, 4.2, 3.2, 0.2 * len(names))
+    handles: dict[str, Any] = {}
+    for axis, (title, curves) in zip(axes, panels.items(), strict=True):
         for impl, points in curves.items():
             axis.plot(*zip(*points, strict=True), markersize=4, label=impl, **looks[impl])
         ticks = sorted({x for points in curves.values() for x, _ in points})
@@ -124,10 +131,6 @@ def _lines(panels: Mapping[str, Curves], label: str) -> Any:
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axis.minorticks_off()
         axis.grid(color=GREY, alpha=0.25)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    handles: dict[str, Any] = {}
-    for axis in axes.flat:
         lines, labels = axis.get_legend_handles_labels()
         handles |= dict(zip(labels, lines, strict=True))
     figure.legend([handles[name] for name in names], names, loc="outside lower center", ncols=2)
@@ -154,23 +157,17 @@ def _bars(reached: Sequence[Case], best: Mapping[tuple[str, str], Case]) -> Any:
 
 def _loop(cases: Sequence[Case]) -> Any:
     """A panel per case, a bar per implementation, in milliseconds."""
-    from matplotlib import pyplot as plt
-
     panels: dict[str, dict[str, float]] = defaultdict(dict)
     for case in cases:
         panels[f"{case['op']}\n{case['shape']}"][case["impl"]] = case["median_us"] / 1e3
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 2.1 * rows), squeeze=False, layout="constrained")
-    for axis, (title, times) in zip(axes.flat, panels.items(), strict=False):
+    figure, axes = grid(len(panels), 2, 5.5, 2.1)
+    for axis, (title, times) in zip(axes, panels.items(), strict=True):
         colours = [COLOURS[0] if impl == OURS else GREY for impl in times]
         bars = axis.barh(list(times), list(times.values()), height=0.65, color=colours)
         axis.bar_label(bars, fmt="{:,.2f}", padding=3, color=GREY)
         axis.set(title=title, xlabel="milliseconds", xlim=(0, 1.35 * max(times.values())))
         axis.invert_yaxis()
         axis.grid(color=GREY, alpha=0.25, axis="x")
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
     return figure
 
 

@@ -1,10 +1,10 @@
 """Search launch configurations on this GPU: `python -m benchmarks.gpu.tune [OP ...] [--seconds N]`.
 
-Public ops are called at the sizes of `benchmarks.shapes` while the table that `fb_kernels._runtime.tuning` reads is replaced.
-The replacement notes which entries a call looks up, and answers with the candidate under test. Each entry is searched
-one parameter at a time from the launch in use, over all calls that look it up; a candidate counts only if every result
-stays right. What beats the default goes to the user's file of `fb_kernels._runtime.devices`, or with `--output
-fb_kernels/tuned` to the package's. Each op is searched in a separate process, which a bad candidate may ruin.
+Public ops are called at the sizes of `benchmarks.shapes` while the table that `fb_kernels/_runtime/tuning.py` reads is
+replaced. The replacement notes which entries a call looks up, and answers with the candidate under test. Each entry is
+searched one parameter at a time from the launch in use, over all calls that look it up; a candidate counts only if
+every result stays right. What beats the default goes to the user's file of `fb_kernels._runtime.devices`, or with
+`--output fb_kernels/tuned` to the package's. Each op is searched in a separate process, which a bad candidate may ruin.
 
 Gluon's form is not searched, since it might hang: `--gluon OP` calls it once and writes a file that asks for it, with
 which a visit (`benchmarks.visit`) times it. `--visit FOLDER` writes the forms that were faster there, and what a search

@@ -1,4 +1,4 @@
-"""What the published run costs at least, by stage: docs/cost.md. Only the time to score a group is measured."""
+"""What the published run costs at least, by stage: docs/scale.md. Only the time to score a group is measured."""
 
 from __future__ import annotations
 

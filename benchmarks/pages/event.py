@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from fb_core._util import write_file
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from benchmarks import command
 from benchmarks.pages.theme import DARK, LIGHT, Theme, pictured
+from fb_core._util import write_file
 
 ROOT = Path(__file__).parents[2]
 EVENT = Path("docs", "event.json")

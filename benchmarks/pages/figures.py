@@ -6,16 +6,17 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from fb_core._util import write_file
 
 from benchmarks import command, stages
+from benchmarks.adverse import section as adverse_section
 from benchmarks.evidence import DROPPED, TAKEOVER, Cells, page, times_below
 from benchmarks.gpu import gpu_status, roofline, targets
-from benchmarks.gpu.gpu_status import against_the_best, cost_table
+from benchmarks.gpu.gpu_status import cost_table
 from benchmarks.harness import OURS, of_its_commit, read_results, shown_commit
 from benchmarks.pages import cost, event, reference, speedups
 from benchmarks.pages.theme import alone
@@ -25,6 +26,7 @@ from benchmarks.paper.cells import LEGEND, marked
 from benchmarks.paper.orderings import ordering_lines
 from benchmarks.paper.rows import Result, Run, Timed, read_tables
 from benchmarks.servers import serving, soak
+from fb_core._util import write_file
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.settings.config import RunSettings
@@ -34,6 +36,8 @@ TABLES = Path("docs", "experiments", "tables.json")  # as `python -m benchmarks.
 PAIR = Path("docs", "pretrained_pair", "tables.json")  # as examples/pretrained_pair/run.py does
 GPUS = tuple(targets.SLOWER)  # folders of their results, and of their plots in docs
 CELLS = Path("docs", "evidence", "cells.json")  # as `python -m benchmarks.evidence --report` writes them
+ADVERSE = CELLS.with_name("adverse.json")  # as `python -m benchmarks.adverse --report` does
+ON_THEIR_PAGE = ("lm_eval", "serving")  # results of a CPU that docs/scoring.md and docs/serving.md show
 DEPLOYED = "deployed"
 ACCURACY = (  # label, row of the cells
     ("SLM alone", "greedy"),
@@ -216,7 +220,8 @@ def render_worlds(text: str, root: Path = ROOT) -> str:
     if not path.is_file():
         return text
     worlds = read_tables(path)
-    for name, lines in (("orderings", paper_orderings), ("quantiles", quantiles), ("times", times)):
+    tables = (("orderings", partial(paper_orderings, reversed_only=True)), ("quantiles", quantiles), ("times", times))
+    for name, lines in tables:
         text = replace_block(text, name, lines(worlds), TABLES)
     return text
 
@@ -247,9 +252,9 @@ def _tokens(row: Result) -> str:
     return f"{row.llm_tokens.mean:.1f}" if row.llm_tokens and row.llm_tokens.mean else "0"
 
 
-def paper_orderings(worlds: Sequence[Run]) -> list[str]:
-    """The paper's orderings in every world, those that are reversed in one first."""
-    return ordering_lines({SHOWN.get(run.name, run.name): run.results for run in worlds})
+def paper_orderings(worlds: Sequence[Run], reversed_only: bool = False) -> list[str]:
+    """The paper's orderings in every world, those that are reversed in one first, or alone."""
+    return ordering_lines({SHOWN.get(run.name, run.name): run.results for run in worlds}, reversed_only)
 
 
 def times(worlds: Sequence[Run]) -> list[str]:
@@ -276,25 +281,27 @@ def draw_worlds(root: Path) -> None:
 
 def render_evidence(text: str, root: Path = ROOT) -> str:
     """docs/evidence.md, all of it."""
-    path, before = root / CELLS, root / CELLS.with_name(DROPPED)
-    if not path.is_file():
+    if not (root / CELLS).is_file():
         return text
-    return page(Cells(json.loads(path.read_text())), json.loads(before.read_text()))
+    cells, before, adverse = (
+        json.loads((root / path).read_text()) for path in (CELLS, CELLS.with_name(DROPPED), ADVERSE)
+    )
+    return "\n".join([*page(Cells(cells), before), *adverse_section(adverse)]) + "\n"
 
 
 def render_benchmarks(text: str, root: Path = ROOT) -> str:
-    """docs/benchmarks.md with its tables regenerated; a GPU's only if it has results."""
+    """docs/benchmarks.md with its tables regenerated; a GPU's times only if it has results."""
     cpu, gpus = load(root, "cpu"), {device: load(root, device) for device in GPUS}
     headlines = [line for gpu in gpus.values() if "scorer" in gpu for line in gpu_headline(gpu["scorer"])]
     headlines.append(headline(cpu["scorer"], cpu["linear_logprob"], cpu["decode"], bool(headlines)))
+    text = replace_block(text, "headline", headlines)
     lines: list[str] = []
-    for device, gpu in gpus.items():
-        lines += [line for result in gpu.values() for line in against_the_best(result)]
+    for device, gpu in sorted(gpus.items(), key=lambda item: not item[1]):  # those with results first
+        lines += gpu_status.of_device(root / "benchmarks" / "results" / device)
         lines += [f"![{name}]({device}/{name}.svg)" for name in plot_names(root, device)]
-        if gpu:
-            lines += ["", *targets.table(gpu, device), "", *deployment(gpu)]
-    lines += [line for result in cpu.values() for line in ratios(result)]
-    return replace_block(replace_block(text, "headline", headlines), "bench table", [*lines, *deployment(cpu)])
+        lines += ["", *deployment(gpu)]
+    shown = [result for name, result in cpu.items() if name not in ON_THEIR_PAGE]
+    return replace_block(replace_block(text, "gpus", lines), "cpu", [*ratios(shown), *deployment(cpu)])
 
 
 def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -366,19 +373,22 @@ def headline(scorer: dict[str, Any], head: dict[str, Any], decode: dict[str, Any
     )
 
 
-def ratios(result: dict[str, Any]) -> list[str]:
-    """Ours against every peer, case by case."""
-    lines = [f"*{result['device']}, torch {result['torch']}, commit {shown_commit(result)}, {result['date']}*", ""]
-    lines += ["| op | shape | peer | peer's time / ours |", "|---|---|---|---|"]
-    ours = {(case["op"], case["shape"]): case for case in result["cases"] if case["impl"] == "fb"}
-    for case in result["cases"]:
-        mine = ours.get((case["op"], case["shape"]))
-        if case["impl"] != "fb" and mine and case["median_us"] and mine["median_us"]:
-            ratio = case["median_us"] / mine["median_us"]
-            what = " (a bound)" if case["impl"] in roofline.BOUNDS else ""
-            what = " (other work)" if case["impl"] in roofline.YARDSTICKS else what
-            lines.append(f"| `{case['op']}` | {case['shape']} | {case['impl']}{what} | {ratio:.2f}x |")
-    return [*lines, ""]
+def ratios(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Ours against the fastest peer, a line for each shape, a row for each op, a table for each machine and commit."""
+    tables: dict[str, list[list[str]]] = {}
+    for result in results:
+        stamp = f"{result['device']}, torch {result['torch']}, commit {shown_commit(result)}, {result['date'][:10]}"
+        rows: dict[str, list[str]] = {}
+        for ratio, case, best in roofline.against_best(result["cases"]):
+            peers = [best]
+            if PRETRAINED in case["shape"]:
+                peers = [one for one in result["cases"] if one["shape"] == case["shape"] and one["op"] == case["op"]]
+                peers = sorted(filter(roofline.is_peer, peers), key=lambda one: one["median_us"])
+            shown = "; ".join(f"{one['impl']} {one['median_us'] / best['median_us'] * ratio:.2f}x" for one in peers)
+            rows.setdefault(case["op"], []).append(f"{case['shape']}: {shown}")
+        tables.setdefault(stamp, []).extend([f"`{op}`", "<br>".join(shapes)] for op, shapes in rows.items())
+    head = ["op", "shape, and the fastest peer's time / ours"]
+    return [line for stamp, rows in tables.items() for line in (f"*{stamp}*", "", *markdown_table(head, rows), "")]
 
 
 def replace_block(text: str, name: str, lines: list[str], source: Path | None = None) -> str:
@@ -389,13 +399,9 @@ def replace_block(text: str, name: str, lines: list[str], source: Path | None = 
     return f"{text[:begin]}{mark}\n" + "\n".join(lines).strip() + f"\n{text[stop:]}"
 
 
-def render_gpu_status(text: str, root: Path = ROOT) -> str:
-    """docs/gpu_status.md with a section for every GPU."""
-    return replace_block(text, "gpu status", gpu_status.page(root / "benchmarks" / "results"))
-
-
 def render_scale(text: str, root: Path = ROOT) -> str:
-    """docs/scale.md with its table of measured stages regenerated."""
+    """docs/scale.md with its estimates and its table of measured stages regenerated."""
+    text = replace_block(replace_block(text, "cost", cost.table()), "rates", cost.rates())
     files = sorted((root / "benchmarks" / "results" / "stages").glob("*.json"))
     tables = [[*stages.table(json.loads(file.read_text())), ""] for file in files]
     return replace_block(text, "stage table", [line for lines in tables for line in lines])
@@ -411,22 +417,16 @@ def render_settings(text: str, _: Path = ROOT) -> str:
     return replace_block(text, "settings", reference.settings_tables())
 
 
-def render_cost(text: str, _: Path = ROOT) -> str:
-    """docs/cost.md with its estimates regenerated."""
-    return replace_block(replace_block(text, "cost", cost.table()), "rates", cost.rates())
-
-
 def render_notes(text: str, root: Path = ROOT) -> str:
     """benchmarks/NOTES.md with its tables of targets regenerated."""
     tables = [[*targets.table(load(root, device), device), ""] for device in GPUS]
     return replace_block(text, "targets", [line for lines in tables for line in lines])
 
 
-def render_shared_prefix(text: str, root: Path = ROOT) -> str:
-    """docs/shared_prefix.md with its tables regenerated."""
+def render_scoring(text: str, root: Path = ROOT) -> str:
+    """docs/scoring.md with its tables regenerated."""
     if grpo := load(root, "grpo").get("cpu"):
         text = replace_block(text, "grpo", speedups.grpo_table(grpo))
-        text = replace_block(text, "sweep", speedups.sweep_table(grpo))
     tasks = load(root, "cpu").get("lm_eval")
     return replace_block(text, "lm-eval", speedups.lm_eval_table(tasks)) if tasks else text
 
@@ -445,13 +445,11 @@ RENDERED = {  # by file
     "docs/pretrained_pair/README.md": render_pair,
     "docs/evidence.md": render_evidence,
     "docs/benchmarks.md": render_benchmarks,
-    "docs/cost.md": render_cost,
-    "docs/gpu_status.md": render_gpu_status,
     "docs/ops.md": render_ops,
     "docs/scale.md": render_scale,
     "docs/settings.md": render_settings,
     "docs/serving.md": render_serving,
-    "docs/shared_prefix.md": render_shared_prefix,
+    "docs/scoring.md": render_scoring,
     "benchmarks/NOTES.md": render_notes,
 }
 

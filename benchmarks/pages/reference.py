@@ -20,7 +20,7 @@ from fb_kernels import BranchLayout, bench, branch_attention, calls
 from fb_kernels._runtime.op import Op
 from fb_kernels.calls import Call
 
-ALL = "fp32, bf16, fp16"
+ALL = "all"  # fp32, bf16 and fp16
 
 # --- ops --------------------------------------------------------------------------------------------------------------
 
@@ -158,8 +158,8 @@ def nested(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def kind_of(annotation: Any) -> str:
-    """A type in words: "whole number", "list of numbers", or the values that it may have."""
-    plain = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
+    """A type in words: "integer", "list of numbers", or the values that it may have."""
+    plain = {int: "integer", float: "number", str: "text", bool: "true, false", type(None): "null"}
     if annotation in plain:
         return plain[annotation]
     parts = get_args(annotation)
@@ -169,10 +169,16 @@ def kind_of(annotation: Any) -> str:
     if hasattr(annotation, "__metadata__"):
         return kind_of(parts[0])
     if getattr(annotation, "__origin__", None) is tuple:
-        return f"list of: {kind_of(parts[0])}"
+        return f"list of {kind_of(parts[0])}"
     if getattr(annotation, "__origin__", None) is dict:
         return "text by text"
     return " or ".join(kind_of(part) for part in parts)
+
+
+def told(field: FieldInfo) -> bool:
+    """Whether the default shows what kind of value a key takes."""
+    value = field.get_default(call_default_factory=True) if not field.is_required() else None
+    return value is not None and field.annotation is not None and "Literal" not in str(field.annotation)
 
 
 def bounds(field: FieldInfo) -> str:
@@ -197,7 +203,7 @@ def bounds(field: FieldInfo) -> str:
 def default_of(field: FieldInfo) -> str:
     """The default as written in YAML."""
     if field.is_required():
-        return "must be given"
+        return "required"
     value = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
         return "see below"
@@ -219,12 +225,14 @@ def sections(kind: type[BaseModel], name: str) -> Iterator[str]:
         inner = nested(field)
         if inner:
             below.append((inner, f"{name}.{key}"))
-        what = f"see `{name}.{key}`" + (" or null" if not field.is_required() and field.default is None else "")
-        shown = what if inner else kind_of(field.annotation)
+        shown = f"see `{name}.{key}`" if inner else "" if told(field) else kind_of(field.annotation)
         default = "" if inner and field.default is not None else default_of(field)
         meaning = re.sub(r"\bNone\b", "null", " ".join((field.description or "").split()))
-        rows.append([f"`{key}`", shown, default, bounds(field), meaning])
-    yield from markdown_table(["key", "type", "default", "bounds", "meaning"], rows)
+        if field.default is None:
+            shown = shown.removesuffix(" or null")
+        values = ", ".join(part for part in (shown, bounds(field)) if part)
+        rows.append([f"`{key}`", default, values, meaning])
+    yield from markdown_table(["key", "default", "values", "meaning"], rows)
     for inner, path in dict.fromkeys(below):
         if inner not in {other for other, _ in below[: below.index((inner, path))]}:
             yield from sections(inner, path)

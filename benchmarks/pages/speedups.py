@@ -1,4 +1,4 @@
-"""What a shared prefix saves: the tables and the plot of docs/shared_prefix.md, from their result files."""
+"""What a shared prefix saves: the tables and the plot of docs/scoring.md, from their result files."""
 
 from __future__ import annotations
 
@@ -50,22 +50,14 @@ def grpo_table(result: Result) -> list[str]:
             name = "**ours**" if case is ours else case["impl"]
             peak = f"{case['peak_bytes'] / 2**20:,.0f}"
             ratios = ["", ""] if case is ours else [f"{time:.2f}x", f"{memory:.2f}x"]
-            row = [f"{case['shape']}, {label}", name, f"{case['median_us'] / 1e6:.2f}", peak, *ratios]
+            shape = f"{case['shape']}, {label}" if case is ours else ""
+            row = [shape, name, f"{case['median_us'] / 1e6:.2f}", peak, *ratios]
             rows.setdefault(case["device"], []).append(row)
     head = ["pass", "by", "s", "peak MiB", "its time / ours", "our memory / its"]
     tables = [line for device in rows for line in (f"On {device}:", "", *markdown_table(head, rows[device]), "")]
     apart = ", ".join(f"{name} {value:.1e}" for name, value in result["curves"]["largest_difference"].items())
     said = f"The curves of two runs of {result['curves']['steps']} steps differ at most by: {apart}."
     return [*tables, said]
-
-
-def sweep_table(result: Result) -> list[str]:
-    """Times at all sizes, and the tokens saved."""
-    rows = []
-    for shape, (ours, trl) in pairs(result, "grpo_no_grad").items():
-        seconds = [f"{case['median_us'] / 1e6:.2f}" for case in (ours, trl)]
-        rows.append([shape, *seconds, f"{trl['median_us'] / ours['median_us']:.2f}x", f"{saved(*sizes(shape)):.2f}x"])
-    return markdown_table(["sizes", "ours, s", "TRL, s", "TRL / ours", "tokens"], rows)
 
 
 def lm_eval_table(result: Result) -> list[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from fb_core._util import escaped
 
 from benchmarks.command import HELP
 from benchmarks.paper.agreement import judge
@@ -18,6 +17,7 @@ from benchmarks.paper.rollouts import HeldOutRolloutStage
 from benchmarks.paper.run import COSTS, run_tables
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import TABLES
+from fb_core._util import escaped
 from fb_core.apps.pipeline.run import run_stage
 
 app = typer.Typer(

@@ -93,11 +93,7 @@ class Judged:
 
 
 def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
-    """The rolled-out held-out states with all scores from the run's finished stages.
-
-    Raises:
-        ValueError: the run has no rollouts.
-    """
+    """The rolled-out held-out states with all scores from the run's finished stages; it must have rollouts."""
     shards = Artefact(run, HeldOutRolloutStage.name).shards()
     scored, learned = finished(run, ScoreStage.name), finished(run, AgreementStage.name)
     tokenizer, states = models_of(settings.models).tokenizer, []
@@ -127,11 +123,7 @@ def matrix_of(group: Group | None, rolled: Rollout) -> Tensor | None:
 
 
 def judge(settings: RunSettings, run: Path) -> str:
-    """Agreement and coverage in Markdown; includes the chosen rerankers if there are any.
-
-    Raises:
-        ValueError: the run has no rollouts, or as `run_stage`.
-    """
+    """Agreement and coverage in Markdown; includes the chosen rerankers if there are any."""
     if finished(run, RerankerStage.name):
         run_stage(AgreementStage(settings, run))
     return agreement_table(settings, run)

@@ -68,11 +68,7 @@ INSTEAD: Mapping[type[Stage], type[Stage]] = {
 
 
 def benchmark_runs(settings: PaperSettings, run: Path) -> dict[str, tuple[PaperSettings, Path]]:
-    """Settings and folder of every benchmark's states, by the benchmark's name; empty until `train` is finished.
-
-    Raises:
-        ValueError: the run is damaged, or the names of two benchmarks differ only in punctuation.
-    """
+    """Settings and folder of every benchmark's states, by the benchmark's name; empty until `train` is finished."""
     last = ChoiceStage if settings.problems.certification else RerankerStage
     manifest = Artefact(run, last.name).manifest()
     if not settings.experiment.benchmark_problems or manifest is None or not manifest["complete"]:
@@ -92,16 +88,7 @@ def benchmark_runs(settings: PaperSettings, run: Path) -> dict[str, tuple[PaperS
 def judge_benchmarks(settings: PaperSettings, run: Path, show: Callable[[str], None] = print) -> None:
     """Collect, score and roll out states of some problems of every benchmark, and judge the rerankers there.
 
-    Does nothing until `train` is finished: before that no test problem is read.
-
-    Args:
-        settings: of the run.
-        run: its folder.
-        show: takes the agreement and coverage of every benchmark, in Markdown.
-
-    Raises:
-        ValueError: as `run_stage`.
-        OSError: as `run_stage`, or a benchmark cannot be found.
+    Does nothing until `train` is finished: before that no test problem is read. Tables are shown in Markdown.
     """
     for name, (chosen, folder) in benchmark_runs(settings, run).items():
         kinds: list[type[Stage]] = [kind for command in BEFORE for kind in stages_of(command, chosen)]

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fb_core._util import escaped
-
 from benchmarks.paper.rows import Result
+from fb_core._util import escaped
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.pipeline.statistics import Interval
 

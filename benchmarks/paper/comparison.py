@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -34,6 +35,16 @@ AT_ONCE = 256  # problems per shard
 WARM_UP = 3  # at most so many prompts are decoded before times are taken, so that no time includes one-time work
 
 
+def chosen_in(run: Path, methods: Sequence[str]) -> dict[str, str]:
+    """The digest of the recipe that the run chose, if that is among the methods."""
+    return {"deployed": Artefact(run, DEPLOYED_STAGE).finished()["digest"]} if "deployed" in methods else {}
+
+
+def routers_of(methods: Sequence[str]) -> tuple[type[Stage], ...]:
+    """The stage of the routers, if a method needs them."""
+    return (RouterStage,) if any(method(name).routed for name in methods) else ()
+
+
 class CompareStage(DecodeStage):
     """Every method and seed on every benchmark."""
 
@@ -45,17 +56,11 @@ class CompareStage(DecodeStage):
     @property
     def reads(self) -> Sequence[type[Stage]]:  # type: ignore[override]
         methods = self.settings.compare.methods
-        routers = (RouterStage,) if any(method(name).routed for name in methods) else ()
-        return (PolicyStage, *((RerankerStage,) if "published" in methods else ()), *routers)
+        return (PolicyStage, *((RerankerStage,) if "published" in methods else ()), *routers_of(methods))
 
     def data(self) -> dict[str, Any]:
         hashes = {name: problems_hash(problems) for name, problems in benchmark_problems(self.settings).items()}
-        chosen = (
-            {"deployed": Artefact(self.run, DEPLOYED_STAGE).finished()["digest"]}
-            if "deployed" in self.settings.compare.methods
-            else {}
-        )
-        return hashes | {"checkpoints": self._checkpoints()} | chosen
+        return hashes | {"checkpoints": self._checkpoints()} | chosen_in(self.run, self.settings.compare.methods)
 
     def _checkpoints(self) -> dict[str, str]:
         """Hashes of the external checkpoints."""
@@ -101,18 +106,11 @@ class DeploymentStage(DecodeStage):
 
     @property
     def reads(self) -> Sequence[type[Stage]]:  # type: ignore[override]
-        return (
-            PolicyStage,
-            RerankerStage,
-            *((RouterStage,) if any(method(name).routed for name in self._methods) else ()),
-        )
+        return (PolicyStage, RerankerStage, *routers_of(self._methods))
 
     def data(self) -> dict[str, Any]:
-        chosen = (
-            {"deployed": Artefact(self.run, DEPLOYED_STAGE).finished()["digest"]} if "deployed" in self._methods else {}
-        )
         timed = {name: problems_hash(problems) for name, problems in self._problems.items()}
-        return {"timed": timed, "methods": self._methods} | chosen
+        return {"timed": timed, "methods": self._methods} | chosen_in(self.run, self._methods)
 
     @cached_property
     def _problems(self) -> dict[str, list[Problem]]:

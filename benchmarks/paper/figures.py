@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from fb_core._util import escaped
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from benchmarks.pages.theme import Theme, pictured
 from benchmarks.paper.rows import DEPLOYED, Result, Run, Timed, in_order
 from benchmarks.paper.tables import PUBLISHED
+from fb_core._util import escaped
 from fb_core.apps.pipeline.statistics import Interval
 from fb_core.apps.settings.config import AVERAGE
 

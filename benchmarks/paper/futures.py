@@ -16,13 +16,10 @@ from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStag
 from fb_core.apps.pipeline.files import Artefact, table_bytes
 from fb_core.apps.pipeline.futures import FutureStage, usable, verified
 from fb_core.apps.pipeline.models import verifier_of
-from fb_core.apps.pipeline.records import IDS, Examples, Future, LoggedState, example_files
+from fb_core.apps.pipeline.records import IDS, Examples, Future, example_files
 from fb_core.apps.pipeline.run import Output, Stage
 from fb_core.apps.pipeline.scores import ScoreStage, in_parts
-from fb_core.llm.local import LocalLLM
-from fb_core.models.facts import Tokenizer
 from fb_core.runtime.sampling import seeded
-from fb_core.verify.verifier import Verifier
 
 SAMPLED, UNVERIFIED, INCORRECT = "sampled", "unverified", "incorrect"  # columns: first right sample, first, first wrong
 SAMPLES = {"state": pa.string(), SAMPLED: IDS, UNVERIFIED: IDS, INCORRECT: IDS}
@@ -31,43 +28,12 @@ Samples = Mapping[str, Mapping[str, Tensor]]
 """The kept samples, [n >= 1] ids each, by column and the state's id."""
 
 
-def own_futures(
-    slm: LocalLLM,
-    states: Sequence[LoggedState],
-    tokenizer: Tokenizer,
-    verifier: Verifier,
-    max_new_tokens: int,
-    *,
-    samples: int = 4,
-    temperature: float = 0.7,
-    seed: int = 0,
-) -> list[Future]:
-    """The SLM's own futures: of a few samples from each bare state the first correct one, else the first.
+class OwnFutureStage(OverStates):
+    """The SLM's own futures, sampled from the bare states: the first right sample, else the first.
 
     If the LLM's futures are in a style that the SLM cannot carry out, they rank candidates in the wrong order; the
     SLM's own correct solutions do not.
-
-    Args:
-        slm: the small model.
-        states: where the samples begin.
-        tokenizer: of both models.
-        verifier: checks the decoded solutions.
-        max_new_tokens: longest sample.
-        samples: number per state.
-        temperature: of the sampling.
-        seed: of the sampling.
     """
-    prefixes = [state.prefix.to(slm.device) for state in states]
-    drawn = slm.sample_many(prefixes, samples, max_new_tokens, temperature=temperature, top_p=1.0, top_k=0, seed=seed)
-    tried = [verified(states, [written[n] for written in drawn], tokenizer, verifier)[1] for n in range(samples)]
-    return [
-        next((future for future in of_state if future.verdict == "correct"), of_state[0])
-        for of_state in zip(*tried, strict=True)
-    ]
-
-
-class OwnFutureStage(OverStates):
-    """The SLM's own futures, sampled from the bare states: the first right sample, else the first."""
 
     name = "own-futures"
     command = "python -m benchmarks.paper"
@@ -76,16 +42,23 @@ class OwnFutureStage(OverStates):
     reads = (TrajectoryStage, StateStage)
 
     def work(self, shard: str) -> Output:
-        own = own_futures(
-            self.models.local_slm,
-            list(Examples(self.run, shard).states.values()),
-            self.models.tokenizer,
-            verifier_of(self.settings.verify),
+        slm, settings = self.models.local_slm, self.settings.samples
+        states, verifier = list(Examples(self.run, shard).states.values()), verifier_of(self.settings.verify)
+        drawn = slm.sample_many(
+            [state.prefix.to(slm.device) for state in states],
+            settings.slm,
             self.settings.futures.max_new_tokens,
-            samples=self.settings.samples.slm,
-            temperature=self.settings.samples.slm_temperature,
-            seed=self.settings.samples.seed,
+            temperature=settings.slm_temperature,
+            top_p=1.0,
+            top_k=0,
+            seed=settings.seed,
         )
+        samples = ([written[n] for written in drawn] for n in range(settings.slm))
+        tried = [verified(states, written, self.models.tokenizer, verifier)[1] for written in samples]
+        own = [
+            next((future for future in of_state if future.verdict == "correct"), of_state[0])
+            for of_state in zip(*tried, strict=True)
+        ]
         counts = {"futures": len(own), "correct": sum(future.verdict == "correct" for future in own)}
         return Output(example_files(shard, Future, own), counts)
 
@@ -194,16 +167,8 @@ def futures_of_quality(
 ) -> list[Future]:
     """The futures of one quality at the states that have futures of every quality; at other states they are empty.
 
-    Args:
-        quality: "verified", "sampled", "unverified", "incorrect", "cross-state" or "shuffled".
-        futures: the LLM's greedy futures, one per state.
-        used: ids of the states whose greedy future is usable.
-        sampled: as from `read_samples`.
-        horizon: number of tokens that every future must have.
-        shard: seeds the permutations.
-
-    Returns:
-        futures with the first token and verdict of the greedy one, so that they pass the same filters.
+    `futures` are the LLM's greedy ones, one per state, usable at the states `used`; `shard` seeds the permutations. The
+    result keeps the first token and verdict of the greedy ones, so that it passes the same filters.
     """
     greedy = {future.state.id: future for future in futures}
     common = [

@@ -58,16 +58,7 @@ Part = list[dict[str, Any]]
 
 
 def gather(settings: PaperSettings, run: Path, tables: Mapping[str, Table] = TABLES) -> Run:
-    """What the report shows of a run; what was not run is left out.
-
-    Args:
-        settings: of the run.
-        run: its folder; the run must be trained.
-        tables: the tables whose rows are shown, by name.
-
-    Raises:
-        ValueError: the run is not trained yet, or it is damaged.
-    """
+    """What the report shows of a trained run; what was not run is left out."""
     plan, policy, models = plan_of(settings, run), frozen_policy(run), models_of(settings.models)
     made = Artefact(run, TrainStage.name).finished()
     rows, paper = long_table(plan, tables), Published(settings)

@@ -22,19 +22,7 @@ def work_through(
     run: Path,
     instead: Mapping[type[Stage], type[Stage]] = MappingProxyType({}),
 ) -> None:
-    """Do what is left of some stages of an inner run; a stage that the outer run has finished identically is linked.
-
-    Args:
-        kinds: the stages, in order.
-        settings: of the inner run.
-        folder: of the inner run.
-        run: folder of the outer run.
-        instead: stages that take the place of others.
-
-    Raises:
-        ValueError: as `run_stage`.
-        OSError: as `run_stage`.
-    """
+    """Do what is left of an inner run's stages, in order; one that the outer run has finished identically is linked."""
     folder.mkdir(parents=True, exist_ok=True)
     for kind in kinds:
         stage, path = instead.get(kind, kind)(settings, folder, instead), folder / kind.name

@@ -64,21 +64,14 @@ SAMPLES = ("future-unverified", "future-incorrect")
 
 
 class Ordering(NamedTuple):
-    """An ordering that the paper reports, and this run's difference that confirms it or not.
+    """An ordering that the paper reports, and this run's difference that confirms it or not."""
 
-    Attributes:
-        words: which is above which.
-        paper: the difference of the paper's averages in points; None if the paper has not compared these two.
-        difference: this run's, None if it was not measured.
-        paired: whether the difference is paired by problem.
-        may_be_equal: whether no difference confirms it too.
-    """
-
-    words: str
+    words: str  # which is above which
+    # the difference of the paper's averages in points; None if the paper has not compared these two
     paper: float | None
-    difference: Interval | None
-    paired: bool = True
-    may_be_equal: bool = False
+    difference: Interval | None  # this run's, None if it was not measured
+    paired: bool = True  # whether the difference is paired by problem
+    may_be_equal: bool = False  # whether no difference confirms it too
 
     @property
     def published(self) -> str:
@@ -118,11 +111,7 @@ def difference(rows: Mapping[str, Result], left: str, right: str) -> tuple[Inter
 
 
 def orderings(rows: Sequence[Result]) -> Iterator[Ordering]:
-    """The paper's orderings on one benchmark.
-
-    Args:
-        rows: of that benchmark, from all tables.
-    """
+    """The paper's orderings on one benchmark, from its rows of all tables."""
     paper = averages()
     paper["future-unverified"] = paper["future-greedy"]  # a sample in its place, on the states of the others
     for table, pairs in TABLES.items():
@@ -160,11 +149,12 @@ def _horizons(rows: Sequence[Result]) -> Iterator[Ordering]:
             yield Ordering(words, paper, *minus, may_be_equal=longer is row)
 
 
-def ordering_lines(columns: Mapping[str, Sequence[Result]]) -> list[str]:
+def ordering_lines(columns: Mapping[str, Sequence[Result]], reversed_only: bool = False) -> list[str]:
     """Markdown on which of the paper's orderings hold, those that are reversed first; unmeasured ones are counted.
 
     Args:
         columns: the rows of one benchmark each, by a head such as its name.
+        reversed_only: list the orderings that some column reverses; others are only counted.
     """
     named_orderings: dict[str, dict[str, Ordering]] = {}
     counts = {head: Counter[str]() for head in columns}
@@ -180,6 +170,7 @@ def ordering_lines(columns: Mapping[str, Sequence[Result]]) -> list[str]:
         (words, by_head)
         for words, by_head in named_orderings.items()
         if any(ordering.difference is not None for ordering in by_head.values())
+        and (not reversed_only or "reversed" in map(Ordering.verdict, by_head.values()))
     ]
     measured.sort(key=lambda item: "reversed" not in map(Ordering.verdict, item[1].values()))
     rows = [

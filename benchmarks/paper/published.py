@@ -46,11 +46,7 @@ def is_published(settings: PaperSettings) -> bool:
 
 
 class Published:
-    """The figures for one run; every lookup gives None where the paper has none for its models.
-
-    Args:
-        settings: of the run.
-    """
+    """The figures for one run; every lookup gives None where the paper has none for its models."""
 
     def __init__(self, settings: PaperSettings) -> None:
         self.settings = settings
@@ -62,14 +58,7 @@ class Published:
         return "published" if same else "published, other setting"
 
     def accuracy(self, table: str, key: str, x: float | None, benchmark: str) -> float | None:
-        """The share of a row's problems that are right, in 0..1.
-
-        Args:
-            table: its name.
-            key: of the row.
-            x: the number that the table varies.
-            benchmark: or the average, which the paper takes over all of its benchmarks.
-        """
+        """The share of a row's problems that are right; the paper's average is over all of its benchmarks."""
         whole = set(figures()["benchmarks"]) - {AVERAGE}
         if self.slm is None or table not in TABLES or (benchmark == AVERAGE and set(self._benchmarks) != whole):
             return None

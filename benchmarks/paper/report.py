@@ -8,24 +8,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fb_core._util import write_file
-
 from benchmarks.pages.theme import alone
 from benchmarks.paper import figures
-from benchmarks.paper.cells import (
-    below,
-    bullets,
-    by_significance,
-    literal,
-    number,
-    percent,
-    table,
-)
+from benchmarks.paper.cells import below, bullets, by_significance, literal, number, percent, table
 from benchmarks.paper.figures import by_benchmark, panels, primary
 from benchmarks.paper.orderings import difference, ordering_lines
 from benchmarks.paper.rows import DEPLOYED, Result, Run, rows_bytes, tables_bytes
 from benchmarks.paper.tables import PUBLISHED, TABLES
 from benchmarks.paper.tables import Table as Experiment
+from fb_core._util import write_file
 from fb_core.apps.pipeline.statistics import Interval
 
 FIGURES = (
@@ -61,20 +52,7 @@ RIVALS = {"greedy": "greedy decoding", "direct": "the direct LLM score", "takeov
 
 
 def write_report(runs: Sequence[Run], folder: Path, tables: Mapping[str, Experiment] = TABLES) -> list[Path]:
-    """Write report.md, figures/*.svg, rows.parquet and tables.json.
-
-    Args:
-        runs: one or several.
-        folder: of the files; created if missing.
-        tables: those that a run may have, by name.
-
-    Returns:
-        the paths of the files.
-
-    Raises:
-        ValueError: no runs, or numbers that are not finite.
-        OSError: the folder cannot be written.
-    """
+    """Write report.md, figures/*.svg, rows.parquet and tables.json; returns their paths."""
     drawn = draw(runs)
     made = {"tables.json": tables_bytes(runs), "rows.parquet": rows_bytes([row for run in runs for row in run.rows])}
     made |= {name: svg.encode() for name, svg in drawn.items()}
@@ -93,11 +71,7 @@ def draw(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def render(runs: Sequence[Run], drawn: Mapping[str, str], tables: Mapping[str, Experiment] = TABLES) -> str:
-    """The page: a summary of all runs, then each run's tables, then the figures.
-
-    Raises:
-        ValueError: no runs.
-    """
+    """The page: a summary of all runs, then each run's tables, then the figures."""
     if not runs:
         raise ValueError("runs: expected one or more, got none; name a run's folder")
     names = [run.name for run in runs]

@@ -12,13 +12,7 @@ class HeldOutRolloutStage(RolloutStage):
     settings: PaperSettings
     name = "held-out-rollouts"
     command = "python -m benchmarks.paper rollouts"
-    slice = (
-        "experiment.validation_states",
-        "rollouts.seed",
-        "collect.slm_k",
-        "collect.max_new_tokens",
-        "verify",
-    )
+    slice = ("experiment.validation_states", "rollouts.seed", "collect.slm_k", "collect.max_new_tokens", "verify")
     split = "validation"
 
     @property

@@ -38,38 +38,24 @@ UNSEEN = {
 
 
 class Decoded(NamedTuple):
-    """A decoded problem.
+    """A decoded problem."""
 
-    Attributes:
-        run: name of the run's folder.
-        variant: as `Variant.name`; empty for the methods that are timed.
-        seed: None for a method that runs once.
-        loop: "batch", or the loop in which the problem was decoded alone and timed.
-        verdict: of the verifier.
-        tokens: number of the answer's tokens; None for a method that keeps only a text.
-        events: number of the steps at which the LLM was asked or a candidate was chosen.
-        calls: requests to the LLM.
-        llm_tokens: number of the answer's tokens that the LLM wrote or that were chosen when it was asked.
-        read: positions that the LLM computes if it keeps its cache, the prompt's and those of rejected drafts included.
-        candidates: mean number per event.
-        seconds: wall time; None in a batch. `peak_bytes` is peak device memory.
-    """
-
-    run: str
-    variant: str
+    run: str  # name of the run's folder
+    variant: str  # as `Variant.name`; empty for the methods that are timed
     method: str
     benchmark: str
-    seed: int | None
-    loop: str
+    seed: int | None  # None for a method that runs once
+    loop: str  # "batch", or the loop in which the problem was decoded alone and timed
     problem: str
-    verdict: str
-    tokens: int | None
-    events: int
-    calls: int
-    llm_tokens: int
+    verdict: str  # of the verifier
+    tokens: int | None  # number of the answer's tokens; None for a method that keeps only a text
+    events: int  # number of the steps at which the LLM was asked or a candidate was chosen
+    calls: int  # requests to the LLM
+    llm_tokens: int  # number of the answer's tokens that the LLM wrote or that were chosen when it was asked
+    # positions that the LLM computes if it keeps its cache, the prompt's and those of rejected drafts included
     read: int
-    candidates: float | None
-    seconds: float | None
+    candidates: float | None  # mean number per event
+    seconds: float | None  # wall time; None in a batch. `peak_bytes` is peak device memory
     peak_bytes: int | None
 
     @property
@@ -89,51 +75,36 @@ class Result:
     """A row of a table: a variant's results on one benchmark, or a note that says why there are none.
 
     Shares lie in 0..1 and their differences in -1..1; intervals are at 95%.
-
-    Attributes:
-        key: of the variant; of a method, its name.
-        x: the value that is varied, if it is a number.
-        quantile: the request quantile, if the table varies it; `threshold` is the same in nats.
-        seeds: of the rerankers; empty for a method that runs once.
-        problems: their number.
-        minus: paired differences of accuracy to other rows on the same problems at the same quantile, by name.
-        events: mean number per problem, like `tokens`, `calls`, `llm_tokens` and `read`.
-        published: the paper's accuracy on that benchmark.
-        above_line: accuracy minus that of takeover on such a share of the problems (the SLM decodes the rest) that it
-            costs the same number of `llm_tokens`; None for greedy decoding and takeover, the ends of that line.
-        above_read_line: likewise at the same number of positions `read`.
     """
 
     table: str
     benchmark: str
-    key: str
+    key: str  # of the variant; of a method, its name
     label: str
     note: str | None = None
-    x: float | None = None
-    quantile: float | None = None
+    x: float | None = None  # the value that is varied, if it is a number
+    quantile: float | None = None  # the request quantile, if the table varies it; `threshold` is the same in nats
     threshold: float | None = None
-    seeds: tuple[int, ...] = ()
-    problems: int | None = None
+    seeds: tuple[int, ...] = ()  # of the rerankers; empty for a method that runs once
+    problems: int | None = None  # their number
     accuracy: Interval | None = None
+    # paired differences of accuracy to other rows on the same problems at the same quantile, by name
     minus: Mapping[str, Interval] = field(default_factory=dict)
-    events: float | None = None
+    events: float | None = None  # mean number per problem, like `tokens`, `calls`, `llm_tokens` and `read`
     calls: Interval | None = None
     tokens: float | None = None
     llm_tokens: Interval | None = None
     read: Interval | None = None
+    # accuracy minus that of takeover on such a share of the problems (the SLM decodes the rest) that it costs the
+    # same number of `llm_tokens`; None for greedy decoding and takeover, the ends of that line
     above_line: Interval | None = None
-    above_read_line: Interval | None = None
-    published: float | None = None
+    above_read_line: Interval | None = None  # likewise at the same number of positions `read`
+    published: float | None = None  # the paper's accuracy on that benchmark
 
 
 @dataclass(frozen=True)
 class Timed:
-    """The mean cost per problem of a method in one loop.
-
-    Attributes:
-        relative: its time as a multiple of greedy decoding's.
-        published: the paper's figures, by the names that `Published.row` has.
-    """
+    """The mean cost per problem of a method in one loop."""
 
     method: str
     key: str
@@ -143,38 +114,30 @@ class Timed:
     seconds: float
     pool: float | None = None
     llm_tokens: float | None = None
-    relative: Interval | None = None
+    relative: Interval | None = None  # its time as a multiple of greedy decoding's
     peak_bytes: float | None = None
+    # the paper's figures, by the names that `Published.row` has
     published: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the report shows of a run.
-
-    Attributes:
-        pair: the models' names, and the numbers of their parameters if known.
-        policy: the request threshold in nats, its quantile and top_k.
-        seeds: of the rerankers.
-        rows: the long table.
-        results: the rows of all tables.
-        timed: the methods that were timed one problem at a time.
-        parts: rows of the other sections by name; a part that was not run is missing.
-        settings: all, by section; `about` says where and with what the run was made.
-        published: the head of columns with the paper's figures; `published_costs` that of costs.
-    """
+    """What the report shows of a run."""
 
     name: str
+    # the models' names, and the numbers of their parameters if known
     pair: Mapping[str, str | int | None] = field(default_factory=dict)
-    policy: Mapping[str, float] = field(default_factory=dict)
-    seeds: tuple[int, ...] = ()
-    rows: tuple[Decoded, ...] = ()
-    results: tuple[Result, ...] = ()
-    timed: tuple[Timed, ...] = ()
+    policy: Mapping[str, float] = field(default_factory=dict)  # the request threshold in nats, its quantile and top_k
+    seeds: tuple[int, ...] = ()  # of the rerankers
+    rows: tuple[Decoded, ...] = ()  # the long table
+    results: tuple[Result, ...] = ()  # the rows of all tables
+    timed: tuple[Timed, ...] = ()  # the methods that were timed one problem at a time
+    # rows of the other sections by name; a part that was not run is missing
     parts: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    # all, by section; `about` says where and with what the run was made
     settings: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
-    published: str = "published"
+    published: str = "published"  # the head of columns with the paper's figures; `published_costs` that of costs
     published_costs: str = "published"
 
     def of(self, table: str) -> list[Result]:
@@ -208,11 +171,7 @@ def decoded(plan: Plan, variant: Variant) -> Iterator[Row]:
 
 
 def long_table(plan: Plan, tables: Mapping[str, Table] = TABLES) -> list[Decoded]:
-    """The rows of a run: its variants, then its timed methods.
-
-    Raises:
-        ValueError: the run is damaged.
-    """
+    """The rows of a run: its variants, then its timed methods."""
     rows: list[Decoded] = []
     written: dict[tuple[str, str, str], list[int]] = {}
     for variant in variants_of(plan, tables):
@@ -416,12 +375,7 @@ def _line(value: Any) -> str:
 
 
 def read_tables(path: Path) -> tuple[Run, ...]:
-    """Read the tables of runs, as `tables_bytes` wrote them.
-
-    Raises:
-        ValueError: the file holds something else or is damaged; the message names the place and what is wrong.
-        OSError: the file cannot be read.
-    """
+    """The tables of runs, as `tables_bytes` wrote them; a damaged file is a ValueError that names the place."""
     try:
         return _RUNS.validate_json(path.read_bytes())
     except ValidationError as problem:

@@ -11,7 +11,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
-from fb_core._util import write_file
 from rich.progress import TimeElapsedColumn
 
 from benchmarks.paper.agreement import AgreementStage
@@ -25,6 +24,7 @@ from benchmarks.paper.rollouts import HeldOutRolloutStage
 from benchmarks.paper.s2t_local import SelectionTrainStage
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import PROBLEM, PUBLISHED, TABLES, Plan, Table, Variant, plan_of, settings_of_variant
+from fb_core._util import write_file
 from fb_core.apps.pipeline.commands import Command, run_command, stages_of
 from fb_core.apps.pipeline.files import json_bytes
 from fb_core.apps.pipeline.models import DEPLOYED_STAGE
@@ -53,16 +53,7 @@ def run_tables(
 ) -> None:
     """Make every row of some tables, several at a time; finished rows are kept, and failures are reported.
 
-    Args:
-        tables: names among `TABLES`, and `COSTS`.
-        settings: of the run.
-        run: its folder.
-        workers: number of processes, one thread each; None for one per core, or a single one if there is a GPU.
-        show: takes finished stages' reports in Markdown.
-
-    Raises:
-        ValueError: settings, models or files do not fit the run.
-        OSError: no disk space, model or server, or a worker was killed; finished work is kept.
+    By default there is a process per core, with one thread each, or a single one if there is a GPU.
     """
     prepare(settings, run, show)
     steps = list(waves([TABLES[name] for name in tables if name != COSTS], plan_of(settings, run)))
@@ -104,8 +95,7 @@ def prepare(settings: PaperSettings, run: Path, show: Callable[[str], None] = pr
 def waves(tables: Iterable[Table], plan: Plan) -> Iterator[list[tuple[Variant, bool]]]:
     """The variants of some tables and of the references, in the order in which they depend on each other.
 
-    Yields:
-        variants that can be made at the same time, each with whether its reranker is compared with the rollouts.
+    Those of a wave can be made at the same time; each has whether its reranker is compared with the rollouts.
     """
     made = {variant.path: variant for variant in plan.references()}
     judged = set()
@@ -157,16 +147,9 @@ def _work(wave: Sequence[tuple[Variant, bool]], settings: PaperSettings, run: Pa
 
 
 def make(variant: Variant, values: str, run: Path, judge: bool) -> str | None:
-    """Make a variant; may run in a worker process.
+    """Make a variant, maybe in a worker process; returns why it could not be made, or None.
 
-    Args:
-        variant: to make.
-        values: the run's settings as JSON.
-        run: its folder.
-        judge: whether its rerankers, or those of variants inside it, are compared with the rollouts.
-
-    Returns:
-        why it could not be made; None if it was made.
+    `judge` compares its rerankers, or those of variants inside it, with the rollouts.
     """
     settings = settings_of_variant(PaperSettings.model_validate_json(values), variant)
     folder = run / variant.path

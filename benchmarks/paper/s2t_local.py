@@ -29,16 +29,10 @@ MARGIN, KL_WEIGHT = 1.0, 0.1
 
 
 def selection_target(llm_logprob: Tensor) -> Tensor:
-    """The target of one group whose cross-entropy equals the cross-entropy and KL terms of the loss.
+    """[K]: the target of one group whose cross-entropy equals the cross-entropy and KL terms of the loss.
 
     Equality is up to a constant: together they are the cross-entropy to onehot(best) + KL_WEIGHT * p_T, minus
-    KL_WEIGHT * H(p_T), which does not depend on the scores.
-
-    Args:
-        llm_logprob: [K] log p_T of the candidates, nats; ties for the best go to the first.
-
-    Returns:
-        [K] in the dtype of llm_logprob; its sum is 1 + KL_WEIGHT.
+    KL_WEIGHT * H(p_T), which does not depend on the scores. Ties for the best go to the first.
     """
     target = KL_WEIGHT * llm_logprob.softmax(0)
     target[llm_logprob.argmax()] += 1.0

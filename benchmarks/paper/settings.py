@@ -9,10 +9,10 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Annotated, Any, Literal
 
-from fb_core._util import write_file
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
+from fb_core._util import write_file
 from fb_core.apps.settings.config import RunSettings, Section, checked
 
 FILE = "paper.json"  # in a run's folder: the settings of its last tables

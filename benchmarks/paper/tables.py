@@ -20,25 +20,16 @@ REFERENCES = ("greedy", "direct", PUBLISHED)  # every row is compared with these
 
 @dataclass(frozen=True)
 class Variant:
-    """A run with some settings changed: a row of a table, in a folder inside the run's own.
+    """A run with some settings changed: a row of a table, in a folder inside the run's own."""
 
-    Attributes:
-        key: name of its folder.
-        label: of its row.
-        changes: changed settings by section.
-        method: the method that decodes the benchmarks; None for a variant that only other variants build on.
-        x: the value that is varied, if it is a number.
-        inside: the variant that this one changes; None if it changes the run itself.
-        borrowed: whether another table makes it and this one only shows it.
-    """
-
-    key: str
-    label: str
-    changes: Changes = field(default_factory=dict)
+    key: str  # name of its folder
+    label: str  # of its row
+    changes: Changes = field(default_factory=dict)  # changed settings by section
+    # the method that decodes the benchmarks; None for a variant that only other variants build on
     method: str | None = PUBLISHED
-    x: float | None = None
-    inside: Variant | None = None
-    borrowed: bool = False
+    x: float | None = None  # the value that is varied, if it is a number
+    inside: Variant | None = None  # the variant that this one changes; None if it changes the run itself
+    borrowed: bool = False  # whether another table makes it and this one only shows it
 
     @property
     def state_source(self) -> Variant | None:
@@ -60,17 +51,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run whose variants are made.
+    """A run whose variants are made."""
 
-    Attributes:
-        settings: of the run.
-        run: its folder.
-        horizon: the horizon chosen on validation problems; all variants except those of "horizons" keep it.
-    """
-
-    settings: PaperSettings
-    run: Path
-    horizon: int
+    settings: PaperSettings  # of the run
+    run: Path  # its folder
+    horizon: int  # the horizon chosen on validation problems; all variants except those of "horizons" keep it
 
     def references(self) -> list[Variant]:
         """The methods that every row is compared with."""
@@ -95,38 +80,24 @@ class Plan:
 
 @dataclass(frozen=True)
 class Beside:
-    """A row that other rows of its table are compared with.
+    """A row that other rows of its table are compared with."""
 
-    Attributes:
-        name: of the row, in the column's head.
-        key: of the row.
-        of: keys of the rows that are compared with it; empty for all.
-    """
-
-    name: str
-    key: str
-    of: tuple[str, ...] = ()
+    name: str  # of the row, in the column's head
+    key: str  # of the row
+    of: tuple[str, ...] = ()  # keys of the rows that are compared with it; empty for all
 
 
 @dataclass(frozen=True)
 class Table:
-    """One experiment.
+    """One experiment."""
 
-    Attributes:
-        name: on the command line.
-        title: of its section in the report.
-        varies: what differs between its rows; the section's brief description.
-        rows: makes the rows of a run, in order, including the run's own and other borrowed ones.
-        beside: rows that others are compared with, besides `REFERENCES`.
-        judged: whether its rerankers are compared with the rollouts.
-    """
-
-    name: str
-    title: str
-    varies: str
+    name: str  # on the command line
+    title: str  # of its section in the report
+    varies: str  # what differs between its rows; the section's brief description
+    # makes the rows of a run, in order, including the run's own and other borrowed ones
     rows: Callable[[Plan], list[Variant]]
-    beside: tuple[Beside, ...] = ()
-    judged: bool = False
+    beside: tuple[Beside, ...] = ()  # rows that others are compared with, besides `REFERENCES`
+    judged: bool = False  # whether its rerankers are compared with the rollouts
 
 
 def plan_of(settings: PaperSettings, run: Path) -> Plan:
@@ -245,19 +216,9 @@ def _quantiles(plan: Plan) -> list[Variant]:
 TABLES = {
     table.name: table
     for table in (
-        Table(
-            "methods",
-            "Methods",
-            "FutureBridge and other methods on the same problems.",
-            _methods,
-        ),
+        Table("methods", "Methods", "FutureBridge and other methods on the same problems.", _methods),
         Table("pools", "Candidate pools", "Whose candidates the reranker is trained on and chooses from.", _pools),
-        Table(
-            "horizons",
-            "Horizon",
-            "How many tokens of the future the target uses.",
-            _horizons,
-        ),
+        Table("horizons", "Horizon", "How many tokens of the future the target uses.", _horizons),
         Table(
             "futures",
             "Futures",

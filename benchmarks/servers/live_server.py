@@ -27,12 +27,7 @@ CONTEXT = 512  # tokens of a sequence of llama.cpp's
 
 
 class LiveServer(ABC):
-    """A server's process on the loopback, on the same port after each start; it is ready when this returns.
-
-    Raises:
-        RuntimeError: the process ended instead.
-        TimeoutError: it was not ready in time, and was ended.
-    """
+    """A server's process on the loopback, on the same port after each start; ready once constructed, or it raises."""
 
     port = 0
 
@@ -108,13 +103,8 @@ Served = tuple[dict[str, LiveServer], dict[str, str]]
 class LlamaCpp(LiveServer):
     """llama.cpp's server with a GGUF file.
 
-    Args:
-        file: the model.
-        slots: requests under way at once, each of `context` tokens.
-        exact: keys and values in float32, attention by plain products.
-
-    Raises:
-        ImportError: xllamacpp is not installed.
+    It has `slots` requests under way at once, each of `context` tokens. If `exact`, keys and values are float32 and
+    attention is by plain products. Without xllamacpp this is an ImportError.
     """
 
     def __init__(
@@ -136,29 +126,17 @@ class LlamaCpp(LiveServer):
     def launch(self) -> subprocess.Popen[str]:
         settings = self.settings | {"file": str(self.file), "port": self.port, "api_key": self.api_key}
         command = [sys.executable, __file__, json.dumps(settings)]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            start_new_session=True,
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
+        process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
         assert process.stdout is not None
         self.port = int(process.stdout.readline() or self.port)
         return process
 
 
 class VLLM(LiveServer):
-    """vLLM's server with a folder, in float32, on the CPU.
+    """vLLM's server with a folder, in float32, on the CPU; a FileNotFoundError if it is not installed.
 
-    Args:
-        folder: the model and its tokenizer.
-        context: most tokens of a sequence.
-        eager: nothing is compiled, which starts sooner.
-
-    Raises:
-        FileNotFoundError: vLLM is not installed.
+    If `eager`, nothing is compiled, which starts sooner.
     """
 
     def __init__(
@@ -173,10 +151,7 @@ class VLLM(LiveServer):
     def launch(self) -> subprocess.Popen[str]:
         command = [str(VLLM_COMMAND), "serve", str(self.folder), "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--max-model-len", str(self.context), "--max-logprobs", "64"]
-        command += [
-            *(["--api-key", self.api_key] if self.api_key else []),
-            *(["--enforce-eager"] if self.eager else []),
-        ]
+        command += ["--api-key", self.api_key] * bool(self.api_key) + ["--enforce-eager"] * self.eager
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -192,20 +167,24 @@ class VLLM(LiveServer):
 
 
 class Ours(LiveServer):
-    """`futurebridge serve` with a folder; the small model writes alone."""
+    """`futurebridge serve` with one model as both of its pair.
 
-    def __init__(self, folder: Path, *, context: int = 2048, threads: int = 1, rows: int = 32) -> None:
-        self.folder, self.context, self.threads, self.rows = folder, context, threads, rows
+    Options are further ones of the command, and other names further environment variables.
+    """
+
+    def __init__(
+        self, model: Path | str, *options: str, context: int = 2048, threads: int = 1, **environment: str
+    ) -> None:
+        self.command = [sys.executable, "-m", "fb_core", "serve", "--slm", str(model), "--llm", str(model)]
+        self.command += ["--max-length", str(context), *options]
+        self.environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | environment
         self.port = free_port()
         super().__init__()
 
     def launch(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "fb_core", "serve", "--slm", str(self.folder), "--llm", str(self.folder)]
-        command += ["--max-events", "0", "--max-length", str(self.context), "--max-batch", str(self.rows)]
-        command += ["--device", "cpu", "--port", str(self.port)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(self.threads)}
+        command = [*self.command, "--port", str(self.port)]
         return subprocess.Popen(
-            command, stdout=self.log, stderr=self.log, text=True, env=environment, start_new_session=True
+            command, stdout=self.log, stderr=self.log, text=True, env=self.environment, start_new_session=True
         )
 
 
@@ -218,9 +197,8 @@ def free_port() -> int:
 def write_gguf(path: Path, model: Any, tokenizer: Any = None) -> None:
     """Write a Llama or a Qwen3, matrices in their dtype and norms in float32.
 
-    Args:
-        tokenizer: a byte-level BPE tokenizer; ids beyond its own are unused. Without one the words are "<0>", "<1>" and
-            so on, and the last one ends a text.
+    A tokenizer is a byte-level BPE one; ids beyond its own are unused. Without one the words are "<0>", "<1>" and so
+    on, and the last one ends a text.
     """
     import gguf
     import torch
@@ -228,17 +206,19 @@ def write_gguf(path: Path, model: Any, tokenizer: Any = None) -> None:
     config = model.config
     kind = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}[config.model_type]
     made = gguf.GGUFWriter(path, config.model_type)
-    made.add_context_length(config.max_position_embeddings)
-    made.add_block_count(config.num_hidden_layers)
-    made.add_embedding_length(config.hidden_size)
-    made.add_feed_forward_length(config.intermediate_size)
-    made.add_head_count(config.num_attention_heads)
-    made.add_head_count_kv(config.num_key_value_heads)
-    made.add_key_length(config.head_dim)
-    made.add_value_length(config.head_dim)
-    made.add_rope_dimension_count(config.head_dim)
-    made.add_layer_norm_rms_eps(config.rms_norm_eps)
-    made.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    numbers = {
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        **dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), config.head_dim),
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": config.rope_parameters["rope_theta"],
+    }
+    for name, number in numbers.items():
+        getattr(made, f"add_{name}")(number)
     _write_words(made, config.vocab_size, tokenizer)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Sequence
 from itertools import chain, groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, Sampling
+from benchmarks.servers.live_server import Ours
+from fb_core import CollaborativeDecoder, Generation, LLMPreference, RequestPolicy, Sampling
 from fb_core.apps.demo.pairs import DemoPair
 
 PAIR, THRESHOLD, NEW, LENGTH = "plans", 1.7, 60, 256  # NEW and LENGTH: maximum tokens of an answer and of a sequence
@@ -22,52 +19,15 @@ MODEL = f"demo:{PAIR}"
 THREADS = 1  # torch's threads in every process; the models are small
 
 
-class Server:
-    """The process, on a free port of the loopback; once constructed it is ready, and it ends with the context.
-
-    Args:
-        options: further options of the command.
-        environment: further environment variables.
-    """
+class Server(Ours):
+    """The process, on a free port of the loopback; once constructed it is ready, and it ends with the context."""
 
     def __init__(self, *options: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "fb_core", "serve", "--slm", MODEL, "--llm", MODEL]
-        command += ["--threshold", str(THRESHOLD), "--max-length", str(LENGTH), "--port", "0", *options]
-        whole = os.environ | {"OMP_NUM_THREADS": str(THREADS)} | environment
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=whole
-        )
-        assert self.process.stdout is not None
-        try:
-            match = re.search(r"at http://(\S+):(\d+)/v1", self.process.stdout.readline())
-            if match is None:
-                raise RuntimeError(f"{' '.join(command)}: expected an address, got none; run it to see why")
-            self.host, self.port = match[1], int(match[2])
-            self.metrics()  # after this answer it has opened all files that it opens without clients
-            time.sleep(0.5)
-            self.files = self.open_files()
-        except BaseException:
-            self._kill()
-            raise
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(60)
-        finally:
-            self._kill()  # does nothing if it has ended
-
-    def _kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    @property
-    def url(self) -> str:
-        """The URL of its API."""
-        return f"http://{self.host}:{self.port}/v1"
+        given = ("--threshold", str(THRESHOLD), *options)
+        super().__init__(MODEL, *given, context=LENGTH, threads=THREADS, **environment)
+        self.metrics()  # after this answer it has opened all files that it opens without clients
+        time.sleep(0.5)
+        self.files = self.open_files()
 
     def cpu_seconds(self) -> float:
         """CPU time that it has used so far."""
@@ -88,16 +48,12 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Its metrics, by name and labels."""
-        with urllib.request.urlopen(f"http://{self.host}:{self.port}/metrics") as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
 
     def wait_until_idle(self, seconds: float = 60.0) -> None:
-        """Wait until no sequence is in progress, no page is held and no client is connected.
-
-        Raises:
-            TimeoutError: something is left after so many seconds.
-        """
+        """Wait until no sequence is in progress, no page is held and no client is connected, or raise TimeoutError."""
         names = [f"futurebridge_{name}" for name in ("waiting", "running", "asking", "kv_pages_used")]
         stop = time.monotonic() + seconds
         while any((metrics := self.metrics())[name] for name in names):
@@ -123,6 +79,13 @@ class Truth(NamedTuple):
     ended: bool  # with the end-of-sequence token
     steps: list[int]  # of its events
 
+    @classmethod
+    def of(cls, generation: Generation, tokenizer: Any) -> Truth:
+        """What a generation says."""
+        tokens = generation.token_ids.tolist()
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        return cls(text, len(tokens), tokens[-1] == tokenizer.eos_token_id, [event.step for event in generation.events])
+
 
 def alone(
     pair: DemoPair,
@@ -132,23 +95,8 @@ def alone(
     sampling: Sampling | None = None,
 ) -> list[Truth]:
     """The answers to prompts without pages and server, one after another; several drawn ones of a prompt together."""
-    decoder = CollaborativeDecoder(
-        pair.slm,
-        pair.llm,
-        LLMPreference(),
-        RequestPolicy(THRESHOLD),
-        tokenizer=pair.world.tokenizer,
-        max_events=max_events,
-    )
-    end = pair.world.tokenizer.eos_token_id
+    words, policy = pair.world.tokenizer, RequestPolicy(THRESHOLD)
+    decoder = CollaborativeDecoder(pair.slm, pair.llm, LLMPreference(), policy, tokenizer=words, max_events=max_events)
     equal = [list(group) for _, group in groupby(map(list, prompts))]
     generations = chain.from_iterable(decoder.generate_many(group, new, sampling=sampling) for group in equal)
-    return [
-        Truth(
-            generation.text or "",
-            len(generation.token_ids),
-            int(generation.token_ids[-1]) == end,
-            [event.step for event in generation.events],
-        )
-        for generation in generations
-    ]
+    return [Truth.of(generation, words) for generation in generations]

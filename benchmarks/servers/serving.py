@@ -91,7 +91,7 @@ def served(server: Server, prompts: Sequence[list[int]], clients: int) -> Load:
     replies: dict[int, Reply] = {}
 
     async def all_of_them() -> None:
-        await asyncio.gather(*(ask(server.host, server.port, bodies, replies) for _ in range(clients)))
+        await asyncio.gather(*(ask("127.0.0.1", server.port, bodies, replies) for _ in range(clients)))
 
     cpu, own, began = server.cpu_seconds(), time.process_time(), time.perf_counter()
     asyncio.run(all_of_them())
@@ -110,20 +110,16 @@ def in_process(engine: Engine, pair: DemoPair, prompts: Sequence[list[int]], cli
         generations = list(threads.map(lambda ids: engine.submit(ids, NEW).result(), prompts))
     seconds = time.perf_counter() - began
     batch = sum(len(generation.token_ids) for generation in generations) / (loop.step.begun - steps)
-    return Load(seconds, [_truth(pair, generation) for generation in generations], {"mean batch": batch})
+    return Load(
+        seconds, [Truth.of(generation, pair.world.tokenizer) for generation in generations], {"mean batch": batch}
+    )
 
 
 def one_at_a_time(decoder: LowLatencyDecoder, pair: DemoPair, prompts: Sequence[list[int]], _: int) -> Load:
     """`CollaborativeDecoder.generate` one prompt at a time, over pages like the engine."""
     began = time.perf_counter()
     generations = [decoder.generate(ids, NEW) for ids in prompts]
-    return Load(time.perf_counter() - began, [_truth(pair, generation) for generation in generations])
-
-
-def _truth(pair: DemoPair, generation: Any) -> Truth:
-    text = pair.world.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-    ended = int(generation.token_ids[-1]) == pair.world.tokenizer.eos_token_id
-    return Truth(text, len(generation.token_ids), ended, [event.step for event in generation.events])
+    return Load(time.perf_counter() - began, [Truth.of(generation, pair.world.tokenizer) for generation in generations])
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
@@ -182,17 +178,10 @@ def measured(server: Server, engine: Engine, pair: DemoPair, requests: int, roun
 
 def table(result: Mapping[str, Any]) -> list[str]:
     """A row for every load that was right, and the names of the others."""
-    head = [
-        "clients",
-        "requests/s",
-        "tokens/s",
-        *(f"{name}, ms p50 / p90 / p99" for name in ("first token", "latency")),
-    ]
-    head += [
-        "ms per token",
-        "CPU of server, clients",
-        *(f"{name}, requests/s (relative to ours)" for name in (ENGINE, SINGLE)),
-    ]
+    head = ["clients", "requests/s", "tokens/s"]
+    head += [f"{name}, ms p50 / p90 / p99" for name in ("first token", "latency")]
+    head += ["ms per token", "CPU of server, clients"]
+    head += [f"{name}, requests/s (relative to ours)" for name in (ENGINE, SINGLE)]
     rows = []
     for shape, by_impl in _by_shape(result).items():
         if OURS not in by_impl:

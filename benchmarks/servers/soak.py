@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -31,9 +30,7 @@ from benchmarks import harness
 from benchmarks.servers.server_process import MODEL, PAIR, THREADS, Server, Truth, alone
 from fb_core import CompatibilityScorer, Sampling
 from fb_core.apps.demo.pairs import DemoPair, load_pair
-from fb_core.apps.pipeline.page import markdown_table
 
-RESULTS = harness.ROOT / "benchmarks" / "results" / "soak"
 LIMITS, EVENTS, ANSWERS = (60, 25, 7), (8, 0), 2  # maximum tokens, events and answers
 SAMPLING = Sampling(0.7, 0.9, 20, seed=5)
 DRAWN: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "extra_body": {"top_k": 20}}
@@ -180,9 +177,8 @@ async def ask(client: openai.AsyncOpenAI, question: Question) -> str | None:
         finish = "stop" if truth.ended or cut else "length"
         want.append((text, finish, [step for step in truth.steps if step < count]))
         tokens += count
-    return (
-        None if got == want and total == tokens else f"{body}: expected {want} of {tokens} tokens, got {got}, {total}"
-    )
+    right = got == want and total == tokens
+    return None if right else f"{body}: expected {want} of {tokens} tokens, got {got}, {total}"
 
 
 def _other(body: Mapping[str, Any], want: Sequence[float], got: Sequence[float]) -> str | None:
@@ -203,24 +199,13 @@ def _answer(pieces: Sequence[Any], index: int) -> tuple[str, str | None, list[in
 
 
 def soak(requests: int, every: int, *, problems: int = 64, clients: int = 64, seed: int = 0) -> Soak:
-    """Send requests, and record what the server holds after every `every` of them.
-
-    Args:
-        requests: total number.
-        every: requests between two records; all clients disconnect before each.
-        problems: number of different prompts.
-        clients: concurrent requests.
-        seed: of the requests.
-
-    Raises:
-        TimeoutError: the server still holds something while no request is in progress.
-    """
+    """Send requests, and record what the server holds after every `every` of them, with all clients gone."""
     pair = load_pair(PAIR)
     asked, result = list(questions(pair, problems, requests, seed)), Soak(clients)
     with Server(**CACHES) as server:
         for first in range(0, requests, every):
             began = time.perf_counter()
-            asyncio.run(_together(server.url, iter(asked[first : first + every]), result))
+            asyncio.run(_together(f"{server.url}/v1", iter(asked[first : first + every]), result))
             result.seconds += time.perf_counter() - began
             server.wait_until_idle()
             done = min(first + every, requests)
@@ -248,22 +233,13 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     first, last = result["held"][0], result["held"][-1]
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in result["kinds"].items())
     statuses = ", ".join(f"{count:,} of {status}" for status, count in sorted(result["statuses"].items()))
-    rows = [
-        [
-            f"{held['requests']:,}",
-            f"{held['resident_bytes'] / 2**20:.1f}",
-            f"{held['open_files']}",
-            f"{held['threads']}",
-        ]
-        for held in result["held"]
-    ]
     more = (last["resident_bytes"] - first["resident_bytes"]) / 2**20
     return [
         f"{last['requests']:,} requests ({kinds}), {result['clients']} at once, in {result['seconds']:.0f} s: "
-        f"{len(result['wrong'])} wrong answers; statuses: {statuses}; {more:+.1f} MiB of memory since request "
-        f"{first['requests']:,}. At each row no page of the KV cache was held.",
-        "",
-        *markdown_table(["requests so far", "resident MiB", "open files", "threads"], rows),
+        f"{len(result['wrong'])} wrong answers; statuses: {statuses}. From request {first['requests']:,} on, the "
+        f"server's memory changed by {more:+.1f} MiB, to {last['resident_bytes'] / 2**20:.0f} MiB, its open files from "
+        f"{first['open_files']} to {last['open_files']}, its threads from {first['threads']} to {last['threads']}. "
+        "Whenever it was idle, no page of the KV cache was held.",
         "",
         f"*{result['device']}, commit {harness.shown_commit(result)}, {result['date']}*",
     ]
@@ -280,8 +256,7 @@ def main() -> None:
     result = {**harness.machine(), **asdict(soak(given.requests, given.every))}
     print(*lines(result), *result["wrong"][:SHOWN], sep="\n")
     if given.write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{harness.DEVICE}.json").write_text(json.dumps(result, indent=1) + "\n")
+        harness.write_result("soak", result)
     sys.exit(bool(result["wrong"]))
 
 

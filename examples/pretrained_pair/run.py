@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import problems
+
 from fb_core._util import RUN, require
 
 HERE = Path(__file__).resolve().parent

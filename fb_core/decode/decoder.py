@@ -304,7 +304,8 @@ class CollaborativeDecoder:
     ) -> list[Generation]:
         """Decode prompts as a user gives them; the arguments are those of `Stop`, and how tokens are drawn."""
         max_new_tokens = check_max_new_tokens(max_new_tokens)
-        check_sampling(sampling)
+        if sampling is not None:
+            check_sampling(sampling)
         checked = checked_prompts("input_ids", prompts, self.slm, room=1)
         ends = self.pair.ends if ends is None else ends
         stop = Stop(ends, max_new_tokens, max_positions(self.slm), events, on_token)

@@ -234,8 +234,10 @@ class Engine:
                 raise TypeError(f"selector: expected type Selector, got {type(selector).__name__}; leave it out")
             selector.check_slm(decoder.slm)
         tokens = ids.tolist()
-        check_sampling(sampling)
-        draw = GREEDY if sampling is None else sampling.draw(tokens, sample)
+        draw = GREEDY
+        if sampling is not None:
+            check_sampling(sampling)
+            draw = sampling.draw(tokens, sample)
         row = Running(0, tokens, len(ids))
         task = PairTask(row, stop, policy.threshold, events, ranking, draw, prompt_ranking, selector=selector)
         self._state.loop.check(task)

@@ -1,17 +1,26 @@
-"""HTTP to one server: requests from many threads, each with a time limit."""
+"""HTTP to one server: requests from many threads, each with a time limit, JSON and retries."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 import ssl
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from http.cookiejar import DefaultCookiePolicy
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from fb_core.llm.local import GONE
+
 MAX_BODY = 64 << 20  # bytes of one answer
+ANSWER, EACH = 1 << 20, 256  # bytes of an answer, and for each token that it may name
+FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds before a retry; doubled each time, times 0.5 to 1.5
+PART = 8  # so many characters of a key are too many to show
 
 
 class ServerError(OSError):
@@ -95,6 +104,88 @@ class Connections:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
+
+
+class JSONClient:
+    """JSON requests to one server, sent again where that may help; a key is never shown.
+
+    Args:
+        url: of the server, as errors name it.
+        connections: to it.
+        model: its name in requests; None leaves it out.
+        retries: how often a failed request is sent again.
+        key: what no error may hold.
+    """
+
+    def __init__(self, url: str, connections: Connections, *, model: str | None, retries: int, key: str | None) -> None:
+        self.url = url
+        self.connections = connections
+        self.model = model
+        self.retries = retries
+        self._key = key or ""
+        self._random = random.Random()
+
+    def post(self, path: str, fields: dict[str, Any], named: int) -> Any:
+        """The JSON answer to a JSON request, which may name so many tokens.
+
+        Raises:
+            CancelledError: nobody waits for it any more.
+            ServerError: no answer, or one with another status than 200.
+        """
+        body, gone = self._body(fields), GONE.get() or Future()
+        for attempt in range(self.retries + 1):
+            if attempt:
+                delay = min(FIRST_DELAY * 2 ** (attempt - 1), LONGEST_DELAY) * self._random.uniform(0.5, 1.5)
+                with suppress(TimeoutError):
+                    gone.result(delay)
+            try:
+                status, answer = self.connections.post(path, body, ANSWER + EACH * named, gone)
+            except ServerError:
+                raise
+            except OSError as problem:
+                came = f"{type(problem).__name__}: {self._quoted(str(problem))}"
+                continue
+            if status == 200:
+                return self._parsed(path, answer)
+            came = f"status {status}: {self._quoted(answer.decode(errors='replace'))}"
+            if status != 429 and status < 500:
+                raise ServerError(
+                    f"{self.url}: expected an answer from {path}, got {came}; check the flavour, the api_key and what "
+                    "the server allows"
+                )
+        raise ServerError(
+            f"{self.url}: expected an answer from {path}, got {came}, {self.retries + 1} times; check that the server "
+            "runs there, or raise timeout or retries"
+        )
+
+    def post_once(self, path: str, fields: dict[str, Any], named: int) -> Any:
+        """As `post`, without retries; a status other than 200 is a LookupError."""
+        status, answer = self.connections.post(path, self._body(fields), ANSWER + EACH * named)
+        if status != 200:
+            raise LookupError(f"status {status}")
+        return self._parsed(path, answer)
+
+    def _body(self, fields: dict[str, Any]) -> bytes:
+        return json.dumps(fields if self.model is None else {"model": self.model, **fields}).encode()
+
+    def _parsed(self, path: str, answer: bytes) -> Any:
+        try:
+            return json.loads(answer)
+        except (ValueError, RecursionError) as problem:
+            raise ServerError(
+                f"{self.url}: expected JSON from {path}, got {self._quoted(answer.decode(errors='replace'))} "
+                f"({problem}); check the flavour and what listens there"
+            ) from problem
+
+    def _quoted(self, text: str) -> str:
+        """The beginning of a server's answer, with the key removed."""
+        return repr(self.keyless(text)[:300])
+
+    def keyless(self, text: str) -> str:
+        """Text with the key removed; "***" alone if it still contains a part of the key."""
+        key = self._key
+        text = text.replace(key, "***") if key else text
+        return "***" if any(key[start : start + PART] in text for start in range(len(key) - PART + 1)) else text
 
 
 def checked_url(url: str) -> str:

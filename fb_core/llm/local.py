@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain, islice
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from fb_core.models import facts as models
 from fb_core.models.facts import Cache, CausalLM, Reading, Tokenizer, eos_ids, max_positions, structure, valid_ids
 from fb_core.models.native import NativeDecoder
 from fb_core.models.packed import hidden_states
-from fb_core.models.tokens import token_ids
+from fb_core.models.tokens import check_max_new_tokens, checked_prompts, token_ids
 from fb_core.runtime.plain import MAX_ROWS, Running, Stop, batches, check_decodable, last_logits, left_padded, lockstep
 from fb_core.runtime.sampling import Sampling, seeded
 from fb_core.runtime.writing import Choose, write
@@ -149,31 +148,6 @@ class LLM(ABC):
 
     def _sample(self, prompts: Sequence[Ids], n: int, max_new_tokens: int, how: Sampling) -> list[list[Tensor]]:
         raise ValueError(f"llm: expected one that samples, got {type(self).__name__}; use LocalLLM or ServerLLM")
-
-
-def checked_prompts(name: str, prompts: Sequence[Ids], model: CausalLM, room: int) -> list[Tensor]:
-    """Prompts as int64 tensors on the model's device, each checked to leave `room` positions free.
-
-    Raises as `token_ids`, and ValueError for no ids or a prompt that is too long.
-    """
-    limit = max_positions(model)
-    checked = [token_ids(name, ids, model) for ids in prompts]
-    for ids in checked:
-        if not len(ids):
-            raise ValueError(f"{name}: expected at least one token, got none; begin with the prompt")
-        if limit is not None and len(ids) + room > limit:
-            raise ValueError(
-                f"{name}: expected at most {limit - room} tokens for a model of {limit} positions, got {len(ids)}; "
-                "shorten the prompt"
-            )
-    return checked
-
-
-def check_max_new_tokens(max_new_tokens: int, least: int = 1) -> int:
-    """It as a plain int; TypeError if it is none, ValueError if below `least`."""
-    if not isinstance(max_new_tokens, Integral):
-        raise TypeError(f"max_new_tokens: expected an int, got {type(max_new_tokens).__name__}; convert it with int()")
-    return check_count("max_new_tokens", max_new_tokens, least, "the published limit is 4096")
 
 
 def scored_of(prompts: Sequence[Ids], score_ids: Sequence[Ids] | None) -> Sequence[Ids | None]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import random
 import reprlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from numbers import Integral
 from typing import Any, Literal, TypeVar
@@ -19,17 +16,14 @@ import torch
 from torch import Tensor
 
 from fb_core._util import check_count
-from fb_core.llm.http import Connections, ServerError, checked_url
-from fb_core.llm.local import GONE, LLM, Candidates, Ids, scored_of
+from fb_core.llm.http import Connections, JSONClient, ServerError, checked_url
+from fb_core.llm.local import LLM, Candidates, Ids, scored_of
 from fb_core.llm.protocols import DIALECTS
 from fb_core.models.facts import Tokenizer, known_ids
 from fb_core.models.tokens import check_max_new_tokens, id_list, text_ids
 from fb_core.runtime.sampling import Sampling, seeded
 
 Flavour = Literal["vllm", "sglang", "llama.cpp"]
-FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds before a retry; doubled each time, times 0.5 to 1.5
-ANSWER, EACH = 1 << 20, 256  # bytes of an answer, and for each token that it may name
-PART = 8  # so many characters of a key are too many to show
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # from reading a malformed answer
 TEXTS = (
     "The answer is \\boxed{42}.\n\nSo 3.14159 * 2 = 6.28318, and 1000000 > 999999!",
@@ -122,18 +116,16 @@ class ServerLLM(LLM):
         self.url = url
         self.flavour = flavour
         self.model = model
-        self.retries = retries
-        self._api_key = api_key
         headers = {"Content-Type": "application/json"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
         self.vocabulary: int = vocabulary
         self._ends = frozenset(id_list("ends", list(ends), vocabulary))
-        self._dialect = DIALECTS[flavour](self._post, vocabulary, sorted(self._ends))
         self._pool = ThreadPoolExecutor(in_flight, "fb-server")
         self._connections = Connections(address, headers, timeout, kept=0 if flavour == "llama.cpp" else in_flight)
+        self._client = JSONClient(url, self._connections, model=model, retries=retries, key=api_key)
+        self._dialect = DIALECTS[flavour](self._client.post, vocabulary, sorted(self._ends))
         self._closing = weakref.finalize(self, _close, self._pool, self._connections)
-        self._random = random.Random()
         self._process = os.getpid()
 
     @property
@@ -295,79 +287,23 @@ class ServerLLM(LLM):
         try:
             return read(*arguments)
         except UNREADABLE as problem:
+            why = f"{type(problem).__name__}: {self._client.keyless(str(problem))}"
             raise ServerError(
-                f"{self.url}: expected {asked} as {self.flavour} answers it, got an answer that does not fit "
-                f"({type(problem).__name__}: {self._keyless(str(problem))}); check the flavour and the server's version"
+                f"{self.url}: expected {asked} as {self.flavour} answers it, got an answer that does not fit ({why}); "
+                "check the flavour and the server's version"
             ) from None
 
     def _recognised(self, prompt: list[int]) -> str:
         """The server's flavour; the given one if the server answers in no known flavour or not at all."""
         for flavour in (self.flavour, *DIALECTS):
             try:
-                DIALECTS[flavour](self._post_once, self.vocabulary, []).candidates(prompt, 1, [])
+                DIALECTS[flavour](self._client.post_once, self.vocabulary, []).candidates(prompt, 1, [])
             except (ServerError, *UNREADABLE):
                 continue
             except OSError:
                 break
             return flavour
         return self.flavour
-
-    def _post_once(self, path: str, fields: dict[str, Any], named: int) -> Any:
-        """The JSON answer to a JSON request; a status other than 200 is a LookupError."""
-        status, answer = self._connections.post(path, self._body(fields), ANSWER + EACH * named)
-        if status != 200:
-            raise LookupError(f"status {status}")
-        return self._parsed(path, answer)
-
-    def _body(self, fields: dict[str, Any]) -> bytes:
-        return json.dumps(fields if self.model is None else {"model": self.model, **fields}).encode()
-
-    def _post(self, path: str, fields: dict[str, Any], named: int) -> Any:
-        """The JSON answer to a JSON request, with retries; CancelledError once nobody waits for it."""
-        body, gone = self._body(fields), GONE.get() or Future()
-        for attempt in range(self.retries + 1):
-            if attempt:
-                delay = min(FIRST_DELAY * 2 ** (attempt - 1), LONGEST_DELAY) * self._random.uniform(0.5, 1.5)
-                with suppress(TimeoutError):
-                    gone.result(delay)
-            try:
-                status, answer = self._connections.post(path, body, ANSWER + EACH * named, gone)
-            except ServerError:
-                raise
-            except OSError as problem:
-                came = f"{type(problem).__name__}: {self._quoted(str(problem))}"
-                continue
-            if status == 200:
-                return self._parsed(path, answer)
-            came = f"status {status}: {self._quoted(answer.decode(errors='replace'))}"
-            if status != 429 and status < 500:
-                raise ServerError(
-                    f"{self.url}: expected an answer from {path}, got {came}; check the flavour, the api_key and what "
-                    "the server allows"
-                )
-        raise ServerError(
-            f"{self.url}: expected an answer from {path}, got {came}, {self.retries + 1} times; check that the server "
-            "runs there, or raise timeout or retries"
-        )
-
-    def _parsed(self, path: str, answer: bytes) -> Any:
-        try:
-            return json.loads(answer)
-        except (ValueError, RecursionError) as problem:
-            raise ServerError(
-                f"{self.url}: expected JSON from {path}, got {self._quoted(answer.decode(errors='replace'))} "
-                f"({problem}); check the flavour and what listens there"
-            ) from problem
-
-    def _quoted(self, text: str) -> str:
-        """The beginning of a server's answer, with the key removed."""
-        return repr(self._keyless(text)[:300])
-
-    def _keyless(self, text: str) -> str:
-        """Text with the key removed; "***" alone if it still contains a part of the key."""
-        key = self._api_key or ""
-        text = text.replace(key, "***") if key else text
-        return "***" if any(key[start : start + PART] in text for start in range(len(key) - PART + 1)) else text
 
 
 def _close(pool: ThreadPoolExecutor, connections: Connections) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fb_core.models.facts import Tokenizer, max_positions, vocabulary
+from fb_core._util import check_count
+from fb_core.models.facts import CausalLM, Tokenizer, max_positions, vocabulary
 
 TOGETHER = 1 << 16  # characters that are tokenized in one go, where there are several texts
 
@@ -317,3 +318,28 @@ def check_positions(model: PreTrainedModel, position: int, rows: int) -> None:
             f"prefix: expected at most {limit} positions with what follows it, got {position} + {rows}; "
             "shorten the prefix or the future"
         )
+
+
+def checked_prompts(name: str, prompts: Sequence[Tensor | Sequence[int]], model: CausalLM, room: int) -> list[Tensor]:
+    """Prompts as int64 tensors on the model's device, each checked to leave `room` positions free.
+
+    Raises as `token_ids`, and ValueError for no ids or a prompt that is too long.
+    """
+    limit = max_positions(model)
+    checked = [token_ids(name, ids, model) for ids in prompts]
+    for ids in checked:
+        if not len(ids):
+            raise ValueError(f"{name}: expected at least one token, got none; begin with the prompt")
+        if limit is not None and len(ids) + room > limit:
+            raise ValueError(
+                f"{name}: expected at most {limit - room} tokens for a model of {limit} positions, got {len(ids)}; "
+                "shorten the prompt"
+            )
+    return checked
+
+
+def check_max_new_tokens(max_new_tokens: int, least: int = 1) -> int:
+    """It as a plain int; TypeError if it is none, ValueError if below `least`."""
+    if not isinstance(max_new_tokens, Integral):
+        raise TypeError(f"max_new_tokens: expected an int, got {type(max_new_tokens).__name__}; convert it with int()")
+    return check_count("max_new_tokens", max_new_tokens, least, "the published limit is 4096")

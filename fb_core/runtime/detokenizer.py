@@ -30,7 +30,7 @@ class Name(NamedTuple):
     bytes: bytes
 
 
-class Piece(NamedTuple):
+class TextPart(NamedTuple):
     """A part of an answer; a special token that is left out is a part that is not shown."""
 
     text: str
@@ -66,14 +66,14 @@ class Text:
         self._byte_level, self._falls_back = self._joined(["Ã©"]) == "é", self._joined(["<0x41>"]) == "A"
         self._before = [WORD] if after_text else []  # pieces that the text of the next one depends on
         self._characters = codecs.getincrementaldecoder("utf-8")("replace" if self._byte_level else "strict")
-        self._run: list[Piece] = []  # of a fallback's bytes, which are text only if all of them together are
+        self._run: list[TextPart] = []  # of a fallback's bytes, which are text only if all of them together are
         self._run_is_text = True
         self._tail = ""  # the end of the text so far, the open run included
         bpe = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE"
         forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
         self._cleaned = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and (forced or not bpe)
         self._unclean = ""  # certain text before its clean-up
-        self._held: list[Piece] = []  # certain text that may be the beginning of a stop string
+        self._held: list[TextPart] = []  # certain text that may be the beginning of a stop string
         self._named = cache(self._name)
 
     def add(self, token: int) -> str:
@@ -103,16 +103,16 @@ class Text:
         held, self._held = self._held, []
         return rest + _shown(held)
 
-    def _piece(self, token: int) -> Piece | None:
+    def _piece(self, token: int) -> TextPart | None:
         """A token's piece, and whether its text is shown; None for an id past the vocabulary."""
         piece = self.tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return None
         left_out = self.skip_special and not self.tokenizer.decode([token], skip_special_tokens=True)
-        return Piece(piece, not (left_out and self.tokenizer.decode([token])))
+        return TextPart(piece, not (left_out and self.tokenizer.decode([token])))
 
     def _name(self, token: int, inside: bool) -> Name:
-        piece, shown = self._piece(token) or Piece("", False)
+        piece, shown = self._piece(token) or TextPart("", False)
         data = self._bytes_of(piece) if shown else piece.encode()
         if data is None:
             data = self._text(piece, [WORD] if inside else []).encode()
@@ -121,7 +121,7 @@ class Text:
         except UnicodeDecodeError:
             return Name("bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data)
 
-    def _taken(self, part: Piece) -> list[Piece]:
+    def _taken(self, part: TextPart) -> list[TextPart]:
         """Take the next piece, and return the text that has become certain, its clean-up and stops aside."""
         piece, shown = part
         data = self._bytes_of(piece) if shown else b""
@@ -129,26 +129,26 @@ class Text:
             text, parts = self._text(piece, self._before), self._run_ended()
             # At the beginning a text may be empty, as that of a space that is dropped there.
             self._before = [WORD, piece] if text or WORD in self._before else [*self._before, piece]
-            return [*parts, Piece(text)]
+            return [*parts, TextPart(text)]
         if shown:
-            part = Piece(self._decoded(data))
+            part = TextPart(self._decoded(data))
             if data == b" " and not self._before:  # which may be dropped there
-                part = Piece(self._text(piece, []))
+                part = TextPart(self._text(piece, []))
             self._before = [WORD, piece]
         if self._byte_level:
             return [part]
         self._run.append(part)
         return []
 
-    def _run_as_it_is(self) -> list[Piece]:
+    def _run_as_it_is(self) -> list[TextPart]:
         """The text of the run if it ended here; each byte is one character if together they are no text."""
         if self._run_is_text and not self._characters.getstate()[0]:
             return self._run
-        return [Piece(NO_TEXT) if part.shown else part for part in self._run]
+        return [TextPart(NO_TEXT) if part.shown else part for part in self._run]
 
-    def _run_ended(self) -> list[Piece]:
+    def _run_ended(self) -> list[TextPart]:
         """End the open run of bytes, and return its text."""
-        parts = [Piece(self._decoded(b"", last=True))] if self._byte_level else self._run_as_it_is()
+        parts = [TextPart(self._decoded(b"", last=True))] if self._byte_level else self._run_as_it_is()
         self._characters.reset()
         self._run, self._run_is_text = [], True
         return parts
@@ -163,7 +163,7 @@ class Text:
         whole = _whole([*self._held, *self._run_as_it_is()])
         return any(stop in whole for stop in self.stops)
 
-    def _released(self, new: Sequence[Piece], last: bool = False) -> str:
+    def _released(self, new: Sequence[TextPart], last: bool = False) -> str:
         """Take certain text, and return what is neither a stop string nor the beginning of one."""
         if self._cleaned:
             new = self._clean(new, last)
@@ -176,13 +176,13 @@ class Text:
         before, self._held = _split(parts, min(starts, default=len(whole) - kept))
         return _shown(before)
 
-    def _clean(self, parts: Sequence[Piece], last: bool) -> list[Piece]:
+    def _clean(self, parts: Sequence[TextPart], last: bool) -> list[TextPart]:
         """The parts after the clean-up that some tokenizers make of a whole text, as far as it is certain."""
         self._unclean += _shown(parts)
         certain = CLEANED.match(self._unclean)
         end = len(self._unclean) if last else certain.end() if certain else 0
         text, self._unclean = self.tokenizer.clean_up_tokenization(self._unclean[:end]), self._unclean[end:]
-        return [Piece(text), *(part for part in parts if not part.shown)]
+        return [TextPart(text), *(part for part in parts if not part.shown)]
 
     def _decoded(self, data: bytes, last: bool = False) -> str:
         """The characters that the next bytes complete."""
@@ -207,20 +207,20 @@ class Text:
         return str(self.tokenizer.convert_tokens_to_string(list(pieces))) if pieces else ""
 
 
-def _whole(parts: Sequence[Piece]) -> str:
+def _whole(parts: Sequence[TextPart]) -> str:
     return "".join(part.text for part in parts)
 
 
-def _shown(parts: Sequence[Piece]) -> str:
+def _shown(parts: Sequence[TextPart]) -> str:
     return "".join(part.text for part in parts if part.shown)
 
 
-def _split(parts: Sequence[Piece], at: int) -> tuple[list[Piece], list[Piece]]:
+def _split(parts: Sequence[TextPart], at: int) -> tuple[list[TextPart], list[TextPart]]:
     """The parts before and after a place in their text."""
-    before, after = list[Piece](), list[Piece]()
+    before, after = list[TextPart](), list[TextPart]()
     for text, shown in parts:
-        before.append(Piece(text[:at], shown))
-        after.append(Piece(text[at:], shown))
+        before.append(TextPart(text[:at], shown))
+        after.append(TextPart(text[at:], shown))
         at = max(0, at - len(text))
     return before, [part for part in after if part.text]
 

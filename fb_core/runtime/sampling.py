@@ -83,8 +83,8 @@ def occurrences(prompts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def check_sampling(given: object) -> None:
-    """TypeError for what is neither None nor a `Sampling`."""
-    if given is not None and not isinstance(given, Sampling):
+    """TypeError for what is no `Sampling`."""
+    if not isinstance(given, Sampling):
         raise TypeError(
             f"sampling: expected type Sampling, got {type(given).__name__}; leave it out for greedy decoding"
         )

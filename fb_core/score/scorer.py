@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args, overload
 
@@ -309,37 +309,38 @@ class CompatibilityScorer:
         rows = [len(tokens) + sum(group.rows for group in groups) for tokens, groups in work]
         results: Results = []
         for start, stop in packs(rows, budget):
-            results.extend(self._forward_in_halves(work[start:stop], asked))
+            results.extend(_in_halves(lambda pack: self._forward(pack, **asked), work[start:stop]))
         return results
-
-    def _forward_in_halves(self, pack: Sequence[tuple[Tensor, Sequence[Branches]]], asked: dict[str, bool]) -> Results:
-        """`_forward`, split into as many parts as memory requires."""
-        try:
-            return self._forward(pack, **asked)
-        except (RuntimeError, MemoryError) as problem:
-            out_of_memory = isinstance(problem, torch.OutOfMemoryError | MemoryError)
-            if not out_of_memory and not any(words in str(problem) for words in OUT_OF_MEMORY):
-                raise
-            if sum(len(group.continuations) for _, groups in pack for group in groups) < 2:
-                raise
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if len(pack) > 1:
-            half = len(pack) // 2
-            return self._forward_in_halves(pack[:half], asked) + self._forward_in_halves(pack[half:], asked)
-        ((tokens, groups),) = pack
-        if len(groups) > 1:
-            half = len(groups) // 2
-            parts = [self._forward_in_halves([(tokens, part)], asked)[0] for part in (groups[:half], groups[half:])]
-            return [parts[0] + parts[1]]
-        ((position, continuations, first),) = groups
-        half = len(continuations) // 2
-        halves = (Branches(position, part, first) for part in (continuations[:half], continuations[half:]))
-        return [[[each for half in halves for each in self._forward_in_halves([(tokens, [half])], asked)[0][0]]]]
 
     @torch.no_grad()
     def _forward(self, pack: Pack, **asked: bool) -> Results:
         return shared_prefix.forward(self.model, pack, valid_vocab=self.valid_vocab, **asked)
+
+
+def _in_halves(forward: Callable[[Pack], Results], pack: Pack) -> Results:
+    """A forward's results; if it runs out of memory, of its halves, down to a single continuation."""
+    try:
+        return forward(pack)
+    except (RuntimeError, MemoryError) as problem:
+        out_of_memory = isinstance(problem, torch.OutOfMemoryError | MemoryError)
+        if not out_of_memory and not any(words in str(problem) for words in OUT_OF_MEMORY):
+            raise
+        if sum(len(group.continuations) for _, groups in pack for group in groups) < 2:
+            raise
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if len(pack) > 1:
+        half = len(pack) // 2
+        return _in_halves(forward, pack[:half]) + _in_halves(forward, pack[half:])
+    ((tokens, groups),) = pack
+    if len(groups) > 1:
+        half = len(groups) // 2
+        parts = [_in_halves(forward, [(tokens, part)])[0] for part in (groups[:half], groups[half:])]
+        return [parts[0] + parts[1]]
+    ((position, continuations, first),) = groups
+    half = len(continuations) // 2
+    halves = (Branches(position, part, first) for part in (continuations[:half], continuations[half:]))
+    return [[[each for half in halves for each in _in_halves(forward, [(tokens, [half])])[0][0]]]]
 
 
 def _matrix(outputs: Sequence[tuple[Tensor, ...]]) -> Tensor:

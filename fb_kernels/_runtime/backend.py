@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels._runtime import cpu, cuda, devices, tuning
+from fb_kernels._runtime import PACKAGE, cpu, cuda, devices, tuning
 
 VARIABLE = "FB_KERNELS_BACKEND"
 BACKENDS = ("auto", "reference", "triton", "cuda", "cpu")
@@ -136,7 +136,7 @@ def _absent(kind: str, device: str) -> str:
 def _why_no_triton(device: str) -> str:
     """Why Triton kernels cannot be launched on tensors of a device; empty where they can."""
     try:
-        import_module(f"{__package__}.triton")
+        import_module(f"{PACKAGE}.triton")
     except Exception as problem:
         return f"triton cannot be imported: {type(problem).__name__}"
     if device == "cuda" and torch.version.hip is not None:
@@ -179,7 +179,7 @@ def _parse(spec: str) -> dict[str, str]:
     backends = {"": "auto"}
     for part in filter(None, (part.strip() for part in spec.split(","))):
         stem, _, backend = part.rpartition("=")
-        exists = not stem or (stem.isidentifier() and (Path(__file__).parent / stem / "reference.py").is_file())
+        exists = not stem or (stem.isidentifier() and (Path(__file__).parents[1] / stem / "reference.py").is_file())
         if backend not in BACKENDS or not exists:
             raise ValueError(
                 f"{VARIABLE}: expected auto, reference, triton, cuda or cpu, then op=backend pairs, got {part!r}; "
@@ -270,7 +270,7 @@ _warned: set[tuple[str, str]] = set()
 
 @cache
 def _module(kind: str, stem: str) -> Any:
-    return import_module(f"{__package__}.{stem}.{kind}")
+    return import_module(f"{PACKAGE}.{stem}.{kind}")
 
 
 def _on_device_of(arguments: tuple, device: str) -> Any:

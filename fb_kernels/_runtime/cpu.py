@@ -25,7 +25,7 @@ ABI_VERSION = 14
 ROWS = 16  # maximum of a linear layer: above it oneDNN is faster
 SHARE = 1 << 17  # minimum products per thread
 STEP = (torch.float32, torch.bfloat16)  # dtypes of the ops of a decode step
-LIBRARY = Path(__file__).with_name("libfb_cpu.so")
+LIBRARY = Path(__file__).parents[1] / "libfb_cpu.so"
 
 FUNCTIONS = (
     "skinny_linear",

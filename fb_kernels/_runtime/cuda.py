@@ -19,7 +19,7 @@ from torch import Tensor
 from fb_kernels._runtime import shared_library
 
 ABI_VERSION = 6
-LIBRARY = Path(__file__).with_name("libfb_kernels.so")
+LIBRARY = Path(__file__).parents[1] / "libfb_kernels.so"
 NOT_TAKEN = -1
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 

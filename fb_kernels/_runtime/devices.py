@@ -19,6 +19,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from fb_kernels._runtime import PACKAGE
+
 Launches = Mapping[str, dict[str, int]]
 
 VARIABLE = "FB_KERNELS_DEVICES"
@@ -87,7 +89,7 @@ def write(
 
 def _contents(device: str) -> list[dict[str, Any]]:
     """The package's file and the user's, those that exist."""
-    own, users = (where / f"{device}.json" for where in (resources.files(f"{__package__}.tuned"), folder()))
+    own, users = (where / f"{device}.json" for where in (resources.files(f"{PACKAGE}.tuned"), folder()))
     contents = [_parsed(own.read_text(encoding="utf-8"), own)] if own.is_file() else []
     try:
         return [*contents, _parsed(users.read_text(encoding="utf-8"), users)] if users.is_file() else contents

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from fb_kernels._runtime import backend, checks
+from fb_kernels._runtime import PACKAGE, backend, checks
 
-LIBRARY = torch.library.Library("fb" if __package__ == "fb_kernels" else __package__, "DEF")  # a copy has its own
+LIBRARY = torch.library.Library("fb" if PACKAGE == "fb_kernels" else PACKAGE, "DEF")  # a copy has its own
 OPERATORS = getattr(torch.ops, LIBRARY.ns)
 
 _modes = torch._C._len_torch_dispatch_stack
@@ -98,7 +98,7 @@ class Op:
         LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
         self.stem = stem = folder or name
         self.checked: dict[tuple, Callable] = {}
-        reference = getattr(import_module(f"{__package__}.{stem}.reference"), name)
+        reference = getattr(import_module(f"{PACKAGE}.{stem}.reference"), name)
         self._run = {
             device: backend.implementation(name, stem, reference, self.kinds, device) for device in ("cpu", "cuda")
         }

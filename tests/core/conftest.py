@@ -38,3 +38,18 @@ def expected(pair: Any, problems: Any) -> Any:
     settings = {"max_length": 256, "tokenizer": pair.world.tokenizer}
     decoder = LowLatencyDecoder(pair.slm, pair.llm, LLMPreference(), RequestPolicy(THRESHOLD), **settings)
     return [decoder.generate(list(problem.prompt_ids), 60) for problem in problems]
+
+
+@pytest.fixture(scope="session")
+def forks() -> Any:
+    from forked_workers import Forks
+
+    made = Forks()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def quick_workers(forks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verifier's workers are forked, with math-verify imported."""
+    monkeypatch.setattr("fb_core.verify.verifier.subprocess", forks)

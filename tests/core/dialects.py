@@ -1,11 +1,11 @@
-"""A tiny model behind HTTP in the dialects of vLLM and SGLang: `python dialects.py [vocabulary]`."""
+"""A tiny model behind HTTP in the dialects of vLLM and SGLang."""
 
 from __future__ import annotations
 
 import json
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 FAMILY, SEED = "llama", 2
-SIZE = int(sys.argv[1]) if __name__ == "__main__" and len(sys.argv) > 1 else V  # of the vocabulary
 MAX_LOGPROBS = 20  # of vLLM
 OLD = "/old"  # in front of a path: a vLLM that does not know logprob_token_ids
 
@@ -43,8 +42,8 @@ class Refused(Exception):
 class Model:
     """The tiny model's log-probabilities, from a full forward each."""
 
-    def __init__(self) -> None:
-        self.model = tiny(FAMILY, SEED, vocab_size=SIZE)
+    def __init__(self, size: int) -> None:
+        self.model = tiny(FAMILY, SEED, vocab_size=size)
         self.tokenizer = byte_tokenizer()
         self.lock = threading.Lock()
 
@@ -55,7 +54,7 @@ class Model:
             return self.model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
 
     def top(self, row: torch.Tensor, k: int) -> list[tuple[int, float]]:
-        values, ids = row.topk(min(k, SIZE))
+        values, ids = row.topk(min(k, len(row)))
         return list(zip(ids.tolist(), values.tolist(), strict=True))
 
     def write(self, ids: list[int], n: int, ends: list[int], choose: Choose) -> list[tuple[int, torch.Tensor]]:
@@ -67,12 +66,12 @@ class Model:
         return new
 
 
-MODEL = Model()
+MODEL: Model  # of the server that runs
 
 
 def top_k(row: torch.Tensor, k: int) -> torch.Tensor:
     """The k largest logits, all below 1."""
-    return row if k < 1 else row.where(row >= row.topk(min(k, SIZE)).values[-1], -torch.inf)
+    return row if k < 1 else row.where(row >= row.topk(min(k, len(row))).values[-1], -torch.inf)
 
 
 def top_p(row: torch.Tensor, p: float) -> torch.Tensor:
@@ -230,15 +229,13 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def main() -> None:
-    """Serve on the loopback until standard input ends."""
-    torch.set_num_threads(1)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(server.server_port, flush=True)
-    sys.stdin.read()
-
-
-if __name__ == "__main__":
-    main()
+@contextmanager
+def served(size: int = V) -> Iterator[str]:
+    """The server's address; `size` of the vocabulary."""
+    global MODEL
+    MODEL = Model(size)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()

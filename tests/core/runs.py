@@ -68,7 +68,7 @@ def work(command: str, values: str, run: str, dies: int | None, seed: int, start
 
 def _die_in_write(number: int, random: random.Random) -> None:
     """SIGKILL to this very process inside a write: half the bytes there, or all but the name, or just the name."""
-    from fb_core import atomic
+    from fb_core import _util
 
     sync, replace, left = os.fsync, os.replace, [number]
     moment = random.choice(["half", "unnamed", "named"])
@@ -93,7 +93,7 @@ def _die_in_write(number: int, random: random.Random) -> None:
         if left[0] == 0:
             end()
 
-    atomic.os = type("os", (), {**vars(os), "fsync": staticmethod(fsync), "replace": staticmethod(rename)})  # type: ignore[attr-defined]
+    _util.os = type("os", (), {**vars(os), "fsync": staticmethod(fsync), "replace": staticmethod(rename)})  # type: ignore[attr-defined]
 
 
 def start(command: str, chosen: RunSettings, run: Path, *, dies: int | None = None, seed: int = 0) -> Any:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
 from limits import HANG
+from warm import start_futurebridge
 
 from fb_core.apps.serve.service import Service
 from fb_core.apps.settings.config import ServeSettings
@@ -30,34 +32,35 @@ def options(**settings: Any) -> list[str]:
 class Server:
     """The process: the demo's pair, or another small model with the options that it needs."""
 
-    def __init__(self, *more: str, slm: Any = None, **settings: Any) -> None:
+    def __init__(self, *more: str, slm: Any = None, fresh: bool = False, **settings: Any) -> None:
         own = {} if slm else {"llm": MODEL, "threshold": THRESHOLD, "max_length": 256}
         given = options(slm=slm or MODEL, **own | settings)
-        command = [sys.executable, "-m", "fb_core", "serve", "--port", "0", *given, *more]
-        self.log = tempfile.TemporaryFile("a+")  # noqa: SIM115  a pipe that nobody reads holds up what writes to it
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
-        line = self.process.stdout.readline()
-        found = re.search(r"at (http://\S+)/v1", line)
-        assert found, line + self.logged()
+        self._folder = tempfile.TemporaryDirectory()
+        command, folder = ["serve", "--port", "0", *given, *more], Path(self._folder.name)
+        self.process = start_futurebridge(command, folder, fresh=fresh, **os.environ)
+        self._fresh = fresh
+        atexit.register(self.process.kill)  # before multiprocessing would wait for it
+        until(lambda: self._said("stdout") or not self.process.is_alive())
+        found = re.search(r"at (http://\S+)/v1", self._said("stdout"))
+        assert found, self._said("stderr")
         self.url = found[1]
 
     def client(self, kind: Any = openai.OpenAI, **options: Any) -> Any:
         return kind(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
 
-    def end(self, how: int = signal.SIGTERM) -> tuple[int, list[dict[str, Any]]]:
+    def end(self, how: int = signal.SIGTERM) -> tuple[int | None, list[dict[str, Any]]]:
         """Its exit status and what it logged."""
-        self.process.send_signal(how)
-        self.process.wait(60)
-        logged = self.logged()
-        self.log.close()
-        assert "Loading weights" not in logged  # a progress bar is for a terminal
+        os.kill(self.process.pid, how)
+        self.process.join(60)
+        logged = self._said("stderr")
+        self._folder.cleanup()
+        assert not self._fresh or "Loading weights" not in logged  # a progress bar is for a terminal
         lines = [json.loads(line) for line in logged.splitlines() if line.startswith("{")]
-        return self.process.returncode, lines
+        return self.process.exitcode, lines
 
-    def logged(self) -> str:
-        """What has come on its error stream."""
-        self.log.seek(0)
-        return self.log.read()
+    def _said(self, stream: str) -> str:
+        path = Path(self._folder.name) / stream
+        return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def service_of(engine: Engine, tokenizer: Any, **settings: Any) -> Service:

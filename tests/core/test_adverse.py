@@ -105,7 +105,7 @@ def test_failures_are_counted_with_exact_intervals():
     assert "| 2 of 3: 67% [" in rows["value"]
     assert "| 1 of 3: 33% [" in rows["**FutureBridge**"]
     assert rows["**FutureBridge**"].endswith("| -3.0 |")
-    page = adverse.page(records)
+    page = "\n".join(adverse.section(records))
     assert "The small model alone is right on 60.0% in harm; takeover on 20.0% in harm." in page
     assert "How often each recipe was deployed: harm: value 2, greedy 1." in page
 

@@ -8,8 +8,9 @@ import json
 import math
 import os
 import re
+import resource
+import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -17,12 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from fb_core._util import write_file
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import HANG
 from safetensors.torch import load_file, save_file
 from tiny import tiny
+from warm import context
 
+from fb_core._util import write_file
 from fb_core.apps.pipeline.files import (
     FORMAT,
     Artefact,
@@ -71,11 +74,10 @@ def test_gpu_time_is_counted(tmp_path):
     artefact = begun(tmp_path)
     artefact.put("a", {"a.jsonl": b"{}"}, {}, 7200.0, "NVIDIA H200")
     artefact.put("b", {"b.jsonl": b"{}"}, {}, 3600.0, "cpu")
-    assert artefact.complete(["a", "b"], {})["cost"] == {
-        "seconds": 10800.0,
-        "gpu_hours": 2.0,
-        "devices": ["NVIDIA H200", "cpu"],
-    }
+    cost = {"seconds": 10800.0, "gpu_hours": 2.0, "devices": ["NVIDIA H200", "cpu"]}
+    assert artefact.complete(["a", "b"], {})["cost"] == cost
+    with pytest.raises(ValueError, match="JSON"):
+        json_bytes({"a": math.nan})
 
 
 def test_same_contents_have_the_same_bytes_and_digest(tmp_path):
@@ -116,19 +118,16 @@ def test_a_damaged_shard_is_named_and_not_done(tmp_path, caplog, suffix, damage)
             artefact.table(names[1])
 
 
+RECEIPT = {"identity": "", "files": {"train-00000.parquet": {}}, "counts": {}, "seconds": 1.0, "device": ""}
+
+
 @pytest.mark.parametrize(
     "receipt",
     [
-        {},
-        {"files": 3},
-        {"files": {}, "counts": {}},
-        [1],
-        {"files": {"a": {}}, "counts": {}, "seconds": 1.0, "device": ""},
-        {"identity": "", "files": {}, "counts": {}, "seconds": 1.0, "device": ""},
-        {"identity": "", "files": {"train-00000/../../x": {}}, "counts": {}, "seconds": 1.0, "device": ""},
-        {"identity": "", "files": {"/dev/zero": {}}, "counts": {}, "seconds": 1.0, "device": ""},
-        {"identity": "", "files": {"train-00000.parquet": {}}, "counts": {"a": "b"}, "seconds": 1.0, "device": ""},
-        {"identity": "", "files": {"train-00000.parquet": {}}, "counts": {}, "seconds": "1", "device": ""},
+        *({}, {"files": 3}, {"files": {}, "counts": {}}, [1], {**RECEIPT, "files": {}}, {**RECEIPT, "seconds": "1"}),
+        *({**RECEIPT, "files": {name: {}}} for name in ("train-00000/../../x", "/dev/zero")),
+        {**RECEIPT, "counts": {"a": "b"}},
+        {name: value for name, value in RECEIPT.items() if name != "identity"},
     ],
 )
 def test_a_receipt_of_another_kind_is_no_receipt(tmp_path, receipt):
@@ -141,21 +140,21 @@ def test_a_receipt_of_another_kind_is_no_receipt(tmp_path, receipt):
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("name", "changed", "words"),
     [
-        ({"settings": {"quantile": 0.95, "max_states": 8}}, "settings.quantile 0.99, got 0.95"),
-        ({"settings": {"max_states": 8}}, "settings.quantile 0.99, got nothing"),
-        ({"models": {"tokenizer": "xyz"}}, "models.tokenizer abc, got xyz"),
-        ({"inputs": {"states": "d"}}, "inputs.states nothing, got d"),
+        ("settings", {"quantile": 0.95, "max_states": 8}, "settings.quantile 0.99, got 0.95"),
+        ("settings", {"max_states": 8}, "settings.quantile 0.99, got nothing"),
+        ("models", {"tokenizer": "xyz"}, "models.tokenizer abc, got xyz"),
+        ("inputs", {"states": "d"}, "inputs.states nothing, got d"),
     ],
 )
-def test_another_identity_is_refused_by_name(tmp_path, changed, words):
+def test_another_identity_is_refused_by_name(tmp_path, name, changed, words):
     artefact, _ = filled(tmp_path)
     before = (artefact.path / "manifest.json").read_bytes()
     with pytest.raises(ValueError, match=words):
-        artefact.begin(IDENTITY | changed, {})
+        artefact.begin(IDENTITY | {name: changed}, {})
     assert (artefact.path / "manifest.json").read_bytes() == before
-    artefact.begin(IDENTITY, {})
+    assert artefact.begin(IDENTITY, {"token_budget": 9})["chosen"] == {"token_budget": 7}  # the first choice stays
 
 
 def test_a_stage_in_which_nothing_is_made_yet_begins_anew(tmp_path):
@@ -174,11 +173,6 @@ def test_shards_of_another_identity_are_not_done(tmp_path):
     assert artefact.receipts(names) == {}
 
 
-def test_the_first_choice_stays(tmp_path):
-    artefact, _ = filled(tmp_path)
-    assert artefact.begin(IDENTITY, {"token_budget": 9})["chosen"] == {"token_budget": 7}
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"stage": "futures"}', "\xff", "[" * 100_000])
 def test_a_damaged_manifest_is_named(tmp_path, text):
     artefact, _ = filled(tmp_path)
@@ -187,39 +181,24 @@ def test_a_damaged_manifest_is_named(tmp_path, text):
         artefact.begin(IDENTITY, {})
 
 
-DAMAGES = {  # of one field, or of the whole file
-    "missing": lambda value, name: {key: old for key, old in value.items() if key != name},
-    "null": lambda value, name: value | {name: None},
-    "number": lambda value, name: value | {name: 7},
-    "negative": lambda value, name: value | {name: -1.5},
-    "text": lambda value, name: value | {name: "x"},
-    "list": lambda value, name: value | {name: [1]},
-    "object": lambda value, name: value | {name: {"a": 1}},
-    "empty": lambda value, name: value | {name: {}},
-    "NaN": lambda value, name: value | {name: math.nan},
-    "infinity": lambda value, name: value | {name: math.inf},
-    "huge": lambda value, name: value | {name: 10**400},
-    "inside": lambda value, name: value | {name: {"a": math.nan, "b": [10**4000]}},
-}
-
-
-def nested(depth: int) -> str:
-    return "[" * depth + "]" * depth
+VALUES = {"null": None, "number": 7, "negative": -1.5, "text": "x", "list": [1], "object": {"a": 1}, "empty": {}}
+VALUES |= {"NaN": math.nan, "infinity": math.inf, "huge": 10**400, "inside": {"a": math.nan, "b": [10**4000]}}
 
 
 def damaged_texts(text: str) -> dict[str, bytes]:
     """The file with each of its fields damaged in every way, and damaged as a whole."""
     value = json.loads(text)
     texts = {
-        f"{name} {damage}": json.dumps(change(value, name)).encode()
+        f"{name} {damage}": json.dumps(value | {name: other}).encode()
         for name in [*value, "unknown"]
-        for damage, change in DAMAGES.items()
-        if change(value, name) != value
+        for damage, other in VALUES.items()
+        if value.get(name) != other
     }
+    texts |= {f"{name} gone": json.dumps({k: old for k, old in value.items() if k != name}).encode() for name in value}
     for name in value:
         for depth in (100, 900, 10_000, 1_000_000):
             whole = json.dumps(value | {name: "@"})
-            texts[f"{name} nested {depth}"] = whole.replace('"@"', nested(depth)).encode()
+            texts[f"{name} nested {depth}"] = whole.replace('"@"', "[" * depth + "]" * depth).encode()
         texts[f"{name} of many digits"] = json.dumps(value | {name: "@"}).replace('"@"', "1" * 5_000).encode()
     texts |= {f"cut at {at}": text.encode()[:at] for at in range(0, len(text) - 2, 97)}
     texts |= {"not UTF-8": b"\xff" + text.encode(), "NUL": b"\0" * 100}
@@ -239,97 +218,96 @@ def unsaid(path, use):
     return "taken"
 
 
-def test_every_edit_of_a_manifest_is_one_sentence_with_its_name(tmp_path):
+@pytest.mark.parametrize("kind", ["manifest", "receipt"])
+def test_every_edit_of_a_file_is_one_sentence_with_its_name(tmp_path, kind):
     artefact, names = filled(tmp_path)
-    artefact.complete(names, {"threshold": 1.25})
-    path = artefact.path / "manifest.json"
-    whole = path.read_text()
-    tried = damaged_texts(whole)
-    uses = [artefact.manifest, artefact.finished, lambda: artefact.begin(IDENTITY, {}), artefact._identity]
-    wrong = []
-    for name, data in tried.items():
-        path.write_bytes(data)
-        wrong += [(name, fault) for use in uses if (fault := unsaid(path, use))]
-    assert not wrong, f"{len(wrong)} of {len(uses) * len(tried)}"
-    path.write_text(whole)
-    assert artefact.finished()["complete"]
-
-
-def test_every_edit_of_a_receipt_is_one_sentence_with_its_name(tmp_path):
-    artefact, names = filled(tmp_path)
-    path = artefact.path / f"{names[1]}.json"
+    if kind == "manifest":
+        artefact.complete(names, {"threshold": 1.25})
+        path = artefact.path / "manifest.json"
+        uses = [artefact.manifest, artefact.finished, lambda: artefact.begin(IDENTITY, {}), artefact._identity]
+    else:
+        path = artefact.path / f"{names[1]}.json"
+        uses = [lambda: artefact.receipt(names[1]), lambda: artefact.table(names[1])]
     whole = path.read_text()
     wrong, tried = [], damaged_texts(whole)
     for name, data in tried.items():
         path.write_bytes(data)
-        uses = (lambda: artefact.receipt(names[1]), lambda: artefact.table(names[1]))
         wrong += [(name, fault) for use in uses if (fault := unsaid(path, use))]
-        with pytest.raises(ValueError, match="damaged meanwhile"):
-            artefact.complete(names, {})
-    assert not wrong, f"{len(wrong)} of {2 * len(tried)}"
+        if kind == "receipt":
+            with pytest.raises(ValueError, match="damaged meanwhile"):
+                artefact.complete(names, {})
+    assert not wrong, f"{len(wrong)} of {len(uses) * len(tried)}"
     path.write_text(whole)
     assert artefact.complete(names, {})["counts"] == {"states": 3}
 
 
 @pytest.mark.parametrize(
-    "manifest",
-    [
-        {},
-        {"stage": "states", "format": FORMAT},
-        {"stage": "states", "format": FORMAT, "identity": {}, "chosen": {}, "made_by": [], "complete": True},
-        {"stage": "states", "format": FORMAT, "identity": {}, "chosen": {}, "made_by": None, "complete": False},
-        {"stage": "futures", "identity": {}, "chosen": {}, "made_by": [], "complete": False},
-    ],
+    "changes", [{"identity": None}, {"complete": True}, {"made_by": None}, {"stage": "futures"}, {"format": None}]
 )
-def test_a_manifest_of_another_kind_is_no_manifest(tmp_path, manifest):
+def test_a_manifest_of_another_kind_is_no_manifest(tmp_path, changes):
     artefact, _ = filled(tmp_path)
-    (artefact.path / "manifest.json").write_bytes(sealed_bytes(manifest))
-    with pytest.raises(ValueError, match=r"manifest\.json: expected the manifest of states"):
+    manifest = {"stage": "states", "format": FORMAT, "identity": {}, "chosen": {}, "made_by": [], "complete": False}
+    changed = {name: value for name, value in (manifest | changes).items() if value is not None or name == "made_by"}
+    (artefact.path / "manifest.json").write_bytes(sealed_bytes(changed))
+    with pytest.raises(ValueError, match=r"manifest\.json:"):
         artefact.finished()
 
 
 def test_files_of_another_format_are_refused_by_name(tmp_path):
     artefact, names = filled(tmp_path)
-    assert artefact.table(names[0])
     buffer = io.BytesIO()
     pq.write_table(pa.table({"tokens": [[1]]}), buffer)  # as before tables said their format
     artefact.put(names[0], {f"{names[0]}.parquet": buffer.getvalue()}, {}, 1.0, "cpu")
-    words = f"{names[0]}.parquet: expected files of format {FORMAT}, got format 1; run the stage again into a new run"
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises(ValueError, match=rf"{names[0]}\.parquet: .*format {FORMAT}, got format 1; run the stage again"):
         artefact.table(names[0])
+    manifest, path = artefact.manifest(), artefact.path / "manifest.json"
     for format_, said in ((1, "1"), (None, "None"), ("9" * 5000, "999")):
-        manifest = artefact.manifest()
-        (artefact.path / "manifest.json").write_bytes(sealed_bytes(manifest | {"format": format_}))
-        words = f"manifest.json: expected files of format {FORMAT}, got format {said}"
+        path.write_bytes(sealed_bytes(manifest | {"format": format_}))
         for use in (artefact.finished, lambda: artefact.begin(IDENTITY, {}), lambda: artefact.receipt(names[1])):
-            with pytest.raises(ValueError, match=re.escape(words)) as raised:
+            with pytest.raises(ValueError, match=rf"manifest\.json: .*got format {said}.*run the stage again"):
                 use()
-            assert str(raised.value).endswith("; run the stage again into a new run folder")
-        (artefact.path / "manifest.json").write_bytes(sealed_bytes(manifest))
     before = {key: value for key, value in manifest.items() if key != "format"}  # of the first format
-    (artefact.path / "manifest.json").write_bytes(sealed_bytes(before | {"shards": 3}))
-    with pytest.raises(ValueError, match="expected files of format 3, got format 1"):
+    path.write_bytes(sealed_bytes(before | {"shards": 3}))
+    with pytest.raises(ValueError, match="got format 1"):
         artefact.begin(IDENTITY, {})
 
 
 def test_an_unfinished_stage_is_not_finished(tmp_path):
-    with pytest.raises(ValueError, match="expected finished states, got none"):
-        Artefact(tmp_path, "states").finished()
-    artefact, _ = filled(tmp_path)
-    with pytest.raises(ValueError, match="expected finished states, got a part"):
-        artefact.finished()
+    for got in ("none", "a part"):
+        with pytest.raises(ValueError, match=f"finished states, got {got}"):
+            Artefact(tmp_path, "states").finished()
+        filled(tmp_path)
+
+
+def told(use, folder):
+    """The exit code of a process of its own, and what it was told."""
+    process = context().Process(target=tell, args=(use, folder))
+    process.start()
+    process.join(HANG)
+    said = folder / "said"
+    return process.exitcode, said.read_text() if said.exists() else ""
+
+
+def tell(use, folder):
+    try:
+        use(folder)
+    except Exception as problem:
+        (folder / "said").write_text(str(problem))
+        raise SystemExit(1) from None
+
+
+def lock(folder):
+    with Artefact(folder, "states").locked():
+        pass
 
 
 def test_two_processes_do_not_work_on_one_folder(tmp_path):
     artefact, _ = filled(tmp_path)
-    code = (
-        "import sys, pathlib\nfrom fb_core.apps.pipeline.files import Artefact\n"
-        "with Artefact(pathlib.Path(sys.argv[1]), 'states').locked():\n    pass\n"
-    )
     with artefact.locked():
-        other = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-    assert "expected to be the only process" in other.stderr
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == 0
+        code, said = told(lock, tmp_path)
+    assert code == 1
+    assert "expected to be the only process" in said
+    assert told(lock, tmp_path)[0] == 0
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
@@ -351,23 +329,22 @@ def test_a_file_is_replaced_whole(before, after):
         assert os.listdir(folder) == ["a.bin"]
 
 
+def overwrite(folder):
+    path = folder / "files" / "a.bin"
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    write_file(path, b"before")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    write_file(path, b"x" * 5000)
+
+
 def test_a_limit_on_file_sizes_leaves_what_was_there(tmp_path):
-    code = (
-        "import pathlib, resource, signal, sys\n"
-        "from fb_core.atomic import write_file\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "path = pathlib.Path(sys.argv[1])\n"
-        "write_file(path, b'before')\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "try:\n    write_file(path, b'x' * 5000)\n"
-        "except OSError as problem:\n    print(problem)\n"
-    )
-    path = tmp_path / "a.bin"
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    assert "expected to write 5000 bytes" in done.stdout
-    assert "what is finished is kept" in done.stdout
-    assert path.read_bytes() == b"before"
-    assert os.listdir(tmp_path) == ["a.bin"]
+    (tmp_path / "files").mkdir()
+    code, said = told(overwrite, tmp_path)
+    assert code == 1
+    assert "expected to write 5000 bytes" in said
+    assert "what is finished is kept" in said
+    assert (tmp_path / "files" / "a.bin").read_bytes() == b"before"
+    assert os.listdir(tmp_path / "files") == ["a.bin"]
 
 
 @pytest.fixture
@@ -394,11 +371,6 @@ def test_a_full_disk_is_named_and_loses_nothing(small_disk):
     assert artefact.complete(["a", "b"], {})["counts"] == {"rows": 2}
 
 
-def test_json_has_no_nan():
-    with pytest.raises(ValueError):
-        json_bytes({"a": float("nan")})
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 LAST = "model.layers.1.mlp.down_proj.weight"
@@ -407,16 +379,11 @@ LAST = "model.layers.1.mlp.down_proj.weight"
 @pytest.mark.parametrize(
     ("change", "layers", "words"),
     [
-        (lambda t: {name: x for name, x in t.items() if name != LAST}, 2, f"got nothing for {LAST} (1 in all);"),
-        (lambda t: t, 3, "got nothing for model.layers.2.input_layernorm.weight (11 in all);"),
-        (lambda t: t, 1, "got no place for model.layers.1.input_layernorm.weight (11 in all);"),
-        (
-            lambda t: {"module." + name: x for name, x in t.items()},
-            2,
-            "no place for module.model.embed_tokens.weight (",
-        ),
-        (lambda t: t | {LAST: torch.ones(40, 32)}, 2, f"got another shape of {LAST} (1 in all);"),
-        (lambda t: t | {"lm_head.bias": torch.ones(50)}, 2, "got no place for lm_head.bias (1 in all);"),
+        (lambda t: {name: x for name, x in t.items() if name != LAST}, 2, f"nothing for {LAST} (1 "),
+        *((lambda t: t, 3, "nothing for model.layers.2."), (lambda t: t, 1, "no place for model.layers.1.")),
+        (lambda t: {"module." + name: x for name, x in t.items()}, 2, "no place for module.model."),
+        (lambda t: t | {LAST: torch.ones(40, 32)}, 2, f"another shape of {LAST} (1 "),
+        (lambda t: t | {"lm_head.bias": torch.ones(50)}, 2, "no place for lm_head.bias (1 "),
         (lambda t: t | {"score.weight": torch.ones(1, 32)}, 2, None),
         (lambda t: t | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, 2, None),
         (lambda t: {name.removeprefix("model."): x for name, x in t.items()}, 2, None),
@@ -432,7 +399,7 @@ def test_a_checkpoint_has_the_weights_of_its_config_and_no_others(tmp_path, chan
         loaded = load_model(str(tmp_path), "cpu")[0]
         assert all(map(torch.equal, loaded.parameters(), model.parameters()))
     else:
-        with pytest.raises(ValueError, match=f"^{tmp_path}: expected the weights of the .*{re.escape(words)}"):
+        with pytest.raises(ValueError, match=f"^{tmp_path}: .*{re.escape(words)}"):
             load_model(str(tmp_path), "cpu")
 
 

@@ -6,14 +6,10 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from dialects import FAMILY, SEED, byte_tokenizer
-from fb_core._util import escaped
+from dialects import FAMILY, SEED, byte_tokenizer, served
 from rich.console import Console
 from test_runtime import random_reranker
 from test_server import Handler, probs, says, scripted
@@ -23,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from warm import futurebridge
 
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy
+from fb_core._util import escaped
 from fb_core.apps.cli.chat import EVENT_STYLE, HELP, Chat, Printer, read_prompt
 from fb_core.apps.serve.protocol import ChatRequest
 from fb_core.apps.serve.run import load_server
@@ -40,9 +37,8 @@ def tokenizer(words=V):
     vocabulary = {("<pad>", "</s>", "<unk>")[i] if i < 3 else f"w{i}": i for i in range(words)}
     built = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     built.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=built, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE
-    )
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=built, chat_template=TEMPLATE, **special)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +69,7 @@ def expected(pair, text):
     return CollaborativeDecoder(slm, LocalLLM(llm), LLMPreference(), RequestPolicy(1.2)).generate(ids, 12)
 
 
-def test_generate_prints_the_decoders_text(pair):
+def test_generate_prints_the_decoders_text(pair, tmp_path):
     done = futurebridge("generate", "w7 w8", *options(pair))
     want = expected(pair, "w7 w8 w4")
     words = [f"w{token}" for token in want.token_ids.tolist() if token > 2]
@@ -81,14 +77,10 @@ def test_generate_prints_the_decoders_text(pair):
     assert done.stdout.split() == ["".join(words)] or done.stdout.split() == words
     assert f"{len(want.token_ids)} tokens in" in done.stderr
     assert f"{len(want.events)} event(s), mean pool" in done.stderr
-
-
-def test_generate_with_an_adapter_from_a_file(pair, tmp_path):
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text("w7 w8")
-    done = futurebridge("generate", *options(pair, adapter=pair / "adapter", file=prompt))
-    assert done.returncode == 0, done.stderr
-    assert "tokens in" in done.stderr
+    (tmp_path / "prompt.txt").write_text("w7 w8")
+    reranked = futurebridge("generate", *options(pair, adapter=pair / "adapter", file=tmp_path / "prompt.txt"))
+    assert reranked.returncode == 0, reranked.stderr
+    assert "tokens in" in reranked.stderr
 
 
 def trained(pair, folder, thinking=False, recipe="direct"):
@@ -130,29 +122,18 @@ def test_an_adapter_without_a_threshold_asks_for_one(pair, tmp_path):
     words[words.index("--adapter") + 1] = pair / "adapter"
     done = futurebridge("generate", "w7 w8", *words)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == (
-        f"futurebridge: threshold: expected the nats at which the adapter in {pair / 'adapter'} asks, got none there "
-        "in futurebridge.json; set threshold, or take an adapter that `train` wrote"
-    )
+    assert done.stderr.splitlines()[-1].startswith("futurebridge: threshold: ")
 
 
-def test_chat_goes_on_until_an_empty_line(pair):
-    done = futurebridge("chat", *options(pair), typed="w7 w8\nw9\n\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("tokens in") == 2
-    ended = futurebridge("chat", *options(pair), typed="")
-    assert ended.returncode == 0
-    assert "tokens in" not in ended.stderr
-
-
-def test_chat_greets_and_knows_its_words(pair):
+def test_chat_greets_and_knows_its_words_and_goes_on_until_an_empty_line(pair):
     """/new drops the conversation; what only begins with a slash is said to the model."""
-    done = futurebridge("chat", *options(pair), typed="w7\n/help\n/new\nw7\n/w8\n/quit\nw9\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(HELP) == 3  # the greeting, /help, /new
-    assert done.stderr.count("tokens in") == 3
-    answers = [line for line in done.stdout.splitlines() if line.startswith("> ") and HELP not in line]
-    assert answers[0] == answers[1]
+    for end in ("/quit\nw9\n", "\nw9\n", ""):
+        done = futurebridge("chat", *options(pair), typed=f"w7\n/help\n/new\nw7\n/w8\n{end}")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(HELP) == 3  # the greeting, /help, /new
+        assert done.stderr.count("tokens in") == 3
+        answers = [line for line in done.stdout.splitlines() if line.startswith("> ") and HELP not in line]
+        assert answers[0] == answers[1]
 
 
 def test_the_greeting_says_who_decides(pair, tmp_path):
@@ -181,27 +162,27 @@ def test_a_setting_may_be_a_variable_and_an_option_counts_before_it(pair):
 
 def test_events_are_highlighted(pair):
     chat = Chat(PairSettings(slm=str(pair / "slm"), llm=str(pair / "llm"), threshold=1.2, max_new_tokens=12))
-    screen = io.StringIO()
-    generation = chat.answer(
-        [{"role": "user", "content": "w7 w8"}], Console(file=screen, force_terminal=True, color_system="standard")
-    )
+    screen, marked = (Console(file=io.StringIO(), force_terminal=True, color_system="standard") for _ in range(2))
+    generation = chat.answer([{"role": "user", "content": "w7 w8"}], screen)
     assert generation.events
-    marked = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
     marked.print("x", style=EVENT_STYLE, end="")
     code = marked.file.getvalue().split("x")[0]
-    shown = [event for event in generation.events if event.token > 2]
-    assert screen.getvalue().count(code) == len(shown)
+    assert screen.file.getvalue().count(code) == len([event for event in generation.events if event.token > 2])
 
 
 def test_characters_are_printed_whole():
-    screen = io.StringIO()
     words = byte_tokenizer()
-    show = Printer(words, Console(file=screen, width=80))
-    for byte in words.encode("a\N{EURO SIGN}b\nc\N{EURO SIGN}")[:-1]:
-        show(byte, None)
-    assert screen.getvalue() == "a\N{EURO SIGN}b\nc"
-    show.end()
-    assert screen.getvalue() == "a\N{EURO SIGN}b\nc\N{REPLACEMENT CHARACTER}\n"
+    for tokens, shown, end in (
+        (words.encode("a\N{EURO SIGN}b\nc\N{EURO SIGN}")[:-1], "a\N{EURO SIGN}b\nc", "\N{REPLACEMENT CHARACTER}\n"),
+        ([*words.encode("a\x9b")[:2], *words.encode("\x1b")], "a\N{REPLACEMENT CHARACTER}\\x1b", "\n"),
+    ):
+        screen = io.StringIO()
+        show = Printer(words, Console(file=screen, width=80))
+        for token in tokens:
+            show(token, None)
+        assert screen.getvalue() == shown
+        show.end()
+        assert screen.getvalue() == shown + end
 
 
 def test_words_keep_the_spaces_that_only_their_neighbours_show():
@@ -219,61 +200,46 @@ def test_words_keep_the_spaces_that_only_their_neighbours_show():
         assert screen.getvalue() == made.decode(ids) == want
 
 
-@pytest.mark.parametrize(
-    ("data", "want"),
-    [
-        (b"\xef\xbb\xbf29*9;\r\n", "29*9;"),
-        (b"29*9;\n", "29*9;"),
-        (b"a\r\nb\n\n", "a\nb\n"),
-        (b"  a  ", "  a  "),
-        (b"", ""),
-    ],
-)
-def test_a_prompt_file_is_what_an_editor_shows(tmp_path, data, want):
-    (tmp_path / "prompt.txt").write_bytes(data)
-    assert read_prompt(None, tmp_path / "prompt.txt") == want
+def test_a_prompt_is_a_text_or_a_file_as_an_editor_shows_it(tmp_path):
+    path = tmp_path / "prompt.txt"
+    for data, want in (
+        *((b"\xef\xbb\xbf29*9;\r\n", "29*9;"), (b"29*9;\n", "29*9;"), (b"a\r\nb\n\n", "a\nb\n")),
+        *((b"  a  ", "  a  "), (b"", "")),
+    ):
+        path.write_bytes(data)
+        assert read_prompt(None, path) == want
+    path.write_bytes("h\u00e9".encode("utf-16"))
+    for text, file, named in ((None, path, r"prompt\.txt:"), ("x", path, "both"), (None, None, "neither")):
+        with pytest.raises(ValueError, match=named):
+            read_prompt(text, file)
 
 
-def test_a_prompt_file_that_is_no_text_is_named(tmp_path):
-    (tmp_path / "prompt.txt").write_bytes("h\u00e9".encode("utf-16"))
-    with pytest.raises(ValueError, match=r"prompt\.txt: expected UTF-8, got invalid start byte; save it as UTF-8$"):
-        read_prompt(None, tmp_path / "prompt.txt")
-
-
-def test_on_token_sees_every_token_and_its_event(pair):
-    slm, llm = tiny("qwen3", 1), tiny("qwen3", 2)
-    seen = []
-    decoder = CollaborativeDecoder(slm, LocalLLM(llm), LLMPreference(), RequestPolicy(1.2))
-    generation = decoder.generate(torch.tensor([7, 8]), 12, on_token=lambda *token: seen.append(token))
+def test_on_token_sees_every_token_and_its_event():
+    seen, ids = [], torch.tensor([7, 8])
+    decoder = CollaborativeDecoder(tiny("qwen3", 1), LocalLLM(tiny("qwen3", 2)), LLMPreference(), RequestPolicy(1.2))
+    generation = decoder.generate(ids, 12, on_token=lambda *token: seen.append(token))
     assert [token for token, _ in seen] == generation.token_ids.tolist()
     assert [event for _, event in seen if event] == generation.events
-    assert generation.token_ids.tolist() == decoder.generate(torch.tensor([7, 8]), 12).token_ids.tolist()
+    assert generation.token_ids.tolist() == decoder.generate(ids, 12).token_ids.tolist()
     assert EOS in generation.token_ids.tolist()[-1:] or len(generation.token_ids) == 12
+
+
+SERVER = "http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"slm": "nowhere/at-all"}, "nowhere/at-all"),
-        ({"llm": None}, "expected llm or server, got neither"),
-        ({"threshold": "nan"}, "threshold"),
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"adapter": "no-adapter"}, "no-adapter"),
-        ({"flavour": "tgi"}, "flavour"),
-        ({"api_key_variable": "KEY"}, "api_key_variable: expected a server with it"),
-        (
-            {"llm": None, "server": "http://127.0.0.1:9", "api_key_variable": "NO_KEY"},
-            "expected NO_KEY in the environment",
+        *(({"slm": "nowhere/at-all"}, "nowhere/at-all"), ({"llm": None}, "expected llm or server, got neither")),
+        *(
+            ({"threshold": "nan"}, "threshold"),
+            ({"max_new_tokens": 0}, "max_new_tokens"),
+            ({"flavour": "t"}, "flavour"),
         ),
-        (
-            {"max_length": 4},
-            "max_length: expected room for 3 tokens of the prompt and 12 of max_new_tokens, got 4; raise it,",
-        ),
-        (
-            {"server": "http://127.0.0.1:9/\x1b]0;x"},
-            "server: url: expected http or https, a host, perhaps a port and a path, got 'http://127.0.0.1:9/\\x1b]0;x'",
-        ),
-        ({"slm": "\x1b]52;c;eA==\x07"}, "\\x1b]52;c;eA==\\x07: expected a folder or hub id"),
+        *(({"adapter": "no-adapter"}, "no-adapter"), ({"api_key_variable": "KEY"}, "api_key_variable:")),
+        ({"llm": None, "server": SERVER, "api_key_variable": "NO_KEY"}, "NO_KEY"),
+        *(({"max_length": 4}, "max_length:"), ({"server": f"{SERVER}/\x1b]0;x"}, f"url: .*{SERVER}/\\\\x1b")),
+        ({"slm": "\x1b]52;c;eA==\x07"}, r"\\x1b\]52;c;eA==\\x07: "),
     ],
 )
 def test_errors_are_one_message(pair, change, words):
@@ -284,7 +250,7 @@ def test_errors_are_one_message(pair, change, words):
         del arguments[place : place + 2]
     done = futurebridge("generate", "w7 w8", *arguments)
     assert done.returncode == 2
-    assert words in done.stderr
+    assert re.search(words, done.stderr)
     assert "Traceback" not in done.stderr
     assert "\x1b" not in done.stderr
 
@@ -297,25 +263,15 @@ def test_models_of_two_families_are_refused(pair, tmp_path):
     assert "tokenizer: expected SLM and LLM to share one vocabulary" in done.stderr
 
 
-@pytest.mark.parametrize("both", [True, False])
-def test_one_prompt_is_needed(tmp_path, both):
-    with pytest.raises(ValueError, match=f"expected a PROMPT or --file, got {'both' if both else 'neither'}"):
-        read_prompt("x" if both else None, tmp_path / "p" if both else None)
-
-
 def test_the_llm_may_be_behind_a_server(tmp_path):
-    """A process that answers as vLLM does; the tokens are those of the same model in this process."""
+    """That answers as vLLM does; the tokens are those of the same model in this process."""
     words = byte_tokenizer()
     slm, llm = (tiny(family, seed, vocab_size=len(words)) for family, seed in (("qwen3", 1), (FAMILY, SEED)))
     slm.save_pretrained(tmp_path)
     words.save_pretrained(tmp_path)
-    here = Path(__file__).parent
-    command = [sys.executable, str(here / "dialects.py"), str(len(words))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=here) as process:
-        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+    with served(len(words)) as url:
         given = {"slm": tmp_path, "server": url, "threshold": 1.2, "max_new_tokens": 12, "max_length": 64}
         done = futurebridge("generate", "hello", *options_of(given))
-        process.stdin.close()
     decoder = CollaborativeDecoder(slm, LocalLLM(llm), LLMPreference(), RequestPolicy(1.2))
     want = decoder.generate(torch.tensor(words("hello")["input_ids"]), 12)
     assert done.returncode == 0, done.stderr
@@ -347,11 +303,9 @@ KEPT = "so\tit is:\n\u00fcber \u4e2d\u6587 \U0001f642 e\u0301 caf\u00e9\n\tend"
 
 def words_of(text):
     """Byte-level BPE whose merges put an escape and its first letter, and parts of characters, into one token."""
-    alphabet = byte_tokenizer()
-    letters = [
-        alphabet.convert_ids_to_tokens(alphabet.encode(part))[:2] for part in ("\x1b[", "\x1b]", "\u202e", "\u4e2d")
-    ]
-    return byte_tokenizer(merges=[tuple(pair) for pair in letters])
+    made = byte_tokenizer()
+    starts = (made.encode(part) for part in ("\x1b[", "\x1b]", "\u202e", "\u4e2d"))
+    return byte_tokenizer(merges=[tuple(made.convert_ids_to_tokens(ids)[:2]) for ids in starts])
 
 
 def printable(text):
@@ -377,16 +331,6 @@ def test_escapes_of_a_model_are_shown_and_do_nothing_however_they_are_split(name
             assert written == escaped(text, {"\n": "\n", "\t": "\t"}) + "\n"
             assert KEPT in written
             assert text not in written or name == "markup"
-
-
-def test_half_characters_at_the_end_are_no_escape_either():
-    words = byte_tokenizer()
-    screen = io.StringIO()
-    show = Printer(words, Console(file=screen))
-    for token in [*words.encode("a\x9b")[:2], *words.encode("\x1b")]:
-        show(token, None)
-    show.end()
-    assert screen.getvalue() == "a\N{REPLACEMENT CHARACTER}\\x1b\n"
 
 
 class Dictating(Handler):
@@ -460,14 +404,7 @@ def test_a_conversation_that_outgrows_the_length_drops_its_oldest_turns(pair):
     found = re.findall(r"(\d+) oldest turn\(s\) dropped: .* 48 tokens of max_length", done.stdout)
     assert len(found) >= 3
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("futurebridge: ")]
-    assert re.search(r"max_length: expected room for 6\d tokens of the prompt and 12 of max_new_tokens, got 48;", line)
-
-
-def test_a_prompt_without_tokens_is_named(pair):
-    chat = Chat(PairSettings(slm=str(pair / "slm"), llm=str(pair / "llm"), threshold=1.2))
-    chat.tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="prompt: expected at least one token, got none; give a text"):
-        chat.answer([{"role": "user", "content": ""}], Console(file=io.StringIO()))
+    assert re.search("max_length:", line)
 
 
 def test_what_is_left_of_a_conversation_is_answered_as_if_it_were_all(pair):
@@ -484,5 +421,8 @@ def test_what_is_left_of_a_conversation_is_answered_as_if_it_were_all(pair):
     assert screen.getvalue().startswith("2 oldest turn(s) dropped: ")
     alone = chat.answer(list(turns[4:]), Console(file=io.StringIO()))
     assert generation.token_ids.tolist() == alone.token_ids.tolist()
-    with pytest.raises(ValueError, match="prompt: expected at most 127 tokens for a model of 128 positions, got 201;"):
-        Chat(PairSettings(**given)).answer([{"role": "user", "content": "w5 " * 200}], Console(file=io.StringIO()))
+    whole = Chat(PairSettings(**given))
+    for template, content in ((TEMPLATE, "w5 " * 200), (None, "")):
+        whole.tokenizer.chat_template = template
+        with pytest.raises(ValueError, match="prompt:"):
+            whole.answer([{"role": "user", "content": content}], Console(file=io.StringIO()))

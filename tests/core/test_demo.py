@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from importlib import resources
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,8 +49,8 @@ def demo(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_promised_row_is_there(demo):
-    _, found, worlds = demo
+def test_every_promised_row_is_there_with_results_a_picture_and_a_solved_problem(demo):
+    out, found, worlds = demo
     assert list(found) == list(worlds)
     for rows in found.values():
         assert [row["method"] for row in rows] == METHODS
@@ -60,11 +58,6 @@ def test_every_promised_row_is_there(demo):
             mean, low, high = row["accuracy"]
             assert 0 <= low <= mean <= high <= 1
             assert row["problems"] == 24
-
-
-@pytest.mark.slow
-def test_results_a_picture_and_a_solved_problem_are_written(demo):
-    out, found, _ = demo
     assert {path.name for path in out.iterdir()} == FILES | {"runs"}
     assert {path.name for path in (out / "runs").iterdir()} == {"plans-seed-0", "control-seed-0"}
     assert json.loads((out / "results.json").read_bytes()) == found
@@ -96,6 +89,7 @@ def test_two_seeds_give_different_rows_of_the_same_methods(demo):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_a_broken_off_demo_goes_on(tmp_path):
     chosen, out = small(0), tmp_path / "out"
     process = context().Process(target=run_demo, args=({"plans": chosen}, out))
@@ -182,14 +176,3 @@ def test_a_folder_of_other_settings_is_named(tmp_path):
         folder.put("train-00000", {"train-00000.jsonl": b""}, {}, 1.0, "cpu")
     with pytest.raises(ValueError, match=r"settings.problems.limit 7, got 48"):
         run_demo({"plans": small(0)}, tmp_path)
-
-
-def test_only_base_weights_ship():
-    with resources.as_file(resources.files("fb_core.apps.demo") / "weights") as folder:
-        files = [path for path in Path(folder).rglob("*") if path.is_file()]
-    assert files
-    assert {path.name for path in files} == {
-        *("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")
-    }
-    assert not [path for path in files if "adapter" in path.name or "reranker" in path.name]
-    assert sum(path.stat().st_size for path in files) < 6 << 20

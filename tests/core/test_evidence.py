@@ -15,13 +15,8 @@ from benchmarks.evidence import ALONE, TAKEOVER, Cells, clustered
 
 N = 100
 BEFORE = [
-    {
-        "recipe": "as it was deployed",
-        "world": "plans",
-        "minus value": [-0.01, -0.02, 0.0],
-        "calls minus value": -0.5,
-        "lowest minus greedy or direct": -0.09,
-    }
+    {"recipe": "as it was deployed", "world": "plans", "minus value": [-0.01, -0.02, 0.0]}
+    | {"calls minus value": -0.5, "lowest minus greedy or direct": -0.09}
 ]
 
 
@@ -49,8 +44,8 @@ def test_cells_below_are_counted_by_world(cells):
     assert evidence.below(cells, "control", "deployed", 0.02) == (1, 1, 0, pytest.approx(-0.05))
     assert evidence.below(cells, "plans", TAKEOVER, 0.02).worst == pytest.approx(0.4)  # above both everywhere
     assert evidence.times_below(cells, "deployed", 0.02) == 1
-    page = evidence.page(cells, BEFORE)
-    assert "| control | **FutureBridge** | 1 of 1 | 0 of 1 | -5.0 |" in page
+    (row,) = (line for line in evidence.page(cells, BEFORE) if line.startswith("| control | **FutureBridge** |"))
+    assert row.endswith("| 1 | 0 | -5.0 |")
     text = "\n".join(evidence.goals(cells, 0.02, 0.95))
     assert (
         "in 1 of 3 cells (33.3%; goal: at most 5%): **missed**. In 0 cells the difference is statistically significant."
@@ -78,25 +73,21 @@ def test_intervals_hold_the_variance_of_training():
 
 
 def test_the_page_shows_what_was_deployed_missed_and_dropped(cells):
-    page = evidence.page(cells, BEFORE)
-    assert "3 runs, called cells here: one for each world (plans, control), seed (1, 2) and" in page
-    assert "That happened in 0 of these runs, so they say nothing about that case." in page
+    page = "\n".join(evidence.page(cells, BEFORE))
+    assert "3 runs, called cells: one for each world (plans, control), each of 2 seeds (1 to 2) and" in page
+    assert "In 0 cells no recipe passed, so these runs say nothing about that case" in page
     assert "One recipe deployed in all cells would be below in 2 for value" in page
-    assert (
-        "1 of 2 seeds have a cell in which FutureBridge is below; with 95% confidence, at most 97% of all seeds" in page
-    )
+    assert "1 of 2 seeds have such a cell; with 95% confidence, at most 97% of all seeds do." in page
     assert "How often each recipe was deployed: plans: value 1, direct 1; control: value 1." in page
-    assert "| plans | all | -2.5 [" in page  # value minus the head without the reranker: (80 + 55) / 2 - 70
-    assert "| as it was deployed | -1.0 [-2.0, +0.0]; -0.50; -9.0 |" in page
+    assert f"| plans | {ALONE} | -2.5 [" in page  # value minus the head without the reranker: (80 + 55) / 2 - 70
+    assert "at most -1.0 points above the value head alone" in page
 
 
-def test_the_report_is_written_from_the_cells(cells, tmp_path):
+def test_the_cells_are_kept_with_their_figure(cells, tmp_path):
     (tmp_path / "evidence").mkdir()
-    (tmp_path / "evidence" / "dropped.json").write_text(json.dumps(BEFORE))
     evidence.report(cells.records, tmp_path)
     again = json.loads((tmp_path / "evidence" / "cells.json").read_text())
     assert again == cells.records
-    assert (tmp_path / "evidence.md").read_text() == evidence.page(Cells(again), BEFORE)
     picture = (tmp_path / "evidence" / "cells.svg").read_text()
     assert picture.startswith("<svg")
     evidence.report(again, tmp_path)
@@ -132,4 +123,4 @@ def test_cells_are_made_once_over_one_set_of_trajectories(tmp_path, monkeypatch)
     times = [path.stat().st_mtime_ns for path in found]
     evidence.make("plans", 5, small, tmp_path)
     assert [path.stat().st_mtime_ns for path in found] == times
-    assert "2 runs" in evidence.page(Cells(cells), BEFORE)
+    assert "2 runs" in str(evidence.page(Cells(cells), BEFORE))

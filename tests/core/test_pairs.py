@@ -149,11 +149,7 @@ def test_shipped_pair_has_the_gap_it_is_for(name):
 def test_shipped_weights_are_safetensors_and_small():
     folder = Path(pairs.__file__).parent / "weights"
     files = [file for file in folder.rglob("*") if file.is_file()]
-    assert {file.name for file in files} == {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in files} == names
     assert {file.parent.name for file in files} == set(pairs.RECIPES)
     assert sum(file.stat().st_size for file in files) < 5e6

@@ -84,17 +84,13 @@ def test_logged_pools_are_those_of_full_forwards(slm, llm, trajectories):
 def test_usable_counts_every_filter():
     long, short = torch.arange(8), torch.arange(3)
 
-    def at(*ids):
+    def future(tokens, verdict, *ids):
         pool = Pool(torch.tensor(ids), torch.ones(len(ids), dtype=torch.int32), torch.zeros(len(ids)), torch.zeros(1))
-        return LoggedState(Trajectory(Problem("a", "", ""), long, 1, torch.zeros(7)), 1, 0.0, pool)
+        trajectory = Trajectory(Problem("a", "", ""), long, 1, torch.zeros(7))
+        return Future(LoggedState(trajectory, 1, 0.0, pool), 1, tokens, verdict)
 
-    futures = [
-        Future(at(1, 2), 1, long, "correct"),
-        Future(at(1, 2), 1, long, "wrong"),
-        Future(at(1, 2), 1, short, "correct"),
-        Future(at(1), 1, long, "correct"),
-        Future(at(3, 4), 1, long, "correct"),
-    ]
+    futures = [future(long, "correct", 1, 2), future(long, "wrong", 1, 2), future(short, "correct", 1, 2)]
+    futures += [future(long, "correct", 1), future(long, "correct", 3, 4)]
     kept, filters = usable(futures, 5)
     assert kept == futures[:1]
     assert (filters.admitted, filters.verified, filters.long_enough, filters.valid_group) == (5, 4, 3, 1)

@@ -31,21 +31,16 @@ def test_calibration_takes_tensors_of_any_shape_and_keeps_top_k():
 
 
 @pytest.mark.parametrize(
-    ("call", "sentence"),
+    ("call", "named"),
     [
-        (lambda: RequestPolicy(math.nan), r"threshold: expected .*, got NaN; use inf"),
-        (lambda: RequestPolicy(10**400), r"threshold: expected a number of nats, got one that no float holds; use inf"),
-        (lambda: RequestPolicy(1.0, 0), r"top_k: expected 1 or more, got 0;"),
-        (lambda: RequestPolicy.calibrate([]), r"entropies: expected at least one"),
-        (lambda: RequestPolicy.calibrate([1.0, math.nan]), r"entropies: expected finite numbers, got 1 "),
-        (lambda: RequestPolicy.calibrate([1.0, math.inf]), r"entropies: expected finite numbers"),
-        (lambda: RequestPolicy.calibrate([1.0], 1.1), r"quantile: expected 0 to 1, got 1.1"),
-        (lambda: RequestPolicy.calibrate([1.0], -0.1), r"quantile: expected 0 to 1"),
-        (lambda: RequestPolicy.calibrate([1.0], math.nan), r"quantile: expected 0 to 1"),
+        *((lambda it=it: RequestPolicy(it), "threshold:") for it in (math.nan, 10**400)),
+        (lambda: RequestPolicy(1.0, 0), "top_k:"),
+        *((lambda it=it: RequestPolicy.calibrate(it), "entropies:") for it in ([], [1.0, math.nan], [1.0, math.inf])),
+        *((lambda it=it: RequestPolicy.calibrate([1.0], it), "quantile:") for it in (1.1, -0.1, math.nan)),
     ],
 )
-def test_bad_arguments(call, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_bad_arguments(call, named):
+    with pytest.raises(ValueError, match=named):
         call()
 
 
@@ -57,9 +52,9 @@ def test_a_threshold_of_any_kind_is_kept_as_a_float(nats):
 
 @pytest.mark.parametrize("value", ["1.2", b"1", None, [1.0], 1j, torch.ones(2), Decimal("sNaN")])
 def test_a_threshold_or_quantile_that_is_no_number_is_named(value):
-    with pytest.raises(TypeError, match=f"threshold: expected a number of nats, got {type(value).__name__}; convert"):
+    with pytest.raises(TypeError, match="threshold:"):
         RequestPolicy(value)
-    with pytest.raises(TypeError, match=f"quantile: expected a number.*, got {type(value).__name__}; convert"):
+    with pytest.raises(TypeError, match="quantile:"):
         RequestPolicy.calibrate([1.0], value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -33,68 +34,40 @@ from fb_core.apps.pipeline.problems import (
 from fb_core.apps.settings.config import ProblemSettings
 
 Row = dict[str, Any]
+MATH = {"level": "Level 5", "type": "Algebra"}
 ROWS: dict[str, list[Row]] = {
     "gsm8k": [
         {"question": "Eggs?", "answer": "She sells 9.\n9 * 2 = $<<9*2=18>>18\n#### 18"},
         {"question": "Profit?", "answer": "#1 is a number\n#### -1,234,567"},
     ],
     "math-500": [
-        {
-            "problem": "Convert $(0,3)$.",
-            "solution": "so $\\boxed{1}$",
-            "answer": "\\left( 3, \\frac{\\pi}{2} \\right)",
-            "subject": "Precalculus",
-            "level": 2,
-            "unique_id": "test/precalculus/807.json",
-        }
+        {"problem": "Convert $(0,3)$.", "solution": "so $\\boxed{1}$", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)"}
+        | {"subject": "Precalculus", "level": 2, "unique_id": "test/precalculus/807.json"}
     ],
     "olympiadbench": [
-        {
-            "id": 1606,
-            "subfield": "Combinatorics",
-            "context": None,
-            "question": "How many moves?",
-            "solution": ["Two."],
-            "final_answer": final,
-            "is_multiple_answer": False,
-            "unit": None,
-            "answer_type": "Numerical",
-            "error": None,
-        }
-        | {"id": 1606 + number}
+        {"id": 1606 + number, "subfield": "Combinatorics", "context": None, "question": "How many moves?"}
+        | {"solution": ["Two."], "final_answer": final, "is_multiple_answer": False, "unit": None}
+        | {"answer_type": "Numerical", "error": None}
         for number, final in enumerate(
             (["2"], ["$\\frac{1}{2}$"], ["$69$,$84$"], ["$221,$8$"], ["3", "$x$"], ["\\$ 5"], ["$(1,2), (3,4)$"])
         )
     ],
     "aime-2024": [
-        {
-            "id": 60,
-            "problem": "Aya walks.",
-            "solution": "s",
-            "answer": "073",
-            "url": "https://example.org",
-            "year": "2024",
-        },
-        {
-            "id": 61,
-            "problem": "Bea runs.",
-            "solution": "s",
-            "answer": "000",
-            "url": "https://example.org",
-            "year": "2024",
-        },
+        {"id": id_, "problem": text, "solution": "s", "answer": answer, "url": "https://example.org", "year": "2024"}
+        for id_, text, answer in ((60, "Aya walks.", "073"), (61, "Bea runs.", "000"))
     ],
     "aime-2025": [
         {"problem": "Bases.", "answer": "70", "id": "0"},
         {"problem": "Angles.", "answer": "336^\\circ", "id": "1"},
     ],
     "math-train": [
-        {"problem": "A", "level": "Level 5", "type": "Algebra", "solution": "$\\boxed{1}$ or $\\boxed{\\frac{1}{2}}$."},
-        {"problem": "B", "level": "Level 5", "type": "Algebra", "solution": "so $\\fbox{7}$"},
-        {"problem": "C", "level": "Level 5", "type": "Algebra", "solution": "so $\\boxed 23$."},
-        {"problem": "D", "level": "Level 5", "type": "Number Theory", "solution": ""},
-        {"problem": "E", "level": "Level 5", "type": "Number Theory", "solution": "composite: $\\boxed{}$"},
-        {"problem": "F", "level": "Level 5", "type": "Precalculus", "solution": "\\boxed{ 4 }"},
+        {"problem": "ABCDEF"[number], "solution": solution, **MATH}
+        for number, solution in enumerate(
+            [
+                *("$\\boxed{1}$ or $\\boxed{\\frac{1}{2}}$.", "so $\\fbox{7}$", "so $\\boxed 23$."),
+                *("", "composite: $\\boxed{}$", "\\boxed{ 4 }"),
+            ]
+        )
     ],
 }
 EXPECTED = {
@@ -109,9 +82,7 @@ EXPECTED = {
     "aime-2024": [("aime-2024/60", "Aya walks.", "73"), ("aime-2024/61", "Bea runs.", "0")],
     "aime-2025": [("aime-2025/0", "Bases.", "70"), ("aime-2025/1", "Angles.", "336^\\circ")],
     "math-train": [
-        ("math-train/0", "A", "\\frac{1}{2}"),
-        ("math-train/1", "B", "7"),
-        ("math-train/2", "C", "23"),
+        *(("math-train/0", "A", "\\frac{1}{2}"), ("math-train/1", "B", "7"), ("math-train/2", "C", "23")),
         ("math-train/5", "F", "4"),
     ],
 }
@@ -182,102 +153,69 @@ def test_problems_without_an_answer_are_logged(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_known_sets() -> None:
-    assert {name: (benchmark.count, benchmark.repeats) for name, benchmark in BENCHMARKS.items()} == {
-        "gsm8k": (1319, 1),
-        "math-500": (500, 1),
-        "olympiadbench": (674, 1),
-        "aime-2024": (30, 3),
-        "aime-2025": (30, 3),
-        "math-train": (7500, 1),
-    }
+    counts = {"gsm8k": 1319, "math-500": 500, "olympiadbench": 674, "aime-2024": 30, "aime-2025": 30}
+    counts |= {"math-train": 7500}
+    assert {name: benchmark.count for name, benchmark in BENCHMARKS.items()} == counts
+    assert [name for name, one in BENCHMARKS.items() if one.repeats == 3] == ["aime-2024", "aime-2025"]
+    assert sum(one.repeats for one in BENCHMARKS.values()) == 4 + 6
     subjects = BENCHMARKS["math-train"].configs
     assert len(subjects) == 7
     assert list(subjects) == sorted(map(str, subjects))
 
 
-GOOD = '{"problem": "1?", "answer": "1"}\n'
+GOOD = b'{"problem": "1?", "answer": "1"}\n'
+
+
+def row(answer: str = '"1"', problem: str = '"1?"', more: str = "") -> bytes:
+    return f'{{"problem": {problem}, "answer": {answer}{more}}}'.encode()
+
+
+DAMAGED = [  # a file's lines, and what is said of them
+    *((b"", "problems, got none"), (b" \n\n", "problems, got none"), (GOOD + b"\n[1]", "line 3: .*list")),
+    *((GOOD + b'{"problem": "\xff"}', "line 2: .*UTF-8"), (GOOD.decode().encode("utf-16"), "line 1: .*UTF-8")),
+    *((GOOD + b'{"problem": ', "line 2: .*JSON.*column 13"), (GOOD + b'"' * (LONGEST_ROW + 1), "line 2: .*10000000")),
+    *((b"[" * LONGEST_ROW, "line 1: .*JSON"), (b'{"problem":' * 100_000, "line 1: .*JSON"), (b"\0" * 1000, "line 1")),
+    *((row("1" * 100_000), "line 1: .*JSON"), (row(problem='"1\0?"'), "line 1: .*JSON")),
+    *((row(problem=r'"1\u0000?"'), r"character '\\x00'"), (row(r'"\ud800"'), "'answer'.*character")),
+    *((b'{"answer": "1"}', "'problem' or 'question', got 'answer'"), (b"{}", "got no field")),
+    *((row("null"), r"line 1: .*'answer', got 'problem', 'answer' \(null\)"), (b'{"problem": "1?"}', "'answer'")),
+    (b'{"question": null, "answer": "1"}', r"'problem' or 'question', got 'question' \(null\), 'answer'"),
+    *((row('["1", null]'), "'answer', got null"), (row(problem='" "'), "empty text"), (row('" "'), "'answer'")),
+    *((row("[]"), "'answer'"), (row(problem="1"), "'problem', got int 1"), (row("0.5"), "'answer', got float 0.5")),
+    *((row("NaN"), "'answer', got float nan"), (row("true"), "'answer', got bool"), (row('[["1"]]'), "got list")),
+    *((row(more=', "id": {}'), "'id', got dict"), (row(more=', "id": 1') + b"\n" + GOOD, "line 2: .*'1' again")),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("p.jsonl", b"", "expected problems, got none"),
-        ("p.jsonl", b" \n\n", "expected problems, got none"),
-        ("p.json", b"[]", "expected problems, got none"),
-        ("p.json", b"", "expected JSON"),
-        ("p.json", GOOD.encode(), "expected a list of objects, got dict"),
-        ("p.json", 2 * GOOD.encode(), "Extra data"),
-        ("p.json", b"[1]", "p.json, entry 1: expected an object, got int 1"),
-        ("p.jsonl", GOOD.encode() + b'{"problem": "\xff"}', "line 2: expected UTF-8"),
-        ("p.jsonl", GOOD.encode("utf-16"), "line 1: expected UTF-8"),
-        ("p.jsonl", GOOD.encode() + b'{"problem": ', "line 2: expected JSON, got Expecting value at column 13"),
-        ("p.jsonl", GOOD.encode() + b"\n[1]", "line 3: expected an object, got list"),
-        ("p.jsonl", b"[" * LONGEST_ROW, "line 1: expected JSON"),
-        ("p.jsonl", b'{"problem":' * 100_000, "line 1: expected JSON"),
-        ("p.jsonl", b'{"problem": "1?", "answer": ' + b"1" * 100_000 + b"}", "line 1: expected JSON"),
-        ("p.jsonl", GOOD.encode() + b'"' * (LONGEST_ROW + 1), "line 2: expected at most 10000000 bytes"),
-        ("p.json", b"[" + b" " * LONGEST_ROW, "expected at most 10000000 bytes"),
-        ("p.jsonl", b"\0" * 1000, "line 1: expected JSON"),
-        ("p.jsonl", b'{"problem": "1\0?", "answer": "1"}', "line 1: expected JSON"),
-        ("p.jsonl", rb'{"problem": "1\u0000?", "answer": "1"}', "the character '\\x00'"),
-        ("p.jsonl", rb'{"problem": "1?", "answer": "\ud800"}', "'answer', got one with the character"),
-        ("p.jsonl", b'{"answer": "1"}', "expected a field 'problem' or 'question', got 'answer'"),
-        ("p.jsonl", b"{}", "got no field"),
-        (
-            "p.jsonl",
-            b'{"problem": "1?", "answer": null}',
-            "line 1: expected a field 'answer', got 'problem', 'answer' (null); give",
-        ),
-        (
-            "p.jsonl",
-            b'{"question": null, "answer": "1"}',
-            "'problem' or 'question', got 'question' (null), 'answer'; give",
-        ),
-        ("p.jsonl", b'{"problem": "1?", "answer": ["1", null]}', "expected a text in 'answer', got null"),
-        ("p.jsonl", b'{"problem": "1?"}', "expected a field 'answer', got 'problem'"),
-        ("p.jsonl", b'{"problem": "1?", "answer": null}', "expected a field 'answer'"),
-        ("p.jsonl", b'{"problem": " ", "answer": "1"}', "expected a problem, got an empty text"),
-        ("p.jsonl", b'{"problem": "1?", "answer": " "}', "expected an answer in 'answer'"),
-        ("p.jsonl", b'{"problem": "1?", "answer": []}', "expected an answer in 'answer'"),
-        ("p.jsonl", b'{"problem": 1, "answer": "1"}', "expected a text in 'problem', got int 1"),
-        ("p.jsonl", b'{"problem": "1?", "answer": 0.5}', "expected a text in 'answer', got float 0.5"),
-        ("p.jsonl", b'{"problem": "1?", "answer": NaN}', "expected a text in 'answer', got float nan"),
-        ("p.jsonl", b'{"problem": "1?", "answer": true}', "expected a text in 'answer', got bool"),
-        ("p.jsonl", b'{"problem": "1?", "answer": [["1"]]}', "expected a text in 'answer', got list"),
-        ("p.jsonl", b'{"problem": "1?", "answer": "1", "id": {}}', "expected a text in 'id', got dict"),
-        (
-            "p.jsonl",
-            b'{"problem": "1?", "answer": "1", "id": 1}\n' + GOOD.encode(),
-            "line 2: expected an id of its own, got '1' again as at",
-        ),
-        ("p.parquet", b"", "expected a sound parquet file"),
-        ("p.parquet", b"PAR1" + 1000 * b"\xff" + b"PAR1", "expected a sound parquet file"),
-        ("p.txt", GOOD.encode(), "or an existing .jsonl, .json, .parquet file"),
+        *(("p.jsonl", *each) for each in DAMAGED),
+        *(("p.json", b"[]", "problems, got none"), ("p.json", b"", "expected JSON"), ("p.json", GOOD, "got dict")),
+        *(("p.json", 2 * GOOD, "Extra data"), ("p.json", b"[1]", "p.json, entry 1: .*int 1")),
+        ("p.json", b"[" + b" " * LONGEST_ROW, "at most 10000000 bytes"),
+        *(("p.parquet", data, "parquet") for data in (b"", b"PAR1" + 1000 * b"\xff" + b"PAR1")),
+        ("p.txt", GOOD, "existing .jsonl, .json, .parquet file"),
     ],
 )
 def test_damaged_files(tmp_path: Path, name: str, content: bytes, words: str) -> None:
     (tmp_path / name).write_bytes(content)
-    assert words in refused(str(tmp_path / name))
+    assert re.search(words, refused(str(tmp_path / name)))
 
 
 @pytest.mark.parametrize(
     ("name", "row", "words"),
     [
-        ("gsm8k", {"question": "1?", "answer": "1"}, "expected a number after #### in 'answer', got '1'"),
-        ("gsm8k", {"question": "1?", "answer": "1 #### "}, "expected a number after ####"),
-        ("math-train", {"problem": "1?", "solution": "It is 1."}, "expected a solution with \\boxed{...}"),
-        ("math-train", {"problem": "1?", "solution": "\\boxed{1"}, "expected a solution with \\boxed{...}"),
-        ("math-train", {"problem": "1?", "answer": "1"}, "expected a field 'solution'"),
-        ("olympiadbench", {"question": "1?", "final_answer": []}, "expected a list of answers"),
-        ("olympiadbench", {"question": "1?", "final_answer": ["$$"]}, "expected a list of answers"),
-        ("olympiadbench", {"question": "1?", "final_answer": None}, "expected a field 'final_answer'"),
+        *(("gsm8k", {"question": "1?", "answer": text}, "number after ####") for text in ("1", "1 #### ")),
+        *(("math-train", {"problem": "1?", "solution": text}, "boxed") for text in ("It is 1.", "\\boxed{1")),
+        ("math-train", {"problem": "1?", "answer": "1"}, "'solution'"),
+        *(("olympiadbench", {"question": "1?", "final_answer": it}, "list of answers") for it in ([], ["$$"])),
+        ("olympiadbench", {"question": "1?", "final_answer": None}, "'final_answer'"),
     ],
 )
 def test_rows_without_gold(tmp_path: Path, name: str, row: Row, words: str) -> None:
     jsonl(path := tmp_path / "p.jsonl", [*ROWS[name][:1], row])
-    message = refused(f"{name}={path}")
-    assert words in message
-    assert "p.jsonl, line 3" in message
+    assert re.search(rf"p\.jsonl, line 3: .*{words}", refused(f"{name}={path}"))
 
 
 @pytest.mark.parametrize(
@@ -289,12 +227,9 @@ def test_sources_that_are_not_there(source: str) -> None:
     assert "\0" not in message
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_a_folder_is_no_file_nor_is_a_parquet_file_cut_short(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").mkdir()
     assert "existing" in refused(str(tmp_path / "p.jsonl"))
-
-
-def test_a_parquet_file_cut_short(tmp_path: Path) -> None:
     rows = [{"problem": f"{number}?", "answer": str(number)} for number in range(1000)]
     parquet(path := tmp_path / "p.parquet", rows)
     whole = path.read_bytes()
@@ -412,36 +347,19 @@ def problem(text: str, identity: str = "1") -> Problem:
 
 
 @pytest.mark.parametrize(
-    ("text", "other"),
+    ("text", "other", "same"),
     [
-        ("What is  $x+1$?", "what is $x + 1$?\n"),
-        ("$\\dfrac{1}{2}$, \\tfrac12", "$\\frac{1}{2}$, \\frac12"),
-        ("\\left(1,\\,2\\right)", "(1,2)"),
-        ("a\\;b\\!c\\ d\\quad e", "abcde"),
-        ("x² and ﬁve", "x2 and five"),
-        ("Cafe\u0301", "café"),
-        ("non\u00a0breaking~space", "nonbreakingspace"),
-        ("STRASSE", "straße"),
+        *(("What is  $x+1$?", "what is $x + 1$?\n", True), ("a\\;b\\!c\\ d\\quad e", "abcde", True)),
+        ("$\\dfrac{1}{2}$, \\tfrac12", "$\\frac{1}{2}$, \\frac12", True),
+        *(("\\left(1,\\,2\\right)", "(1,2)", True), ("x² and ﬁve", "x2 and five", True), ("STRASSE", "straße", True)),
+        *(("Cafe\u0301", "café", True), ("non\u00a0breaking~space", "nonbreakingspace", True)),
+        *(("$x+1$", "$x-1$", False), ("\\leftarrow", "\\arrow", False), ("\\rightarrow", "\\leftarrow", False)),
+        *(("\\quadratic", "ratic", False), ("\\dfraction", "\\fraction", False), ("a\\\\ b", "a\\b", False)),
+        ("\\frac{1}{2}", "\\frac{1}{3}", False),
     ],
 )
-def test_texts_that_overlap(text: str, other: str) -> None:
-    assert without_overlap([problem(text)], [problem(other)]) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "other"),
-    [
-        ("$x+1$", "$x-1$"),
-        ("\\leftarrow", "\\arrow"),
-        ("\\rightarrow", "\\leftarrow"),
-        ("\\quadratic", "ratic"),
-        ("\\dfraction", "\\fraction"),
-        ("a\\\\ b", "a\\b"),
-        ("\\frac{1}{2}", "\\frac{1}{3}"),
-    ],
-)
-def test_texts_that_differ(text: str, other: str) -> None:
-    assert without_overlap([problem(text)], [problem(other)]) == [problem(text)]
+def test_texts_that_overlap(text: str, other: str, same: bool) -> None:
+    assert without_overlap([problem(text)], [problem(other)]) == ([] if same else [problem(text)])
 
 
 def test_overlap_keeps_the_order() -> None:
@@ -476,7 +394,9 @@ def test_split_is_disjoint_complete_and_blind_to_order(problems: list[Problem], 
     assert {kept.id for kept in split(moved, size, seed)[1]} == {kept.id for kept in validation}
 
 
-def test_split_is_exact_and_hardly_moved_by_more_problems() -> None:
+def test_split_is_exact_the_same_everywhere_and_hardly_moved_by_more_problems() -> None:
+    few = split([problem(f"{number}?", f"gsm8k/{number}") for number in range(10)], 3, 7)[1]
+    assert [kept.id for kept in few] == ["gsm8k/0", "gsm8k/5", "gsm8k/9"]
     problems = [problem(f"{number}?", f"math-train/{number}") for number in range(1000)]
     train, validation = split(problems, 100, 0)
     assert (len(train), len(validation)) == (900, 100)
@@ -487,14 +407,9 @@ def test_split_is_exact_and_hardly_moved_by_more_problems() -> None:
     assert set(split(problems, 100, 0)[1]) == set(validation)
 
 
-def test_split_is_the_same_everywhere() -> None:
-    validation = split([problem(f"{number}?", f"gsm8k/{number}") for number in range(10)], 3, 7)[1]
-    assert [kept.id for kept in validation] == ["gsm8k/0", "gsm8k/5", "gsm8k/9"]
-
-
 @pytest.mark.parametrize(("count", "validation"), [(0, 0), (1, 1), (3, 3), (3, -1)])
 def test_split_leaves_one_to_train_on(count: int, validation: int) -> None:
-    with pytest.raises(ValueError, match="split: expected to set aside fewer"):
+    with pytest.raises(ValueError, match="split:"):
         split([problem(str(number), str(number)) for number in range(count)], validation, 0)
 
 

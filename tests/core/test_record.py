@@ -45,10 +45,8 @@ STATES = [
 CUT = replace(
     STATES[2],
     pool=Pool(
-        torch.tensor([5, 1]),
-        torch.tensor([2, 1], dtype=torch.int32),
-        STATES[2].pool.slm_logprob[[2, 0]],
-        STATES[2].pool.llm_logprob[[2, 0]],
+        *(torch.tensor([5, 1]), torch.tensor([2, 1], dtype=torch.int32)),
+        *(STATES[2].pool.slm_logprob[[2, 0]], STATES[2].pool.llm_logprob[[2, 0]]),
     ),
 )
 FUTURES = [
@@ -94,12 +92,8 @@ def test_what_is_written_is_read_back_by_id(run):
     assert list(examples.trajectories) == ["a/1", "b@2", "c"]
     assert list(examples.states) == ["a/1@4", "c@1", "a/1@8"]
     for found, wanted in (
-        (examples.trajectories, TRAJECTORIES),
-        (examples.states, STATES),
-        (examples.futures(), FUTURES),
-        (examples.futures("own-futures"), FUTURES[:1]),
-        (examples.groups, GROUPS),
-        (examples.rollouts(), ROLLOUTS),
+        *((examples.trajectories, TRAJECTORIES), (examples.states, STATES), (examples.futures(), FUTURES)),
+        *((examples.futures("own-futures"), FUTURES[:1]), (examples.groups, GROUPS), (examples.rollouts(), ROLLOUTS)),
     ):
         for one, other in zip(found.values(), wanted, strict=True):
             assert_alike(one, other)
@@ -123,9 +117,9 @@ def test_a_shard_of_nothing_is_read_back(tmp_path):
     )
 
 
-def other(**parts):
-    """A state that the run does not know."""
-    return replace(STATES[0], **parts)
+def changed(row, **parts):
+    """The row of a state that the run does not know."""
+    return replace(row, state=replace(STATES[0], **parts))
 
 
 STRANGE = replace(TRAJECTORIES[0], problem=Problem("d", "", ""))
@@ -134,17 +128,16 @@ STRANGE = replace(TRAJECTORIES[0], problem=Problem("d", "", ""))
 @pytest.mark.parametrize(
     ("stage", "files", "unknown"),
     [
-        ("states", example_files(SHARD, LoggedState, [other(trajectory=STRANGE)]), "'d'"),
-        ("futures", example_files(SHARD, Future, [replace(FUTURES[0], state=other(position=5))]), "'a/1@5'"),
-        ("scores", group_files(SHARD, [replace(GROUPS[0], state=other(position=7))], 4), "'a/1@7'"),
-        ("scores", group_files(SHARD, [replace(GROUPS[0], state=other(pool=pool(7, 3, 8)))], 4), "8"),
-        ("rollouts", example_files(SHARD, Rollout, [replace(ROLLOUTS[0], state=other(pool=pool(7, 11)))]), "11"),
+        ("states", example_files(SHARD, LoggedState, [replace(STATES[0], trajectory=STRANGE)]), "'d'"),
+        ("futures", example_files(SHARD, Future, [changed(FUTURES[0], position=5)]), "'a/1@5'"),
+        ("scores", group_files(SHARD, [changed(GROUPS[0], position=7)], 4), "'a/1@7'"),
+        ("scores", group_files(SHARD, [changed(GROUPS[0], pool=pool(7, 3, 8))], 4), "8"),
+        ("rollouts", example_files(SHARD, Rollout, [changed(ROLLOUTS[0], pool=pool(7, 11))]), "11"),
     ],
 )
 def test_rows_of_other_states_are_named(run, stage, files, unknown):
     put(run, stage, files)
-    words = rf"{re.escape(str(run / stage / SHARD))}\.parquet: expected rows of the states in .*, got {unknown}; run"
     examples = Examples(run, SHARD)
     read = {"states": lambda: examples.states, "futures": examples.futures, "rollouts": examples.rollouts}
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(run / stage / SHARD))}\.parquet: .*got {unknown};"):
         read.get(stage, lambda: examples.groups)()

@@ -80,30 +80,26 @@ def single() -> Iterator[TestClient]:
         yield client
 
 
-def same(client: Any, method: str, path: str, **options: Any) -> tuple[int, Any]:
-    """What must not depend on who answers: the status and the body, without its name and time."""
-    said = client.request(method, path, **options)
-    return said.status_code, {key: value for key, value in said.json().items() if key not in ("id", "created")}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "path", "status", "options"),
     [
         ("POST", "/v1/completions", 200, {"json": PROMPT}),
         ("POST", "/v1/chat/completions", 200, {"json": {"messages": [{"role": "user", "content": "7*7+9;"}]}}),
-        ("GET", "/v1/models", 200, {}),
-        ("GET", "/health", 200, {}),
+        *(("GET", "/v1/models", 200, {}), ("GET", "/health", 200, {}), ("GET", "/nothing", 404, {})),
         ("POST", "/v1/completions", 400, {"json": PROMPT | {"frequency_penalty": 0.5}}),
         ("GET", "/v1/models", 403, {"headers": {"Origin": "http://page.example"}}),
-        ("GET", "/nothing", 404, {}),
         ("POST", "/v1/completions", 413, {"content": b"x" * ((1 << 20) + 1)}),
     ],
 )
 def test_a_replica_answers_as_one_process_does(replicas, single, method, path, status, options):
-    wanted = same(single, method, path, **options)
-    assert wanted[0] == status
-    assert same(replicas, method, path, **options) == wanted
+    def said(client: Any) -> tuple[int, Any]:
+        """Without the answer's name and time."""
+        answer = client.request(method, path, **options)
+        return answer.status_code, {name: it for name, it in answer.json().items() if name not in ("id", "created")}
+
+    assert said(single)[0] == status
+    assert said(replicas) == said(single)
 
 
 @pytest.mark.slow
@@ -147,5 +143,5 @@ def test_a_replica_whose_engine_is_closed_is_not_healthy():
     replica = SimpleNamespace(server=load_server(ServeSettings(**PAIR, kv_memory=1 << 24), loopback=False))
     Replica.check_health(replica)
     replica.server.service.engine.close()
-    with pytest.raises(RuntimeError, match="engine: expected a running one"):
+    with pytest.raises(RuntimeError, match="engine:"):
         Replica.check_health(replica)

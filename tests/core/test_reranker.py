@@ -10,13 +10,13 @@ import re
 import pytest
 import torch
 import zoo
-from fb_core._util import read_file
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, V, tiny
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Gemma3Config
 
 from fb_core import TokenReranker
+from fb_core._util import read_file
 from fb_core.apps.pipeline.files import _read_sealed
 from fb_core.apps.settings.config import settings_of
 from fb_core.models.facts import Cache, text_config
@@ -37,6 +37,19 @@ def randomise(reranker, seed=0):
 def state(seed=0, p=9, k=5):
     g = torch.Generator().manual_seed(seed)
     return torch.randint(V, (p,), generator=g), torch.randperm(V, generator=g)[:k]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """(model, folder): an adapter of the model, saved."""
+    model = tiny("qwen3")
+    TokenReranker.from_base(model, rank=4).save_pretrained(tmp_path)
+    return model, tmp_path
+
+
+def edited(file, **changes):
+    """The JSON file with some entries changed."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,22 +90,20 @@ def test_directory_is_a_peft_sequence_classifier(family, tmp_path):
     torch.testing.assert_close(ours[keep], theirs[keep], rtol=1e-5, atol=1e-5)
 
 
-def test_checkpoint_names(tmp_path):
-    TokenReranker.from_base(tiny("qwen3")).save_pretrained(tmp_path)
-    names = set(load_file(tmp_path / "adapter_model.safetensors"))
+def test_checkpoint_names(saved):
+    _, folder = saved
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
-    expected = {
-        f"base_model.model.model.layers.{i}.self_attn.{p}.lora_{ab}.weight"
-        for i in range(2)
-        for p in projections
-        for ab in "AB"
+    assert set(load_file(folder / "adapter_model.safetensors")) == {
+        "base_model.model.score.weight",
+        *(
+            f"base_model.model.model.layers.{i}.self_attn.{p}.lora_{ab}.weight"
+            for i in range(2)
+            for p in projections
+            for ab in "AB"
+        ),
     }
-    assert names == expected | {"base_model.model.score.weight"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "futurebridge.json",
-    ]
+    names = ["adapter_config.json", "adapter_model.safetensors", "futurebridge.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -152,21 +163,18 @@ def test_cached_and_batched_prefixes_give_the_same_scores(family):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_scopes_differ():
-    model = tiny("qwen3")
-    candidate = randomise(TokenReranker.from_base(model, rank=4))
-    sequence = randomise(TokenReranker.from_base(model, rank=4, scope="sequence"))
-    assert (candidate.scores(*state()) - sequence.scores(*state())).abs().max() > 1e-2
-
-
 @pytest.mark.parametrize("scope", ["candidate", "sequence"])
 def test_round_trip(scope, tmp_path):
     model = tiny("qwen3")
     reranker = randomise(TokenReranker.from_base(model, rank=3, alpha=5, scope=scope))
     reranker.save_pretrained(tmp_path)
-    loaded = TokenReranker.from_pretrained(tmp_path, model, scope=scope)
-    prefix, candidates = state()
-    assert torch.equal(loaded.scores(prefix, candidates), reranker.scores(prefix, candidates))
+    own = reranker.scores(*state())
+    assert torch.equal(TokenReranker.from_pretrained(tmp_path, model, scope=scope).scores(*state()), own)
+    scopes = {"candidate": "sequence", "sequence": "candidate"}
+    other = randomise(TokenReranker.from_base(model, rank=3, alpha=5, scope=scopes[scope]))
+    assert (other.scores(*state()) - own).abs().max() > 1e-2
+    with pytest.raises(ValueError, match="scope:"):
+        TokenReranker.from_pretrained(tmp_path, model, scope=scopes[scope])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3"])
@@ -196,130 +204,63 @@ def test_training_mode_reaches_only_the_adapters_dropout():
     assert torch.equal(reranker.scores(*state()), reranker.scores(*state()))
 
 
-def test_loading_the_wrong_thing_is_an_error(tmp_path):
-    model = tiny("qwen3")
-    TokenReranker.from_base(model, rank=4).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="scope: expected"):
-        TokenReranker.from_pretrained(tmp_path, model, scope="sequence")
-    with pytest.raises(ValueError, match="base model"):
-        TokenReranker.from_pretrained(tmp_path, tiny("qwen3", seed=1))
-    with pytest.raises(ValueError, match="base model"):
-        TokenReranker.from_pretrained(tmp_path, tiny("llama"))
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
-    with pytest.raises(ValueError, match="rank"):
-        TokenReranker.from_pretrained(tmp_path, model)
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    assert TokenReranker.from_pretrained(tmp_path, model) is not None
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[" * 100_000, b"[]", b'{"scope": "candidate"}', b"\xff\xfe", b" " * (1 << 21)]
-)
-def test_hostile_description(content, tmp_path):
-    model = tiny("qwen3")
-    TokenReranker.from_base(model).save_pretrained(tmp_path)
-    (tmp_path / "futurebridge.json").write_bytes(content)
-    with pytest.raises(ValueError):
-        TokenReranker.from_pretrained(tmp_path, model)
-
-
-@pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"\xff" * 64, (2**60).to_bytes(8, "little") + b"{}"])
-def test_hostile_weights(content, tmp_path):
-    model = tiny("qwen3")
-    TokenReranker.from_base(model).save_pretrained(tmp_path)
-    (tmp_path / "adapter_model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match="safetensors"):
-        TokenReranker.from_pretrained(tmp_path, model)
-
-
-def test_missing_head_is_named(tmp_path):
-    model = tiny("qwen3")
-    TokenReranker.from_base(model).save_pretrained(tmp_path)
-    file = tmp_path / "adapter_model.safetensors"
-    tensors = load_file(file)
-    del tensors["base_model.model.score.weight"]
-    save_file(tensors, file)
-    with pytest.raises(ValueError, match=r"score\.weight"):
-        TokenReranker.from_pretrained(tmp_path, model)
-
-
-@pytest.mark.parametrize(
-    ("prefix", "candidates", "kind"),
-    [
-        ([], [1], ValueError),
-        ([1], [], ValueError),
-        ([1], [2, 2], ValueError),
-        ([1], [V], ValueError),
-        ([1] * 128, [2], ValueError),
-        (torch.tensor([0.5]), [2], TypeError),
-    ],
-)
-def test_bad_input(prefix, candidates, kind):
-    reranker = randomise(TokenReranker.from_base(tiny("qwen3")))
-    with pytest.raises(kind, match="expected"):
-        reranker.scores(prefix, candidates)
-    assert torch.isfinite(reranker.scores(*state())).all()
-
-
-def test_bad_settings():
-    model = tiny("qwen3")
-    for options, words in (
-        ({"rank": 0}, "rank"),
-        ({"rank": 1.5}, "rank"),
-        ({"alpha": float("nan")}, "alpha"),
-        ({"dropout": 1.0}, "dropout"),
-        ({"scope": "prefix"}, "scope"),
+def test_loading_the_wrong_thing_is_an_error(saved):
+    model, folder = saved
+    for other in (tiny("qwen3", seed=1), tiny("llama")):
+        with pytest.raises(ValueError, match="base model"):
+            TokenReranker.from_pretrained(folder, other)
+    weights = folder / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    for name, change, back, words in (
+        ("adapter_config.json", {"r": 8}, {"r": 4}, "rank"),
+        ("futurebridge.json", {"format": 2}, {"format": 3}, r"futurebridge\.json: .*3, got 2"),
     ):
+        edited(folder / name, **change)
         with pytest.raises(ValueError, match=words):
-            TokenReranker.from_base(model, **options)
+            TokenReranker.from_pretrained(folder, model)
+        edited(folder / name, **back)
+    assert TokenReranker.from_pretrained(folder, model) is not None
+    del tensors["base_model.model.score.weight"]
+    save_file(tensors, weights)
+    with pytest.raises(ValueError, match=r"score\.weight"):
+        TokenReranker.from_pretrained(folder, model)
+
+
+def test_bad_input():
+    model = tiny("qwen3")
+    reranker = randomise(TokenReranker.from_base(model))
+    for prefix, candidates, kind in (
+        *(([], [1], ValueError), ([1], [], ValueError), ([1], [2, 2], ValueError), ([1], [V], ValueError)),
+        *(([1] * 128, [2], ValueError), (torch.tensor([0.5]), [2], TypeError)),
+    ):
+        with pytest.raises(kind, match="expected"):
+            reranker.scores(prefix, candidates)
+    assert torch.isfinite(reranker.scores(*state())).all()
+    for name, value in (("rank", 0), ("rank", 1.5), ("alpha", math.nan), ("dropout", 1.0), ("scope", "prefix")):
+        with pytest.raises(ValueError, match=name):
+            TokenReranker.from_base(model, **{name: value})
 
 
 @pytest.mark.parametrize(
     ("entry", "value"),
     [
         ("init_lora_weights", "olora"),  # PEFT would subtract from the base weights, shared with the frozen model
-        ("init_lora_weights", "pissa"),
+        *(("init_lora_weights", "pissa"), ("use_rslora", True), ("layers_to_transform", [0]), ("bias", "all")),
         ("megatron_config", {"a": 1}),  # and import the module named in megatron_core
-        ("use_rslora", True),
-        ("layers_to_transform", [0]),
-        ("alpha_pattern", {"q_proj": 64}),
-        ("exclude_modules", "(a+)+$"),
-        ("bias", "all"),
-        ("peft_type", "IA3"),
-        ("r", -1),
-        ("r", "16"),
+        *(("alpha_pattern", {"q_proj": 64}), ("exclude_modules", "(a+)+$"), ("peft_type", "IA3")),
         ("r", 200_000_000),  # 25 GB, were it believed before the weights are read
-        ("r", 10**400),
-        ("r", True),
-        ("lora_alpha", "x"),
-        ("lora_alpha", 1e300),  # inf in float32
-        ("lora_alpha", 10**400),
-        ("lora_alpha", True),
-        ("lora_alpha", math.nan),
-        ("lora_dropout", 2),
-        ("lora_dropout", 10**400),
-        ("lora_dropout", False),
+        *(("r", value) for value in (-1, "16", 10**400, True)),
+        *(("lora_alpha", value) for value in ("x", 1e300, 10**400, True, math.nan)),  # 1e300 is inf in float32
+        *(("lora_dropout", value) for value in (2, 10**400, False)),
     ],
 )
-def test_hostile_adapter_config(entry, value, tmp_path):
-    model = tiny("qwen3")
+def test_hostile_adapter_config(entry, value, saved):
+    model, folder = saved
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    randomise(TokenReranker.from_base(model)).save_pretrained(tmp_path)
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), entry: value}))
+    edited(folder / "adapter_config.json", **{entry: value})
     with pytest.raises(ValueError, match="expected"):
-        TokenReranker.from_pretrained(tmp_path, model)
+        TokenReranker.from_pretrained(folder, model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_another_format_is_refused(tmp_path):
-    model = tiny("qwen3")
-    TokenReranker.from_base(model).save_pretrained(tmp_path)
-    file = tmp_path / "futurebridge.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
-    with pytest.raises(ValueError, match=r"futurebridge\.json: expected format 3, got 2"):
-        TokenReranker.from_pretrained(tmp_path, model)
 
 
 @pytest.mark.parametrize("key", ["lora_A", "lora_B", "score"])
@@ -333,37 +274,51 @@ def test_another_format_is_refused(tmp_path):
     ],
     ids=["NaN", "inf", "int", "double"],
 )
-def test_weights_that_are_no_finite_floats_are_refused(spoil, key, tmp_path):
-    model = tiny("qwen3")
-    TokenReranker.from_base(model).save_pretrained(tmp_path)
-    file = tmp_path / "adapter_model.safetensors"
+def test_weights_that_are_no_finite_floats_are_refused(spoil, key, saved):
+    model, folder = saved
+    file = folder / "adapter_model.safetensors"
     save_file({name: spoil(tensor) if key in name else tensor for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(ValueError, match=rf"adapter_model\.safetensors: expected finite floats.*{key}"):
-        TokenReranker.from_pretrained(tmp_path, model)
+    with pytest.raises(ValueError, match=rf"adapter_model\.safetensors: .*{key}"):
+        TokenReranker.from_pretrained(folder, model)
 
 
-@pytest.mark.parametrize("name", ["futurebridge.json", "adapter_config.json"])
-@pytest.mark.parametrize("content", [b"1" * 5_000, b'{"a": ' + b"1" * 5_000 + b"}", b"[" * 900 + b"]" * 900, b"null"])
-def test_hostile_json_names_its_file(name, content, tmp_path):
-    model = tiny("qwen3")
-    TokenReranker.from_base(model).save_pretrained(tmp_path)
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name}: expected")) as raised:
-        TokenReranker.from_pretrained(tmp_path, model)
+SPOILT = [
+    *(b"", b"{"),
+    b"[" * 100_000,
+    *(b"[]", b"\xff\xfe"),
+    b" " * (1 << 21),
+    b"1" * 5_000,
+    b'{"a": ' + b"1" * 5_000 + b"}",
+]
+SPOILT += [b"[" * 900 + b"]" * 900, b"null", b'{"scope": "candidate"}']
+NO_WEIGHTS = [b"", b"\x80\x04K\x01.", b"\xff" * 64, (2**60).to_bytes(8, "little") + b"{}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((name, content) for name in ("futurebridge.json", "adapter_config.json") for content in SPOILT),
+        *(("adapter_model.safetensors", content) for content in NO_WEIGHTS),
+    ],
+)
+def test_a_spoilt_file_is_named(name, content, saved):
+    model, folder = saved
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"{folder / name}: ")) as raised:
+        TokenReranker.from_pretrained(folder, model)
     assert len(str(raised.value)) < 500
 
 
-def test_a_rank_is_believed_only_where_the_weights_have_it(tmp_path):
-    model = tiny("qwen3")
-    TokenReranker.from_base(model).save_pretrained(tmp_path)
-    config, file = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "r": 1 << 40}))
+def test_a_rank_is_believed_only_where_the_weights_have_it(saved):
+    model, folder = saved
+    edited(folder / "adapter_config.json", r=1 << 40)
+    file = folder / "adapter_model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if "lora_A" not in name}
     empty = {name.replace("lora_B", "lora_A"): torch.empty(1 << 40, 0) for name in tensors if "lora_B" in name}
     for ranks, got in ((empty, r"\[1099511627776, 0\]"), ({}, "nothing")):
         save_file(tensors | ranks, file)
-        with pytest.raises(ValueError, match=f"expected rank 1099511627776 by the config, got {got}"):
-            TokenReranker.from_pretrained(tmp_path, model)
+        with pytest.raises(ValueError, match=f"rank 1099511627776 .*got {got}"):
+            TokenReranker.from_pretrained(folder, model)
 
 
 @pytest.mark.parametrize("kind", ["device", "pipe", "large"])
@@ -379,7 +334,7 @@ def test_only_regular_files_of_some_bytes_are_read(kind, tmp_path):
     for read in (_read_json, _read_sealed, lambda path: settings_of(path.parent)):
         if kind != "large":
             path = path.rename(tmp_path / "settings.json")
-            with pytest.raises(ValueError, match=r"settings\.json: expected .*, got no regular file"):
+            with pytest.raises(ValueError, match=r"settings\.json:"):
                 read(path)
 
 
@@ -393,11 +348,12 @@ def test_a_folder_without_an_adapter_is_named_as_such(tmp_path):
         assert "save the adapter again" not in str(no.value)
 
 
-def test_a_model_with_adapters_in_it_is_no_base():
-    """They would train with the reranker's, through the shared storage."""
-    wrapped = get_peft_model(tiny("qwen3"), LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="expected a plain base model"):
-        TokenReranker.from_base(wrapped.get_base_model())
+def test_what_is_no_base_is_refused():
+    """Adapters in it would train with the reranker's, through the shared storage."""
+    wrapped = get_peft_model(tiny("qwen3"), LoraConfig(target_modules=["q_proj"])).get_base_model()
+    for model, words in ((wrapped, "plain base model"), (zoo.build("gpt2"), "linear layers.*Conv1D")):
+        with pytest.raises(ValueError, match=words):
+            TokenReranker.from_base(model)
 
 
 def test_moving_or_casting_apart_from_the_model_is_refused():
@@ -432,8 +388,3 @@ def test_the_adapter_is_on_every_projection_of_the_decoders_attention(kind, with
     assert all(name.startswith(within) for name in adapted)
     assert {name.rpartition(".")[2] for name in adapted} == layers
     assert len(adapted) == len(layers) * text_config(model).num_hidden_layers
-
-
-def test_attention_that_projects_by_something_else_is_refused():
-    with pytest.raises(ValueError, match="expected linear layers alone to project in attention, got Conv1D in transf"):
-        TokenReranker.from_base(zoo.build("gpt2"))

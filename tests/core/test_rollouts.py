@@ -9,18 +9,12 @@ import torch
 from runs import linked, settings
 
 from fb_core import Verifier
-from fb_core.apps.demo.pairs import load_pair
 from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.models import splits_of
 from fb_core.apps.pipeline.records import Examples
 from fb_core.apps.pipeline.rollouts import RolloutStage
 from fb_core.apps.pipeline.run import run_stage
 from fb_core.apps.pipeline.scores import part_of
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return load_pair("plans")
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ COMMANDS = ("collect", "futures", "score", "train", "evaluate")
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_the_five_commands_killed_and_run_again_end_in_their_tables(undisturbed, tmp_path):
     config, run, shown = tmp_path / "small.yaml", tmp_path / "run", []
     config.write_text(yaml.safe_dump(SMALL))

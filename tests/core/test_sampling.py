@@ -110,16 +110,12 @@ def test_samples_are_the_same_in_every_loop_and_batch(asks):
         for one, other in zip(first, generations, strict=True):
             assert torch.equal(one.token_ids, other.token_ids), name
             assert [event.step for event in one.events] == [event.step for event in other.events], name
+    for name, way in ways.items() if not asks else ():
+        cold, greedy = way(asked, 20, sampling=SHARPEST), way(asked, 20, sampling=None)
+        assert all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(cold, greedy, strict=True)), name
     greedy = ways["plain"](asked, 24, sampling=None)
     assert any(not torch.equal(one.token_ids, other.token_ids) for one, other in zip(first, greedy, strict=True))
     assert any(one.events for one in first) == asks
-
-
-def test_the_coldest_draw_is_greedy():
-    asked = prompts(4, 11, 2)
-    for name, way in decoders().items():
-        cold, greedy = way(asked, 20, sampling=SHARPEST), way(asked, 20, sampling=None)
-        assert all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(cold, greedy, strict=True)), name
 
 
 def test_equal_prompts_are_different_samples_and_seeds_differ():
@@ -170,10 +166,10 @@ def test_the_first_token_of_many_samples_has_the_models_distribution():
         assert counts_agree(counts, shares(logits, sampling.temperature, sampling.top_p, sampling.top_k), count)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_length": 64}], ids=["plain", "fast"])
-def test_custom_generate_samples_as_the_generation_config_says(options):
+@pytest.mark.parametrize("kind", [CollaborativeDecoder, LowLatencyDecoder])
+def test_custom_generate_samples_as_the_generation_config_says(kind):
     slm, (ids,) = tiny("qwen3", 2), prompts(6)
-    decoder = CollaborativeDecoder(slm, None, None, NEVER, max_events=0, **options)
+    decoder = kind(slm, None, None, NEVER, max_events=0)
     generate = partial(slm.generate, ids[None], custom_generate=decoder.as_custom_generate(), max_new_tokens=20)
     torch.manual_seed(5)
     first, second = (generate(do_sample=True, temperature=1.0, top_p=1.0, top_k=0) for _ in range(2))
@@ -187,36 +183,25 @@ def test_custom_generate_samples_as_the_generation_config_says(options):
     assert torch.equal(generate()[0, 6:], decoder.generate(ids, 20).token_ids)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        *({"temperature": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"top_k": 1 << 63}),
-        *({"temperature": 10**400}, {"top_k": 10**5000}, {"seed": -(10**5000)}),
-    ],
-)
-def test_settings_out_of_range_are_refused_and_others_are_plain_numbers(given):
-    (name,) = given
-    with pytest.raises(ValueError, match=f"temperature, top_p, top_k: expected above 0, in|{name}: expected a size"):
-        Sampling(**given)
+def test_settings_out_of_range_are_refused_and_others_are_plain_numbers():
+    for kind, values in (
+        (ValueError, {"temperature": (0, -1.0, 10**400), "top_p": (0.0, 1.1), "seed": (-(10**5000),)}),
+        (ValueError, {"top_k": (-1, 1 << 63, 10**5000)}),
+        (TypeError, {"temperature": ("hot",), "top_p": (None,), "top_k": (1.5,), "seed": (0.5,)}),
+    ):
+        for name, value in ((name, value) for name, several in values.items() for value in several):
+            with pytest.raises(kind, match=f"{name}.*: expected"):
+                Sampling(**{name: value})
     odd = Sampling(np.float32(0.5), Fraction(1, 2), np.int64(3), np.int64(4))
     assert odd.draw([5, 6]) == Sampling(0.5, 0.5, 3, 4).draw([5, 6])
 
 
-@pytest.mark.parametrize("given", [{"temperature": "hot"}, {"top_p": None}, {"top_k": 1.5}, {"seed": 0.5}])
-def test_settings_of_another_type_are_refused(given):
-    (name,) = given
-    with pytest.raises(TypeError, match=f"{name}: expected a number"):
-        Sampling(**given)
-
-
 def test_sampling_of_another_type_is_refused():
     decoder = CollaborativeDecoder(tiny("qwen3", 2), None, None, NEVER, max_events=0)
-    with pytest.raises(TypeError, match="sampling: expected type Sampling, got dict"):
+    with pytest.raises(TypeError, match="sampling:"):
         decoder.generate([3], 4, sampling={"temperature": 1.0})
-    with (
-        Engine(Pair(decoder.slm, None), None, NEVER, max_length=8, max_events=0) as engine,
-        pytest.raises(TypeError, match="sampling: expected type Sampling, got float"),
-    ):
+    engine = Engine(Pair(decoder.slm, None), None, NEVER, max_length=8, max_events=0)
+    with engine, pytest.raises(TypeError, match="sampling:"):
         engine.submit([3], 4, sampling=0.7)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,6 +18,12 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
+    BloomConfig,
+    BloomForCausalLM,
     DogeConfig,
     DynamicCache,
     Gemma3Config,
@@ -26,6 +31,8 @@ from transformers import (
     PhimoeConfig,
     PreTrainedTokenizerFast,
     Qwen2MoeConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     StaticCache,
 )
 
@@ -59,42 +66,39 @@ def full_forwards(model, prefix, candidates, future):
 
 def random_group(seed, p=9, k=4, h=6):
     g = torch.Generator().manual_seed(seed)
-    return (
-        torch.randint(V, (p,), generator=g),
-        torch.randperm(V, generator=g)[:k],
-        torch.randint(V, (h,), generator=g),
-    )
+    ids = torch.randint(V, (p,), generator=g), torch.randperm(V, generator=g)[:k]
+    return *ids, torch.randint(V, (h,), generator=g)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shape", [(9, 4, 6), (1, 1, 1), (30, 13, 2), (3, 2, 20)])
-def test_score_equals_full_forwards(family, shape):
-    model = tiny(family)
-    prefix, candidates, future = random_group(1, *shape)
-    ours = CompatibilityScorer(model).score(prefix, candidates, future)
-    assert ours.dtype == torch.float32
-    assert ours.shape == (len(candidates), len(future))
-    torch.testing.assert_close(ours, full_forwards(model, prefix, candidates, future), rtol=1e-5, atol=1e-5)
+def close(mine, want):
+    torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)
+
+
+SHAPES = [(9, 4, 6), (1, 1, 1), (30, 13, 2), (3, 2, 20)]
+VARIANTS = [
+    *(("mistral", {"sliding_window": 3}), ("phi3", {"sliding_window": 4}), ("gemma2", {"sliding_window": 2})),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+    ("llama", {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4}),
+    ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+]
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides"),
-    [
-        ("mistral", {"sliding_window": 3}),
-        ("phi3", {"sliding_window": 4}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
-        ("gemma2", {"sliding_window": 2}),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
-        ("llama", {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4}),
-        ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    ],
+    ("family", "overrides", "shape"),
+    [*((f, {}, shape) for f in FAMILIES for shape in SHAPES), *((*variant, (11, 3, 8)) for variant in VARIANTS)],
 )
-def test_windows_scaling_and_biases(family, overrides):
+def test_score_equals_full_forwards_and_leaves_the_model_as_it_was(family, overrides, shape):
     model = tiny(family, **overrides)
-    prefix, candidates, future = random_group(2, 11, 3, 8)
-    ours = CompatibilityScorer(model).score(prefix, candidates, future)
-    torch.testing.assert_close(ours, full_forwards(model, prefix, candidates, future), rtol=1e-5, atol=1e-5)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    group = random_group(1, *shape)
+    ours = CompatibilityScorer(model).score(*group)
+    assert ours.dtype == torch.float32
+    assert ours.shape == shape[1:]
+    close(ours, full_forwards(model, *group))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not model.training
 
 
 @given(data=st.data())
@@ -105,23 +109,16 @@ def test_trajectories_equal_single_groups(data):
     scorer = CompatibilityScorer(model)
     batch = []
     for _ in range(data.draw(st.integers(0, 3))):
-        g = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-        tokens = torch.randint(V, (data.draw(st.integers(1, 14)),), generator=g)
-        groups = [
-            BranchGroup(
-                data.draw(st.integers(1, len(tokens))),
-                torch.randperm(V, generator=g)[: data.draw(st.integers(1, 4))],
-                torch.randint(V, (data.draw(st.integers(1, 5)),), generator=g),
-            )
-            for _ in range(data.draw(st.integers(0, 3)))
-        ]
+        tokens, *_ = random_group(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 14)))
+        groups = []
+        for seed in range(data.draw(st.integers(0, 3))):
+            sizes = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+            groups.append(BranchGroup(data.draw(st.integers(1, len(tokens))), *random_group(seed, 1, *sizes)[1:]))
         batch.append((tokens, groups))
     packed = scorer.score_trajectories(batch, token_budget=data.draw(st.sampled_from([1, 40, 10_000])))
     for (tokens, groups), scores in zip(batch, packed, strict=True):
-        assert len(scores) == len(groups)
         for group, score in zip(groups, scores, strict=True):
-            expected = full_forwards(model, tokens[: group.position], group.candidates, group.future)
-            torch.testing.assert_close(score, expected, rtol=1e-5, atol=1e-5)
+            close(score, full_forwards(model, tokens[: group.position], group.candidates, group.future))
 
 
 def work_of(sizes):
@@ -136,42 +133,40 @@ def work_of(sizes):
     ]
 
 
-@pytest.mark.parametrize("most", [1, 2])
-@pytest.mark.parametrize("problem", [torch.OutOfMemoryError(), MemoryError(), RuntimeError("can't allocate memory")])
+def refused():
+    """What torch raises where memory is not to be had."""
+    try:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    except RuntimeError as problem:
+        return problem
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+@pytest.mark.parametrize("problem", [torch.OutOfMemoryError(), MemoryError(), refused(), RuntimeError("another")])
 def test_a_pack_that_memory_refuses_is_halved(monkeypatch, most, problem):
-    """Down to a single group, of several trajectories or of one."""
-    scorer, work, taken = CompatibilityScorer(tiny()), work_of([1, 3, 2]), []
+    """Down to a single group; what fails for another reason, or alone, is an error."""
+    scorer, work, taken, seen = CompatibilityScorer(tiny()), work_of([1, 3, 2]), [], []
     expected = scorer.score_trajectories(work, 1 << 20)
     forward = scorer._forward
 
     def limited(pack, **asked):
         groups = sum(len(each) for _, each in pack)
+        seen.append(groups)
         if groups > most:
             raise problem
         taken.append(groups)
         return forward(pack, **asked)
 
     monkeypatch.setattr(scorer, "_forward", limited)
+    if "another" in str(problem) or not most:
+        with pytest.raises(type(problem)) as raised:
+            scorer.score_trajectories(work, 1 << 20)
+        assert raised.value is problem
+        assert (len(seen) == 1) == ("another" in str(problem))
+        return
     for mine, want in zip(scorer.score_trajectories(work, 1 << 20), expected, strict=True):
         torch.testing.assert_close(mine, want)
     assert taken == ([1] * 6 if most == 1 else [1, 1, 2, 2])
-
-
-@pytest.mark.parametrize(
-    ("problem", "forwards"), [(torch.OutOfMemoryError(), 3), (RuntimeError("another"), 1)], ids=["memory", "another"]
-)
-def test_a_candidate_alone_that_fails_is_an_error(monkeypatch, problem, forwards):
-    scorer, seen = CompatibilityScorer(tiny()), []
-
-    def refuse(pack, **asked):
-        seen.append(len(pack))
-        raise problem
-
-    monkeypatch.setattr(scorer, "_forward", refuse)
-    with pytest.raises(type(problem)) as raised:
-        scorer.score_trajectories(work_of([1, 1]), 1 << 20)
-    assert raised.value is problem
-    assert len(seen) == forwards
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # with a head_dim in the config, and without
@@ -185,18 +180,12 @@ def test_a_budget_is_of_half_the_free_memory(monkeypatch, family, free, rows):
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
 def test_given_cache_is_read_and_left(family):
     model = tiny(family, sliding_window=3) if family == "mistral" else tiny(family)
-    prefix, candidates, future = random_group(3)
+    group = random_group(3)
     cache = Cache()
-    model(input_ids=prefix[None], past_key_values=cache, use_cache=True)
+    model(input_ids=group[0][None], past_key_values=cache, use_cache=True)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    scorer = CompatibilityScorer(model)
-    torch.testing.assert_close(
-        scorer.score(prefix, candidates, future, cache=cache),
-        full_forwards(model, prefix, candidates, future),
-        rtol=1e-5,
-        atol=1e-5,
-    )
-    assert cache.get_seq_length() == len(prefix)
+    close(CompatibilityScorer(model).score(*group, cache=cache), full_forwards(model, *group))
+    assert cache.get_seq_length() == len(group[0])
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
         assert torch.equal(layer.keys, keys)
         assert torch.equal(layer.values, values)
@@ -234,32 +223,17 @@ def test_bfloat16_is_as_good_as_plain_bfloat16():
 
 
 def test_attention_implementation_is_restored_after_success_and_failure():
-    model = tiny("qwen3")
-    before = model.config._attn_implementation
-    scorer = CompatibilityScorer(model)
-    prefix, candidates, future = random_group(5)
-    scorer.score(prefix, candidates, future)
+    model, group = tiny("qwen3"), random_group(5)
+    scorer, before = CompatibilityScorer(model), model.config._attn_implementation
+    close(scorer.score(*group), full_forwards(model, *group))
     assert model.config._attn_implementation == before
     broken = model.model.layers[1].mlp.forward
     model.model.layers[1].mlp.forward = lambda x: (_ for _ in ()).throw(RuntimeError("broken layer"))
     with pytest.raises(RuntimeError, match="broken layer"):
-        scorer.score(prefix, candidates, future)
+        scorer.score(*group)
     assert model.config._attn_implementation == before
     model.model.layers[1].mlp.forward = broken
-    torch.testing.assert_close(
-        scorer.score(prefix, candidates, future),
-        full_forwards(model, prefix, candidates, future),
-        rtol=1e-5,
-        atol=1e-5,
-    )
-
-
-def test_parameters_and_training_flags_are_untouched():
-    model = tiny("llama")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    CompatibilityScorer(model).score(*random_group(6))
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert not model.training
+    close(scorer.score(*group), full_forwards(model, *group))
 
 
 class NoLogits(TorchDispatchMode):
@@ -271,48 +245,36 @@ class NoLogits(TorchDispatchMode):
 
 
 BAD = [
-    ({"prefix": torch.tensor([], dtype=torch.long)}, ValueError, "prefix"),
-    ({"candidates": torch.tensor([], dtype=torch.long)}, ValueError, "candidates"),
-    ({"candidates": torch.tensor([3, 4, 3])}, ValueError, "no id twice"),
-    ({"candidates": torch.tensor([3, V])}, ValueError, "candidates: expected ids from 0 below"),
-    ({"prefix": torch.tensor([-1])}, ValueError, "prefix: expected ids"),
-    ({"future": torch.tensor([], dtype=torch.long)}, ValueError, "future"),
-    ({"future": torch.tensor([0.5])}, TypeError, "future"),
-    ({"prefix": torch.zeros(2, 2, dtype=torch.long)}, ValueError, "one dimension"),
-    ({"prefix": torch.zeros(130, dtype=torch.long)}, ValueError, "positions"),
-    ({"candidates": torch.tensor([1], device="meta")}, ValueError, "device"),
+    *(({"prefix": []}, ValueError), ({"prefix": [-1]}, ValueError), ({"prefix": torch.zeros(2, 2).long()}, ValueError)),
+    *(({"prefix": [0] * 130}, ValueError), ({"candidates": []}, ValueError), ({"candidates": [3, 4, 3]}, ValueError)),
+    *(({"candidates": [3, V]}, ValueError), ({"candidates": torch.tensor([1], device="meta")}, ValueError)),
+    *(({"future": []}, ValueError), ({"future": torch.tensor([0.5])}, TypeError)),
 ]
 
 
-@pytest.mark.parametrize(("change", "kind", "words"), BAD)
-def test_bad_input_is_one_clear_sentence(change, kind, words):
+@pytest.mark.parametrize(("change", "kind"), BAD)
+def test_bad_input_is_one_clear_sentence(change, kind):
     model = tiny("qwen3")
     scorer = CompatibilityScorer(model)
-    prefix, candidates, future = random_group(7)
-    good = {"prefix": prefix, "candidates": candidates, "future": future}
-    with NoLogits(), pytest.raises(kind, match=words) as caught:
+    good = dict(zip(("prefix", "candidates", "future"), random_group(7), strict=True))
+    with NoLogits(), pytest.raises(kind, match=f"{next(iter(change))}.*; ") as caught:
         scorer.score(**{**good, **change})
-    assert str(caught.value).count("\n") == 0
-    assert "; " in str(caught.value)
-    torch.testing.assert_close(scorer.score(**good), full_forwards(model, *good.values()), rtol=1e-5, atol=1e-5)
+    assert "\n" not in str(caught.value)
+    close(scorer.score(**good), full_forwards(model, *good.values()))
 
 
-def test_cache_of_another_length_is_refused():
+def test_bad_arguments_of_other_calls():
     model = tiny("qwen3")
     cache = Cache()
     model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache, use_cache=True)
     with pytest.raises(ValueError, match="cache: expected 4 tokens"):
         CompatibilityScorer(model).score(torch.tensor([1, 2, 3, 4]), [5], [6], cache=cache)
-
-
-def test_position_past_the_trajectory_is_refused():
-    scorer = CompatibilityScorer(tiny("qwen3"))
     with pytest.raises(ValueError, match="position"):
-        scorer.score_trajectory([1, 2, 3], [BranchGroup(4, torch.tensor([1]), torch.tensor([2]))])
-
-
-def test_nan_weights_are_refused():
-    model = tiny("qwen3")
+        CompatibilityScorer(model).score_trajectory([1, 2, 3], [BranchGroup(4, torch.tensor([1]), torch.tensor([2]))])
+    for make in (CompatibilityScorer, LocalLLM):
+        for value in (0, V + 1, -1, 4.0, "40", True):
+            with pytest.raises(TypeError if isinstance(value, str | float | bool) else ValueError, match="valid_vocab"):
+                make(model, valid_vocab=value)
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="NaN"):
@@ -320,77 +282,35 @@ def test_nan_weights_are_refused():
 
 
 def test_unsupported_models_are_refused_by_name():
-    from transformers import (
-        BartConfig,
-        BartForConditionalGeneration,
-        BertConfig,
-        BertModel,
-        BloomConfig,
-        BloomForCausalLM,
-        Qwen3NextConfig,
-        Qwen3NextForCausalLM,
-    )
-
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": V}
-    linear = Qwen3NextForCausalLM(
-        Qwen3NextConfig(
-            **small,
-            num_key_value_heads=2,
-            head_dim=8,
-            intermediate_size=32,
-            num_experts=0,
-            linear_num_value_heads=2,
-            linear_num_key_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            layer_types=["linear_attention", "full_attention"],
-            mlp_only_layers=[0, 1],
-        )
-    )
-    encoder = BartForConditionalGeneration(
-        BartConfig(
-            vocab_size=V,
-            d_model=32,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-        )
-    )
-    long = tiny(
-        "phi3",
-        max_position_embeddings=128,
-        original_max_position_embeddings=64,
-        rope_parameters={
-            "rope_type": "longrope",
-            "short_factor": [1.0] * 4,
-            "long_factor": [2.0] * 4,
-            "rope_theta": 1e4,
-            "original_max_position_embeddings": 64,
-        },
-    )
-    dynamic = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    alibi = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=V))
-    headless = BertModel(BertConfig(**small, intermediate_size=32))
+    linear = {**small, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32, "num_experts": 0}
+    linear |= {f"linear_{name}": size for name, size in (("num_value_heads", 2), ("num_key_heads", 2))}
+    linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "mlp_only_layers": [0, 1]}
+    linear |= {"layer_types": ["linear_attention", "full_attention"]}
+    encoder = {"vocab_size": V, "d_model": 32}
+    encoder |= {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in BART.items()}
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+    rope |= {"original_max_position_embeddings": 64}
     own = {"layer_types": ["full_attention"] * 4, "attn_temperature_tuning": False}
     broken = tiny("phi3")
     broken.model.norm.forward = lambda hidden: hidden.absent
     for model, words in (
-        (linear, "Qwen3NextForCausalLM with layers of type linear_attention"),
-        (encoder, "BartForConditionalGeneration with an encoder"),
-        (long, "Phi3ForCausalLM with rotary scaling longrope"),
-        (dynamic, "LlamaForCausalLM with rotary scaling dynamic"),
-        (alibi, "BloomForCausalLM"),
-        (headless, "BertModel with no LM head"),
-        (zoo.build("llama4_text", **own), "Llama4ForCausalLM with its layers outside base_model"),
-        (broken, "Phi3ForCausalLM with AttributeError in its forward"),
+        (Qwen3NextForCausalLM(Qwen3NextConfig(**linear)), "Qwen3NextForCausalLM.*linear_attention"),
+        (BartForConditionalGeneration(BartConfig(**encoder)), "BartForConditionalGeneration.*encoder"),
+        (tiny("phi3", original_max_position_embeddings=64, rope_parameters=rope), "Phi3ForCausalLM.*longrope"),
+        (tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "Llama.*dynamic"),
+        (BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=V)), "BloomForCausalLM"),
+        (BertModel(BertConfig(**small, intermediate_size=32)), "BertModel with no LM head"),
+        (zoo.build("llama4_text", **own), "Llama4ForCausalLM.*base_model"),
+        (broken, "Phi3ForCausalLM with AttributeError"),
     ):
         with pytest.raises(ValueError, match=words):
             CompatibilityScorer(model.eval())
     with pytest.raises(TypeError, match="Linear"):
         CompatibilityScorer(torch.nn.Linear(2, 2))
+
+
+BART = {"layers": 1, "attention_heads": 2, "ffn_dim": 32}
 
 
 def test_ids_that_the_tokenizer_does_not_know_get_no_probability():
@@ -422,22 +342,20 @@ def test_cache_that_is_not_this_prefix_alone_is_refused():
     model = tiny("qwen3")
     scorer = CompatibilityScorer(model)
     reranker = TokenReranker.from_base(model)
-    prefix, candidates, future = GROUP
+    prefix, candidates, _ = GROUP
     half = StaticCache(config=model.config, max_cache_len=len(prefix))
     with torch.no_grad():
         model(prefix[None, :7], past_key_values=half, use_cache=True)
     for cache, kind, words in (
-        (half, ValueError, "expected 10 tokens in every layer, got 7 in 10 slots"),
-        (cache_of(model, torch.stack([prefix + 5, prefix])), ValueError, "expected one sequence, got 2"),
-        (cache_of(tiny("qwen3", num_hidden_layers=3), prefix), ValueError, "of its 2 layers, got those of 3"),
-        (cache_of(tiny("qwen3").bfloat16(), prefix), ValueError, "expected torch.float32"),
-        (DynamicCache(), ValueError, "expected keys and values of its 2 layers, got those of 0"),
-        (((prefix, prefix),), TypeError, "expected a transformers cache, got tuple"),
+        (half, ValueError, "7 in 10 slots"),
+        (cache_of(model, torch.stack([prefix + 5, prefix])), ValueError, "one sequence, got 2"),
+        (cache_of(tiny("qwen3", num_hidden_layers=3), prefix), ValueError, "2 layers, got those of 3"),
+        (cache_of(tiny("qwen3").bfloat16(), prefix), ValueError, "torch.float32"),
+        *((DynamicCache(), ValueError, "2 layers, got those of 0"), (((prefix, prefix),), TypeError, "tuple")),
     ):
-        with pytest.raises(kind, match=words):
-            scorer.score(prefix, candidates, future, cache)
-        with pytest.raises(kind, match=words):
-            reranker.scores(prefix, candidates, cache)
+        for call in (lambda c=cache: scorer.score(*GROUP, c), lambda c=cache: reranker.scores(prefix, candidates, c)):
+            with pytest.raises(kind, match=words):
+                call()
     expected = scorer.score(*GROUP)
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=len(prefix))):
         got = scorer.score(*GROUP, cache_of(model, prefix, cache))  # keys as the model's own modules compute them
@@ -449,11 +367,7 @@ def test_cache_that_is_not_this_prefix_alone_is_refused():
     [
         ("gemma3n_text", {"num_kv_shared_layers": 2}, "expected keys and values of its 4 layers, got those of 2"),
         ("glm4_moe_lite", {"v_head_dim": 16}, r"of \[heads, width\] \[\[4, 16\], \[4, 16\]\] in layer 0, got"),
-        (
-            "jetmoe",
-            {"kv_channels": 8},
-            r"of \[heads, width\] \[\[4, 8\], \[4, 8\]\] in layer 0, got \[\[2, 8\], \[2, 8\]\]",
-        ),
+        ("jetmoe", {"kv_channels": 8}, r"\[\[4, 8\], \[4, 8\]\] in layer 0, got \[\[2, 8\], \[2, 8\]\]"),
     ],
 )
 def test_a_cache_of_something_else_is_refused_where_it_is_given_or_will_be_read(kind, settings, words):
@@ -481,7 +395,7 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "
 @pytest.mark.parametrize(
     ("config", "settings", "words"),
     [
-        (PhimoeConfig, {**EXPERTS, "sliding_window": 5}, "PhimoeForCausalLM: expected the sliding window"),
+        (PhimoeConfig, {**EXPERTS, "sliding_window": 5}, "PhimoeForCausalLM:"),
         (Qwen2MoeConfig, {**EXPERTS, "layer_types": ["sliding_attention"] * 2, "sliding_window": 5}, "Qwen2Moe"),
         (DogeConfig, {}, "a mask of the model's own"),
         (NemotronConfig, {}, "attention without the arguments of packed_forward"),
@@ -501,10 +415,9 @@ def test_active_dropout_is_refused():
     scorer = CompatibilityScorer(model)
     expected = scorer.score(*GROUP)
     model.train()
-    with pytest.raises(ValueError, match=r"expected no dropout or noise, got 0\.5 in .*eval"):
-        scorer.score(*GROUP)
-    with pytest.raises(ValueError, match="expected no dropout or noise"):
-        CompatibilityScorer(model)
+    for call in (lambda: scorer.score(*GROUP), lambda: CompatibilityScorer(model)):
+        with pytest.raises(ValueError, match=r"dropout.*0.5 in .*eval"):
+            call()
     model.eval()
     assert torch.equal(scorer.score(*GROUP), expected)
 
@@ -529,53 +442,38 @@ def test_parts_of_a_multimodal_model_keep_their_own_attention():
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
-        ("abc", "a sequence of token ids, got a text; encode it with the tokenizer"),
-        (b"abc", "a sequence of token ids, got a text; encode it with the tokenizer"),
-        ({"input_ids": [1]}, "a sequence of token ids, got dict; pass its input_ids"),
-        (None, "a sequence of token ids, got NoneType; pass a list of ints"),
-        (5, "a sequence of token ids, got int; pass a list of ints"),
-        ({1, 2}, "a sequence of token ids, got set; pass a list of ints"),
-        (["a"], "a sequence of token ids, got 'a' at place 0; pass a list of ints"),
-        ([1, None], "a sequence of token ids, got None at place 1; pass a list of ints"),
-        ([[1, 2]], "a sequence of token ids, got a list at place 0; pass one sequence, such as prefix[0]"),
-        ([[1, 2], [3]], "a sequence of token ids, got a list at place 0; pass one sequence, such as prefix[0]"),
-        ([torch.tensor([1, 2])], "a sequence of token ids, got a Tensor at place 0; pass one sequence, such as"),
-        ([torch.tensor([[1], [2]])], "a sequence of token ids, got a Tensor at place 0; pass one sequence, such as"),
-        ([1, 2**63], "a sequence of token ids, got 9223372036854775808 at place 1, beyond int64; use"),
-        ([2**64], "a sequence of token ids, got "),
-        ([-(2**63) - 1], "a sequence of token ids, got "),
-        ([10**400], "a sequence of token ids, got "),
-        ([1.0], "int64 token ids, got 1.0 at place 0; convert them with int()"),
-        ([True], "int64 token ids, got True at place 0; convert them with int()"),
-        ([torch.tensor(1.5)], "int64 token ids, got 1.5 at place 0; convert them with int()"),
-        ([float("nan")], "int64 token ids, got nan at place 0"),
+        *(
+            ("abc", "a text; encode it"),
+            (b"abc", "a text; encode it"),
+            ({"input_ids": [1]}, "dict; pass its input_ids"),
+        ),
+        *((None, "NoneType"), (5, "int"), ({1, 2}, "set"), (["a"], "'a' at place 0"), ([1, None], "None at place 1")),
+        *((ids, "place 0; pass one sequence") for ids in ([[1, 2]], [[1, 2], [3]], [torch.tensor([1, 2])])),
+        *(([torch.tensor([[1], [2]])], "place 0; pass one sequence"), ([1, 2**63], "at place 1, beyond int64")),
+        *((ids, "token ids, got ") for ids in ([2**64], [-(2**63) - 1], [10**400])),
+        *(([1.0], "1.0 at place 0"), ([True], "True at place 0"), ([torch.tensor(1.5)], "1.5 at place 0")),
+        ([float("nan")], "nan at place 0"),
     ],
 )
 def test_what_is_no_list_of_ids_is_named(ids, words):
-    with pytest.raises(TypeError, match=re.escape(f"prefix: expected {words}")) as raised:
+    with pytest.raises(TypeError, match=f"prefix: .*{words}") as raised:
         CompatibilityScorer(tiny("qwen3")).score(ids, [1], [2])
     assert len(str(raised.value)) < 200
 
 
-def test_ids_of_every_kind_of_whole_number_are_taken():
+def test_ids_and_positions_of_every_kind_of_whole_number_are_taken():
     prefix, candidates, future = GROUP
     scorer = CompatibilityScorer(tiny("qwen3"))
     expected = scorer.score(*GROUP)
     for same in (tuple(prefix.tolist()), iter(prefix), prefix.numpy(), list(prefix.numpy()), prefix.int()):
         assert torch.equal(scorer.score(same, candidates, future), expected)
-    with pytest.raises(ValueError, match=r"got shape \[1, 10\]; pass one sequence, such as prefix\[0\]"):
+    with pytest.raises(ValueError, match=r"prefix\[0\]"):
         scorer.score(prefix[None], candidates, future)
-
-
-def test_position_is_a_whole_number_of_any_kind():
-    prefix, candidates, future = GROUP
-    scorer = CompatibilityScorer(tiny("qwen3"))
-    expected = scorer.score(*GROUP)
     for position in (10, torch.tensor(10), prefix.numpy()[5]):
         (got,) = scorer.score_trajectory(prefix, [BranchGroup(position, candidates, future)])
         assert torch.equal(got, expected)
     for position in (2.5, None):
-        with pytest.raises(TypeError, match="position: expected an int"):
+        with pytest.raises(TypeError, match="position:"):
             scorer.score_trajectory(prefix, [BranchGroup(position, candidates, future)])
 
 
@@ -626,23 +524,6 @@ def test_padded_rows_of_the_vocabulary_never_count(family, bias):
         (name,) = bad
         with pytest.raises(ValueError, match=rf"{name}: expected ids from 0 below 40, got (40|63); .*valid_vocab"):
             scorer.score(prefix, **ids)
-
-
-@pytest.mark.parametrize(
-    ("valid", "kind", "words"),
-    [
-        (0, ValueError, "valid_vocab: expected 1 to 50, got 0"),
-        (V + 1, ValueError, "valid_vocab: expected 1 to 50, got 51"),
-        (-1, ValueError, "valid_vocab: expected 1 to 50, got -1"),
-        (4.0, TypeError, "valid_vocab: expected an int, got float"),
-        ("40", TypeError, "valid_vocab: expected an int, got str"),
-        (True, TypeError, "valid_vocab: expected an int, got bool"),
-    ],
-)
-def test_a_number_of_ids_that_no_vocabulary_has_is_refused(valid, kind, words):
-    for make in (CompatibilityScorer, LocalLLM):
-        with pytest.raises(kind, match=words):
-            make(tiny("qwen3"), valid_vocab=valid)
 
 
 def adapter_on(*names):
@@ -702,12 +583,13 @@ def test_a_model_that_is_changed_later_is_followed_or_refused(change, family):
     with pytest.raises(ValueError, match=f"expected the {type(model).__name__} that the reranker was made on"):
         reranker.scores(prefix, candidates)
     if change in HEADS:
-        for call in (lambda: scorer.score(*GROUP), lambda: scorer.logprobs(prefix, [future])):
-            with pytest.raises(ValueError, match=f"expected a plain LM head, got .* in {type(model).__name__}"):
+        for call in (
+            lambda: scorer.score(*GROUP),
+            lambda: scorer.logprobs(prefix, [future]),
+            lambda: shared_prefix_logprobs(model, prefix, [future]),
+            lambda: CompatibilityScorer(model),
+        ):
+            with pytest.raises(ValueError, match="plain LM head"):
                 call()
-        with pytest.raises(ValueError, match="expected a plain LM head"):
-            shared_prefix_logprobs(model, prefix, [future])
-        with pytest.raises(ValueError, match="expected a plain LM head"):
-            CompatibilityScorer(model)
     else:
         torch.testing.assert_close(scorer.score(*GROUP), full_forwards(model, *GROUP), rtol=1e-4, atol=1e-4)

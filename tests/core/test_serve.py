@@ -3,12 +3,14 @@
 import asyncio
 import copy
 import json
+import os
 import re
 import signal
 import socket
-import time
 import urllib.request
+from collections import Counter, defaultdict
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -18,7 +20,7 @@ import torch
 from dialects import byte_tokenizer
 from limits import HANG
 from pydantic import ValidationError
-from serving import MODEL, THRESHOLD, Server, service_of
+from serving import MODEL, THRESHOLD, Server, service_of, until
 from starlette.testclient import TestClient
 from tiny import tiny
 
@@ -74,160 +76,113 @@ def test_a_chat_streams_what_it_answers_whole(server, problems, expected):
     assert [event["step"] for event in heard] == [event.step for event in expected[0].events]
 
 
-def test_many_clients_get_their_own_answers(server, problems, expected):
-    async def ask():
-        async with server.client(openai.AsyncOpenAI) as client:
-            return await asyncio.gather(
-                *(client.completions.create(model=MODEL, prompt=p.prompt, max_tokens=60) for p in problems * 4)
-            )
-
-    got = asyncio.run(ask())
-    assert [one.choices[0].text for one in got] == [want.text for want in expected] * 4
-
-
 def test_stop_strings_limits_and_overrides(server, problems, expected):
-    client, text = server.client(), expected[0].text
+    text = expected[0].text
+
+    def asked(**options):
+        return server.client().completions.create(
+            **{"model": MODEL, "prompt": problems[0].prompt, "max_tokens": 60} | options
+        )
+
+    def events(answer):
+        return answer.choices[0].model_extra["futurebridge"]["events"]
+
     stop = text[len(text) // 2 : len(text) // 2 + 3]
-    cut = client.completions.create(model=MODEL, prompt=problems[0].prompt, max_tokens=60, stop=[stop, "never"])
+    cut = asked(stop=[stop, "never"])
     assert cut.choices[0].text == text[: text.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
-    pieces = client.completions.create(model=MODEL, prompt=problems[0].prompt, max_tokens=60, stop=stop, stream=True)
-    assert "".join(piece.choices[0].text for piece in pieces) == text[: text.index(stop)]
-    short = client.completions.create(model=MODEL, prompt=problems[0].prompt, max_tokens=5)
+    assert "".join(piece.choices[0].text for piece in asked(stop=stop, stream=True)) == text[: text.index(stop)]
+    short = asked(max_tokens=5)
     assert short.choices[0].finish_reason == "length"
     assert short.usage.completion_tokens == 5
-    quiet = client.completions.create(
-        model=MODEL, prompt=problems[0].prompt, max_tokens=60, extra_body={"futurebridge": {"max_events": 0}}
-    )
-    assert quiet.choices[0].model_extra["futurebridge"]["events"] == []
-    for recipe, text in (("greedy", quiet.choices[0].text), ("direct", expected[0].text)):
-        by = client.completions.create(
-            model=MODEL, prompt=problems[0].prompt, max_tokens=60, extra_body={"futurebridge": {"recipe": recipe}}
-        )
-        assert by.choices[0].text == text
-    always = client.completions.create(
-        model=MODEL, prompt=problems[0].prompt, max_tokens=9, extra_body={"futurebridge": {"threshold": -1.0}}
-    )
-    assert len(always.choices[0].model_extra["futurebridge"]["events"]) == 8
+    quiet = asked(extra_body={"futurebridge": {"max_events": 0}})
+    assert events(quiet) == []
+    for recipe, wanted in (("greedy", quiet.choices[0].text), ("direct", text)):
+        assert asked(extra_body={"futurebridge": {"recipe": recipe}}).choices[0].text == wanted
+    assert len(events(asked(max_tokens=9, extra_body={"futurebridge": {"threshold": -1.0}}))) == 8
 
 
-REFUSED = [
-    ({"frequency_penalty": 0.5}, "frequency_penalty", "expected 0, or nothing, got 0.5; this server supports no other"),
-    ({"presence_penalty": -1}, "presence_penalty", "expected 0"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "expected {}, or nothing"),
-    ({"echo": 1}, "echo", "valid boolean"),
-    ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs", "greater than or equal to 0"),
-    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "expected it only without stream"),
-    ({"best_of": 2}, "best_of", "expected 1"),
-    ({"suffix": "x"}, "suffix", "expected"),
-    ({"tool_choice": "required"}, "tool_choice", 'expected "none" or "auto"'),
-    ({"response_format": {"type": "json_object"}}, "response_format", 'expected {"type": "text"}'),
-    ({"temperature": -0.5}, "temperature", "greater than or equal to 0"),
-    ({"temperature": "hot"}, "temperature", "valid number"),
-    ({"top_p": 0}, "top_p", "greater than 0"),
-    ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
-    ({"top_k": -2}, "top_k", "greater than or equal to -1"),
-    ({"min_p": 0.1, "temperature": 1}, "min_p", "expected 0"),
-    ({"frequency_penalty": False}, "frequency_penalty", "expected 0, or nothing, got false"),
-    ({"detokenize": 1}, "detokenize", "expected true, or nothing, got 1"),
-    ({"bad_words": ["x"]}, "bad_words", "expected [], or nothing"),
-    (
+REFUSED = {  # name: what it may not be, beside other fields that the request then has
+    "frequency_penalty": [0.5, False],
+    "presence_penalty": [-1],
+    "logit_bias": [{"5": 1}],
+    "echo": [1],
+    "prompt_logprobs": [21, -1, {"prompt_logprobs": 1, "stream": True}],
+    "best_of": [2],
+    "suffix": ["x"],
+    "tool_choice": ["required"],
+    "response_format": [{"response_format": {"type": "json_object"}}],
+    "temperature": [-0.5, "hot"],
+    "top_p": [0, 1.5],
+    "top_k": [-2],
+    "min_p": [{"min_p": 0.1, "temperature": 1}],
+    "detokenize": [1],
+    "bad_words": [["x"]],
+    "stream_options": [{"stream_options": {"include_usage": True}}],
+    "stream_options.continuous_usage_stats": [
         {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-        "stream_options.continuous_usage_stats",
-        "f",
-    ),
-    ({"max_tokens": 1 << 63}, "max_tokens", "expected"),
-    ({"guided_json": {}}, "guided_json", "expected a parameter that this server supports"),
-    ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
-    ({"logprobs": True}, "logprobs", "valid integer"),
-    ({"max_tokens": 0}, "max_tokens", "expected 1 or more, or 0 with echo or prompt_logprobs, got 0 without"),
-    ({"max_tokens": -1, "echo": True}, "max_tokens", "greater than or equal to 0"),
-    ({"max_tokens": "9"}, "max_tokens", "valid integer"),
-    ({"n": 1000}, "n", "less than or equal to 16"),
-    ({"stop": ["a"] * 17}, "stop", "at most 16 strings"),
-    ({"stop": "a" * 257}, "stop", "of at most 256 characters"),
-    ({"stop": [7]}, "stop", "expected a string or a list of them, got [7]"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream true"),
-    ({"stream": True, "stream_options": {"all": 1}}, "stream_options.all", "expected a parameter"),
-    ({"prompt": [10**6]}, "prompt", "expected ids from 0 below 34, got 1000000"),
-    ({"prompt": []}, "prompt", "expected a string, token ids from 0, or a list of such, not empty"),
-    ({"prompt": [[]]}, "prompt", "expected at least one token"),
-    ({"prompt": [[1], "a"]}, "prompt", "expected a string"),
-    ({"prompt": [10**30]}, "prompt", "expected a string"),
-    ({"prompt": [-1]}, "prompt", "expected a string"),
-    ({"prompt": [[1, True]]}, "prompt", "expected a string"),
-    ({"prompt": 7}, "prompt", "expected a string"),
-    ({"prompt": "no word of it"}, "prompt", "expected words of the tokenizer's vocabulary"),
-    ({"prompt": [[1, 4]] * 257}, "prompt", "expected at most the queue's 256 answers, got 257"),
-    ({"prompt": [[1, 4]] * 17, "n": 16}, "n", "expected at most the queue's 256 answers, got 272"),
-    (
-        {"prompt": [[1, 4]] * 16, "n": 16, "logprobs": 20, "max_tokens": 50},
-        "logprobs",
-        "expected at most 262144 log-probs",
-    ),
-    (
-        {"prompt": "1" * 2049},
-        "prompt",
-        "expected at most 2048 bytes of text for the 128 tokens of a sequence, got",
-    ),
-    ({"prompt": ["1", "é" * 1025]}, "prompt", "expected at most 2048 bytes of text for the 128 tokens"),
-    ({"prompt": [4] * 128}, "prompt", "expected at most 127 tokens for a model of 128 positions"),
-    ({"futurebridge": {"max_events": 99}}, "futurebridge.max_events", "expected at most the engine's 8"),
-    ({"futurebridge": {"recipe": "futurebridge"}}, "futurebridge.recipe", "this server decodes with"),
-    ({"futurebridge": {"recipe": "magic"}}, "futurebridge.recipe", "'greedy', 'direct' or 'futurebridge'"),
-    ({"futurebridge": {"threshold": "high"}}, "futurebridge.threshold", "valid number"),
-    ({"futurebridge": {"thresholds": 1}}, "futurebridge.thresholds", "expected a parameter"),
-    ({"futurebridge": 7}, "futurebridge", "object"),
-]
+    ],
+    "stream_options.all": [{"stream": True, "stream_options": {"all": 1}}],
+    "max_tokens": [1 << 63, 0, "9", {"max_tokens": -1, "echo": True}],
+    "guided_json": [{"guided_json": {}}],
+    "logprobs": [21, True, {"prompt": [[1, 4]] * 16, "n": 16, "logprobs": 20, "max_tokens": 50}],
+    "n": [1000, {"prompt": [[1, 4]] * 17, "n": 16}],
+    "stop": [["a"] * 17, "a" * 257, [7]],
+    "prompt": [
+        *([10**6], [], [[]], [[1], "a"], [10**30], [-1], [[1, True]], 7, "no word of it", [[1, 4]] * 257),
+        *("1" * 2049, ["1", "é" * 1025], [4] * 128),
+    ],
+    "futurebridge": [7],
+    "futurebridge.max_events": [{"futurebridge": {"max_events": 99}}],
+    "futurebridge.recipe": [{"futurebridge": {"recipe": name}} for name in ("futurebridge", "magic")],
+    "futurebridge.threshold": [{"futurebridge": {"threshold": "high"}}],
+    "futurebridge.thresholds": [{"futurebridge": {"thresholds": 1}}],
+}
 ASKED = {"role": "user", "content": "1"}
-REFUSED_CHATS = [
-    ({"max_tokens": None, "max_completion_tokens": 1 << 63}, "max_completion_tokens", "expected"),
-    ({"messages": [ASKED] * 4097}, "messages", "expected at most 4096, got 4097; send fewer"),
-    ({"messages": [ASKED | {"annotations": [1]}]}, "messages.0.annotations", "expected [], or nothing"),
-    *(
-        (
-            {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"arguments": wrong}}]}]},
-            "messages.1.tool_calls.0.function.arguments",
-            "expected a JSON object, as a string or as it is",
-        )
+
+
+def said(content, **more):
+    return {"messages": [ASKED | {"content": content} | more]}
+
+
+REFUSED_CHATS = {
+    "max_completion_tokens": [
+        *({"max_tokens": most, "max_completion_tokens": new} for most, new in ((None, 1 << 63), (3, 3))),
+    ],
+    "messages": [[ASKED] * 4097, [], [ASKED | {"content": "1" * 1025}] * 2],
+    "messages.0.annotations": [said("1", annotations=[1])],
+    "messages.1.tool_calls.0.function.arguments": [
+        {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"arguments": wrong}}]}]}
         for wrong in ("{", "[1]", "7", 7, "[" * 5000)
-    ),
-    ({"top_logprobs": 2}, "top_logprobs", "expected it only with logprobs true"),
-    ({"max_tokens": 3, "max_completion_tokens": 3}, "max_completion_tokens", "expected it or max_tokens, got both"),
-    ({"messages": [{"role": "user", "content": "1" * 1025}] * 2}, "messages", "expected at most 2048 bytes of text"),
-    ({"messages": []}, "messages", "at least 1"),
-    ({"messages": [{"role": "tool", "content": "1"}]}, "messages.0.role", "'system', 'user' or 'assistant'"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "required"),
-    ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content", "a string or a list of parts, got 7"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]},
-        "messages.0.content",
-        "as the text of",
-    ),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content", "of a part, got null"),
-    ({"messages": [{"role": "user", "content": "1", "name": 7}]}, "messages.0.name", "valid string"),
-    ({"messages": [{"role": "user", "content": "1", "tool_calls": []}]}, "messages.0", "an assistant's"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages.0.content",
-        'expected parts of type "text", got "image_url"',
-    ),
-]
+    ],
+    "top_logprobs": [2],
+    "messages.0.role": [said("1", role="tool")],
+    "messages.0.content": [
+        *(said(None), said(7), said([{"type": "text", "text": 7}]), said([{"type": "text"}])),
+        said([{"type": "image_url", "image_url": {"url": "x"}}]),
+    ],
+    "messages.0.name": [said("1", name=7)],
+    "messages.0": [said("1", tool_calls=[])],
+}
+
+
+def requests(path, table):
+    """(path, fields, name) of every refused request; a value alone is of the name itself."""
+    for name, values in table.items():
+        for value in values:
+            yield path, value if isinstance(value, dict) and name != "logit_bias" else {name: value}, name
 
 
 @pytest.mark.parametrize(
-    ("path", "changes", "name", "words"),
-    [*(("completions", *each) for each in REFUSED), *(("chat/completions", *each) for each in REFUSED_CHATS)],
+    ("path", "changes", "name"), [*requests("completions", REFUSED), *requests("chat/completions", REFUSED_CHATS)]
 )
-def test_what_is_not_supported_is_refused_by_the_clients_name(server, problems, path, changes, name, words):
+def test_what_is_not_supported_is_refused_by_the_clients_name(server, problems, path, changes, name):
     chat = {"messages": [{"role": "user", "content": problems[0].prompt}]}
     body = {"max_tokens": 9} | ({"prompt": problems[0].prompt} if path == "completions" else chat) | changes
     answer = httpx.post(f"{server.url}/v1/{path}", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (400, name, "invalid_request_error")
     assert error["message"].startswith(f"{name}: ")
-    assert words in error["message"]
 
 
 def test_parameters_that_want_nothing_change_nothing(server, problems, expected):
@@ -257,6 +212,24 @@ def test_parameters_that_want_nothing_change_nothing(server, problems, expected)
     assert again.choices[0].message.content == expected[0].text
 
 
+def gathered(client, *, stream, **options):
+    """(texts, ends, numbers of events) by choice, and the usage, of a completion as a whole or in pieces."""
+    options = {"model": MODEL, "max_tokens": 60} | options
+    if stream:
+        *pieces, last = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+        usage, choices = last.usage, [choice for piece in pieces for choice in piece.choices]
+    else:
+        whole = client.completions.create(**options)
+        usage, choices = whole.usage, whole.choices
+    texts, ends, events = defaultdict(str), {}, Counter()
+    for choice in choices:
+        texts[choice.index] += choice.text
+        ends[choice.index] = choice.finish_reason or ends.get(choice.index)
+        events[choice.index] += len((choice.model_extra or {}).get("futurebridge", {"events": []})["events"])
+    places = range(len(texts))
+    return [texts[n] for n in places], [ends[n] for n in places], [events[n] for n in places], usage
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_drawn_answers_are_the_decoders(server, pair, problems, stream):
     """Each prompt's `n` answers are the samples that the decoder draws for it; so for equal prompts, text and chats."""
@@ -264,42 +237,26 @@ def test_drawn_answers_are_the_decoders(server, pair, problems, stream):
     sampling = Sampling(temperature=1.5, top_p=0.9, top_k=0, seed=7)
     settings = {"max_length": 256, "tokenizer": pair.world.tokenizer}
     decoder = LowLatencyDecoder(pair.slm, pair.llm, LLMPreference(), RequestPolicy(THRESHOLD), **settings)
-    prompts = [ids for ids in asked for _ in range(3)]
-    want = decoder.generate_many(prompts, 60, sampling=sampling)
+    want = decoder.generate_many([ids for ids in asked for _ in range(3)], 60, sampling=sampling)
     assert len({each.text for each in want}) > 2
-    options = {"model": MODEL, "prompt": asked, "max_tokens": 60, "n": 3, "temperature": 1.5, "top_p": 0.9, "seed": 7}
-    got, usage = ["" for _ in want], None
-    if stream:
-        for piece in client.completions.create(**options, stream=True, stream_options={"include_usage": True}):
-            usage = piece.usage
-            for choice in piece.choices:
-                got[choice.index] += choice.text
-    else:
-        whole = client.completions.create(**options)
-        got, usage = [choice.text for choice in whole.choices], whole.usage
+    drawn = {"temperature": 1.5, "top_p": 0.9, "seed": 7}
+    got, _, _, usage = gathered(client, stream=stream, prompt=asked, n=3, **drawn)
     assert got == [each.text for each in want]
     assert usage.prompt_tokens == sum(map(len, asked))
     assert usage.completion_tokens == sum(len(each.token_ids) for each in want)
     messages = [{"role": "user", "content": problems[0].prompt}]
-    chat = {"messages": messages, "model": MODEL, "max_tokens": 60, "temperature": 1.5, "top_p": 0.9, "seed": 7}
-    assert client.chat.completions.create(**chat).choices[0].message.content == want[0].text
+    chat = client.chat.completions.create(messages=messages, model=MODEL, max_tokens=60, **drawn)
+    assert chat.choices[0].message.content == want[0].text
 
 
 def test_what_clients_send_by_default_is_drawn_anew_each_time(server, problems):
     """LangChain's and Open WebUI's requests name a temperature and no seed; the latter offer tools."""
-    client, texts = server.client(), set()
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": problems[0].prompt}], "max_tokens": 60}
+    asked |= {"top_p": 1, "stream": True, "logprobs": True, "top_logprobs": 2, "tools": tools}
+    texts = set()
     for temperature in (0.7, 2.0, 2.0, 2.0):
-        pieces = client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": problems[0].prompt}],
-            temperature=temperature,
-            top_p=1,
-            max_tokens=60,
-            stream=True,
-            logprobs=True,
-            top_logprobs=2,
-            tools=[{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}],
-        )
+        pieces = server.client().chat.completions.create(**asked, temperature=temperature)
         choices = [piece.choices[0] for piece in pieces]
         texts.add("".join(choice.delta.content or "" for choice in choices))
         tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
@@ -343,27 +300,13 @@ def test_a_chat_template_gets_what_a_message_holds(pair):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_prompts_are_answered_each_as_alone(server, problems, expected, stream):
-    client = server.client()
     texts, ids = [p.prompt for p in problems[:3]], [list(p.prompt_ids) for p in problems[:3]]
     for prompt in (texts, ids, texts[:1], ids[:1]):
-        options = {"model": MODEL, "prompt": prompt, "max_tokens": 60, "n": 2}
-        got, finish, events = ["" for _ in prompt * 2], {}, {}
-        if stream:
-            *pieces, last = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
-            usage, choices = last.usage, [piece.choices[0] for piece in pieces]
-        else:
-            whole = client.completions.create(**options)
-            usage, choices = whole.usage, whole.choices
-        for choice in choices:
-            got[choice.index] += choice.text
-            finish[choice.index] = choice.finish_reason
-            events[choice.index] = events.get(choice.index, 0) + len(
-                (choice.model_extra or {}).get("futurebridge", {"events": []})["events"]
-            )
+        got, ends, events, usage = gathered(server.client(), stream=stream, prompt=prompt, n=2)
         want = [each for each in expected[: len(prompt)] for _ in range(2)]
         assert got == [each.text for each in want]
-        assert set(finish.values()) == {"stop"}
-        assert [events[index] for index in range(len(want))] == [len(each.events) for each in want]
+        assert set(ends) == {"stop"}
+        assert events == [len(each.events) for each in want]
         assert usage.prompt_tokens == sum(len(p.prompt_ids) for p in problems[: len(prompt)])
         assert usage.completion_tokens == sum(len(each.token_ids) for each in want)
         assert usage.model_extra["large_model"]["calls"] == sum(each.usage.calls for each in want) // 2
@@ -425,20 +368,15 @@ def test_the_first_error_of_a_body_is_the_last(kind, body):
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    "body",
     [
-        (b"{", "Invalid JSON"),
-        (b"", "Invalid JSON"),
-        (b"[]", "object"),
-        (b'{"prompt": "\xff"}', "Invalid JSON"),
-        (b'{"a":' * 5000, "recursion limit"),
-        (b'{"prompt": "1;", "seed": ' + b"9" * 5000 + b"}", "out of range"),
+        *(b"{", b"", b"[]", b'{"prompt": "\xff"}', b'{"a":' * 5000),
+        b'{"prompt": "1;", "seed": ' + b"9" * 5000 + b"}",
     ],
 )
-def test_bodies_that_are_no_request_are_refused(server, body, words):
+def test_bodies_that_are_no_request_are_refused(server, body):
     answer = httpx.post(f"{server.url}/v1/completions", content=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, None)
-    assert words in answer.json()["error"]["message"]
 
 
 def test_health_models_metrics_and_other_paths(server):
@@ -462,9 +400,7 @@ def test_every_error_has_openais_form(server, problems):
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")
     for method, path, status in (
-        ("GET", "/v1/nothing", 404),
-        ("POST", "/v1/embeddings", 404),
-        ("GET", "/v1/completions", 405),
+        *(("GET", "/v1/nothing", 404), ("POST", "/v1/embeddings", 404), ("GET", "/v1/completions", 405)),
         ("DELETE", "/v1/models", 405),
     ):
         answer = httpx.request(method, f"{server.url}{path}")
@@ -483,24 +419,18 @@ def test_every_error_has_openais_form(server, problems):
 def test_an_address_in_use_is_one_sentence_that_names_the_option():
     listening, _ = listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
-    with (
-        listening,
-        pytest.raises(OSError, match=f"^--port: expected a free address to listen on, got 127.0.0.1:{port} "),
-    ):
+    with listening, pytest.raises(OSError, match=f"^--port: .*127.0.0.1:{port} "):
         listen("127.0.0.1", port)
-    with pytest.raises(OSError, match=r"^--host: expected a free address"):
+    with pytest.raises(OSError, match=r"^--host:"):
         listen("192.0.2.1", 0)
 
 
-@pytest.mark.parametrize("key", ["", "abc\r", " abc", "a\nb", "schl\xfcssel", "\udcff"])
+@pytest.mark.parametrize("key", ["", "abc\r", " abc", "a\nb", "schl\xfcssel", "\udcff", None])
 def test_a_key_that_no_client_can_send_is_refused(monkeypatch, key):
-    monkeypatch.setenv("OUR_KEY", key)
-    settings = {"slm": MODEL, "llm": MODEL, "key_variable": "OUR_KEY"}
-    with pytest.raises(ValueError, match=r"^key_variable: expected a key of letters"):
-        load_server(ServeSettings(**settings), loopback=True)
-    monkeypatch.delenv("OUR_KEY")
-    with pytest.raises(ValueError, match=r"^key_variable: expected OUR_KEY in the environment"):
-        load_server(ServeSettings(**settings), loopback=True)
+    if key is not None:
+        monkeypatch.setenv("OUR_KEY", key)
+    with pytest.raises(ValueError, match=r"^key_variable:.*" + ("OUR_KEY" if key is None else "letters")):
+        load_server(ServeSettings(slm=MODEL, llm=MODEL, key_variable="OUR_KEY"), loopback=True)
 
 
 @pytest.mark.parametrize(
@@ -522,24 +452,17 @@ def test_no_piece_waits_for_the_clients_acknowledgement():
 
 
 def test_a_client_that_goes_away_frees_its_place(server, problems):
-    body = {"model": MODEL, "prompt": problems[0].prompt, "max_tokens": 200, "stream": True}
+    body = {"model": MODEL, "prompt": problems[0].prompt, "max_tokens": 200}
     for stream in (True, False):
-        try:
-            with httpx.stream(
-                "POST", f"{server.url}/v1/completions", json=body | {"stream": stream}, timeout=0.02
-            ) as gone:
-                next(gone.iter_lines())
-        except httpx.TimeoutException:
-            pass
-    stop = time.monotonic() + 30
-    while "futurebridge_kv_pages_used 0.0" not in httpx.get(f"{server.url}/metrics").text:
-        assert time.monotonic() < stop
-        time.sleep(0.05)
+        asked = {"json": body | {"stream": stream}, "timeout": 0.02}
+        with suppress(httpx.TimeoutException), httpx.stream("POST", f"{server.url}/v1/completions", **asked) as gone:
+            next(gone.iter_lines())
+    until(lambda: "futurebridge_kv_pages_used 0.0" in httpx.get(f"{server.url}/metrics").text)
 
 
 def test_a_key_a_queue_and_a_graceful_end(problems, monkeypatch):
     monkeypatch.setenv("OUR_KEY", "secret")
-    running = Server(key_variable="OUR_KEY", queue=1, max_batch=1, max_length=100)
+    running = Server(fresh=True, key_variable="OUR_KEY", queue=1, max_batch=1, max_length=100)
     body = {"model": MODEL, "prompt": problems[0].prompt, "max_tokens": 80}
     url, key = f"{running.url}/v1/completions", {"Authorization": "Bearer secret"}
     assert httpx.post(url, json=body).status_code == 401
@@ -555,7 +478,7 @@ def test_a_key_a_queue_and_a_graceful_end(problems, monkeypatch):
     with httpx.stream("POST", url, json=body | {"stream": True}, headers=key, timeout=60) as stream:
         lines = stream.iter_lines()
         seen.append(next(lines))
-        running.process.send_signal(signal.SIGTERM)
+        os.kill(running.process.pid, signal.SIGTERM)
         seen += [line for line in lines if line]
     assert seen[-1] == "data: [DONE]"
     status, log = running.end()
@@ -586,38 +509,37 @@ def test_a_request_chooses_between_the_servers_reranker_and_other_recipes(pair, 
         running.end()
 
 
-def test_health_is_that_of_the_engine(pair):
-    engine = Engine(Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(THRESHOLD), max_length=256)
-    service = service_of(engine, pair.world.tokenizer)
-    with TestClient(Application(service)) as client:
+@pytest.fixture
+def engine(pair):
+    with Engine(Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(THRESHOLD), max_length=256) as made:
+        yield made
+
+
+def test_health_is_that_of_the_engine(pair, engine):
+    with TestClient(Application(service_of(engine, pair.world.tokenizer))) as client:
         assert client.get("/health").status_code == 200
         engine.close()
         answer = client.get("/health")
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
 
 
-def test_an_answer_that_the_end_cuts_is_no_whole_one(pair, problems):
-    async def cut(service):
-        reply = await service.begin(CompletionRequest(prompt=problems[0].prompt, max_tokens=60))
-        reply.answers[0].handle.result(60)  # the engine has done, but nothing of it has come here
+async def read_late(service, problem, *, end=False):
+    """The pieces of an answer that the engine had done before any of it came here."""
+    reply = await service.begin(CompletionRequest(prompt=problem.prompt, max_tokens=60))
+    reply.answers[0].handle.result(60)
+    if end:
         service.end()
-        return [piece async for piece in reply.pieces()]
-
-    with Engine(Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(THRESHOLD), max_length=256) as engine:
-        service = service_of(engine, pair.world.tokenizer)
-        with pytest.raises(CancelledError):
-            asyncio.run(cut(service))
+    await asyncio.sleep(0)
+    return [piece async for piece in reply.pieces()]
 
 
-def test_what_has_come_meanwhile_is_one_piece(pair, problems, expected):
-    async def read_late(service):
-        reply = await service.begin(CompletionRequest(prompt=problems[0].prompt, max_tokens=60))
-        reply.answers[0].handle.result(60)  # no token has reached this thread's loop
-        await asyncio.sleep(0)
-        return [piece async for piece in reply.pieces()]
+def test_an_answer_that_the_end_cuts_is_no_whole_one(pair, problems, engine):
+    with pytest.raises(CancelledError):
+        asyncio.run(read_late(service_of(engine, pair.world.tokenizer), problems[0], end=True))
 
-    with Engine(Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(THRESHOLD), max_length=256) as engine:
-        (_, piece), end = asyncio.run(read_late(service_of(engine, pair.world.tokenizer)))
+
+def test_what_has_come_meanwhile_is_one_piece(pair, problems, expected, engine):
+    (_, piece), end = asyncio.run(read_late(service_of(engine, pair.world.tokenizer), problems[0]))
     assert end == (0, Piece(finish="stop"))
     assert piece.text == expected[0].text
     assert [event["step"] for event in piece.events] == [event.step for event in expected[0].events]

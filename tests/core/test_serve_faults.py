@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -39,13 +39,28 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.fixture
-def large(folder):
+@pytest.fixture(scope="module")
+def llama(folder):
     there = LlamaCpp(folder / "large.gguf")
     yield there
-    if there.process.poll() is None:
-        os.kill(there.process.pid, signal.SIGCONT)
-        there.kill()
+    there.kill()
+
+
+@pytest.fixture
+def large(llama):
+    """It runs again after each test."""
+    yield llama
+    if llama.process.poll() is None:
+        os.kill(llama.process.pid, signal.SIGCONT)
+    else:
+        llama.start()
+
+
+@pytest.fixture(scope="module")
+def plain(folder, llama):
+    """A server as it is by default."""
+    with serving(folder, llama.url) as running:
+        yield running
 
 
 @contextmanager
@@ -56,7 +71,7 @@ def serving(folder, url, **settings):
         yield running
     finally:
         running.process.kill()
-        running.process.communicate()
+        running.process.join()
 
 
 def prompts(count):
@@ -64,12 +79,11 @@ def prompts(count):
     return [torch.randint(3, V, (1 + n,), generator=generator).tolist() for n in range(count)]
 
 
-def alone(asked, **options):
+def alone(asked):
     """What the prompts become in this process, one after another."""
-    slm, llm = (
-        tiny(name, seed, vocab_size=V, max_position_embeddings=CONTEXT) for name, seed in (("llama", 1), ("qwen3", 2))
-    )
-    decoder = CollaborativeDecoder(slm, llm, LLMPreference(), RequestPolicy(THRESHOLD), **options)
+    sizes = {"vocab_size": V, "max_position_embeddings": CONTEXT}
+    slm, llm = tiny("llama", 1, **sizes), tiny("qwen3", 2, **sizes)
+    decoder = CollaborativeDecoder(slm, llm, LLMPreference(), RequestPolicy(THRESHOLD))
     return [decoder.generate(ids, NEW) for ids in asked]
 
 
@@ -85,13 +99,8 @@ def stream(running, ids, **options):
 
 
 def events(lines):
-    return [
-        e
-        for line in lines
-        if line
-        for c in line.get("choices", [])
-        for e in c.get("futurebridge", {}).get("events", [])
-    ]
+    choices = [choice for line in lines if line for choice in line.get("choices", [])]
+    return [event for choice in choices for event in choice.get("futurebridge", {}).get("events", [])]
 
 
 def gauge(running, name):
@@ -100,25 +109,25 @@ def gauge(running, name):
     return float(line.split()[1])
 
 
-def test_many_clients_beside_a_large_model_elsewhere_get_what_they_get_alone(folder, large):
+def test_many_clients_beside_a_large_model_elsewhere_get_what_they_get_alone(plain, large):
     asked = prompts(12)
     want = alone(asked)
-    with serving(folder, large.url) as running, ThreadPoolExecutor(12) as clients:
-        got = list(clients.map(lambda ids: list(stream(running, ids, n=1, logprobs=0)), asked))
+    with ThreadPoolExecutor(12) as clients:
+        got = list(clients.map(lambda ids: list(stream(plain, ids, n=1, logprobs=0)), asked))
     for lines, each in zip(got, want, strict=True):
         assert lines.pop() is None
-        assert [(e["step"], e["pool"], e["choice"]) for e in events(lines)] == [
-            (e.step, e.pool, e.choice) for e in each.events
-        ]
+        found = [(e["step"], e["pool"], e["choice"]) for e in events(lines)]
+        assert found == [(e.step, e.pool, e.choice) for e in each.events]
         places = [c["logprobs"] for line in lines for c in line["choices"] if c["logprobs"]]
         assert sum(len(place["tokens"]) for place in places) == len(each.token_ids)
     assert sum(len(each.events) for each in want) > 20
 
 
 @pytest.mark.parametrize("on_llm_error", ["raise", "slm"])
-def test_a_large_model_that_dies_in_the_middle_of_a_stream(folder, large, on_llm_error):
+def test_a_large_model_that_dies_in_the_middle_of_a_stream(folder, large, plain, on_llm_error):
     (ids,) = prompts(9)[8:]
-    with serving(folder, large.url, on_llm_error=on_llm_error) as running:
+    server = nullcontext(plain) if on_llm_error == "raise" else serving(folder, large.url, on_llm_error=on_llm_error)
+    with server as running:
         lines = []
         for line in stream(running, ids, futurebridge={"threshold": -1.0}):
             lines.append(line)
@@ -149,9 +158,10 @@ def test_a_large_model_that_dies_in_the_middle_of_a_stream(folder, large, on_llm
         ]
 
 
-def test_a_large_model_that_stops_holds_up_those_who_ask_alone(folder, large):
+def test_a_large_model_that_stops_holds_up_those_who_ask_alone(plain, large):
     asking, other = prompts(9)[7:]
-    with serving(folder, large.url) as running, ThreadPoolExecutor(1) as client:
+    running = plain
+    with ThreadPoolExecutor(1) as client:
         list(stream(running, asking))
         os.kill(large.process.pid, signal.SIGSTOP)
         waiting = client.submit(lambda: list(stream(running, asking, **ALWAYS)))
@@ -223,7 +233,7 @@ def test_a_large_model_that_talks_nonsense_in_the_middle_of_a_stream(folder, lar
     between.shutdown()
 
 
-@pytest.mark.parametrize(("how", "batch"), [(signal.SIGTERM, 1), (signal.SIGTERM, 4), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(("how", "batch"), [(signal.SIGTERM, 4), (signal.SIGINT, 1)])
 def test_what_is_longer_than_the_drain_ends_with_an_error(folder, large, how, batch):
     """Though the large model never answers; with a batch of one the engine itself waits for it."""
     (ids,) = prompts(9)[8:]

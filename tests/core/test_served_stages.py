@@ -17,7 +17,6 @@ from fb_core.apps.pipeline.futures import FutureStage
 from fb_core.apps.pipeline.run import run_stage
 from fb_core.apps.pipeline.scores import ScoreStage
 from fb_core.apps.settings.config import RunSettings
-from fb_core.llm import remote as server
 
 MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he")]
 
@@ -91,7 +90,7 @@ def test_servers_write_what_the_process_would(pair, tmp_path):
 
 def test_a_server_that_went_away_is_gone_on_with(pair, tmp_path, monkeypatch):
     values, servers = pair
-    monkeypatch.setattr(server, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr("fb_core.llm.http.FIRST_DELAY", 0.01)
     undisturbed, chosen = served(values, servers), served(values, servers, retries=1)
     for stage in (TrajectoryStage, PolicyStage, StateStage):
         run_stage(stage(undisturbed, tmp_path / "a"))

@@ -1,9 +1,9 @@
 import gc
 import json
 import math
+import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -12,12 +12,12 @@ import warnings
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from dialects import FAMILY, OLD, SEED, byte_tokenizer
+from dialects import served as served_model
 from limits import HANG
 from test_llm import BAD_CALLS, lists
 from tiny import EOS, V, prompts, tiny
@@ -31,7 +31,6 @@ from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import LLMPreference, SLMPreference
 from fb_core.llm import protocols as dialects
-from fb_core.llm import remote as server
 from fb_core.llm.local import LocalLLM
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -43,13 +42,9 @@ flavours = pytest.mark.parametrize("flavour", ["vllm", "sglang", "llama.cpp"])
 
 @pytest.fixture(scope="module")
 def url():
-    """Of a process that serves the tiny model in all dialects."""
-    here = Path(__file__).parent
-    command = [sys.executable, str(here / "dialects.py")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=here) as process:
-        port = int(process.stdout.readline())
-        yield f"http://127.0.0.1:{port}"
-        process.stdin.close()
+    """Of a server of the tiny model in all dialects."""
+    with served_model() as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +177,9 @@ def test_tokenizers_are_compared(url, flavour):
     llm = ServerLLM(url, flavour, vocabulary=300)
     llm.check_tokenizer(byte_tokenizer())
     llm.check_tokenizer(byte_tokenizer(swapped=True), ["other bytes", ""])
-    with pytest.raises(ValueError, match=r"tokenizer: expected the server's ids .* for 'a!b', got .*; use"):
+    with pytest.raises(ValueError, match=r"tokenizer: .*'a!b'"):
         llm.check_tokenizer(byte_tokenizer(swapped=True), ["a b", "a!b"])
-    with pytest.raises(ValueError, match="tokenizer: expected at most the 50 ids of the served model, got 259; use"):
+    with pytest.raises(ValueError, match=r"tokenizer: .*259"):
         ServerLLM(url, flavour, vocabulary=V).check_tokenizer(byte_tokenizer())
 
 
@@ -234,32 +229,31 @@ def test_a_server_of_another_flavour_is_recognised(real, given):
             llm.check_tokenizer(Words())
             assert len(there.asked) <= 7
         else:
-            words = f"flavour: expected '{real}', as {there.url} answers, got '{given}'; name the server's"
-            with pytest.raises(ValueError, match=words):
+            with pytest.raises(ValueError, match=f"flavour: expected '{real}'.*got '{given}'"):
                 llm.check_tokenizer(Words())
 
 
 def test_a_server_of_no_known_flavour_keeps_the_error_of_its_own():
-    with scripted(one_of(None)) as there:
-        llm = ServerLLM(there.url, "llama.cpp", vocabulary=V, timeout=30.0, retries=0)
-        with pytest.raises(ServerError, match="expected an answer from /tokenize, got status 404"):
-            llm.check_tokenizer(Words())
-    with (
-        scripted(says({"error": "no such key"}, 401)) as there,
-        pytest.raises(ServerError, match=r"got status 401: .*; check the flavour, the api_key"),
+    for answer, flavour, words in (
+        (one_of(None), "llama.cpp", "/tokenize, got status 404"),
+        (says({"error": "no such key"}, 401), "sglang", "status 401: .*flavour, the api_key"),
     ):
-        ServerLLM(there.url, "sglang", vocabulary=V, timeout=30.0).check_tokenizer(Words())
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+        with scripted(answer) as there, pytest.raises(ServerError, match=words):
+            ServerLLM(there.url, flavour, vocabulary=V, timeout=30.0, retries=0).check_tokenizer(Words())
     with pytest.raises(ServerError, match="ConnectionRefusedError"):
-        ServerLLM(f"http://127.0.0.1:{port}", retries=0, vocabulary=V).check_tokenizer(Words())
+        ServerLLM(closed_url(), retries=0, vocabulary=V).check_tokenizer(Words())
+
+
+def closed_url():
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        return f"http://127.0.0.1:{closed.getsockname()[1]}"
 
 
 def test_a_server_of_another_flavour_or_limit_is_named(url):
     for flavour, path in (("sglang", "/nowhere"), ("llama.cpp", OLD)):
-        with pytest.raises(ServerError, match=r"http://127.*: expected an answer from /\w+, got status 404: .*; check"):
+        with pytest.raises(ServerError, match=r"http://127.*status 404"):
             ServerLLM(url + path, flavour, vocabulary=V).candidates([5], 3)
-    with pytest.raises(ServerError, match=r"got status 400: .*greater than max allowed"):
+    with pytest.raises(ServerError, match=r"status 400: .*greater than max allowed"):
         ServerLLM(url, vocabulary=V).candidates([5], 30)
 
 
@@ -341,18 +335,11 @@ KEPT = {"output_ids": [7]}  # as SGLang, to which connections are kept
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(server, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr("fb_core.llm.http.FIRST_DELAY", 0.01)
 
 
 def ask(url, k=3, score_ids=None, flavour="llama.cpp", **options):
     return ServerLLM(url, flavour, **{"vocabulary": V, "timeout": HANG} | options).candidates([5, 6], k, score_ids)
-
-
-@contextmanager
-def within(seconds):
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < seconds
 
 
 def test_candidates_are_sorted_ties_to_the_lowest_id_and_rounding_is_cut():
@@ -366,9 +353,7 @@ def test_candidates_are_sorted_ties_to_the_lowest_id_and_rounding_is_cut():
 @pytest.mark.parametrize(
     "failure",
     [
-        says(b"no", 500),
-        says(b"no", 503),
-        says(b"later", 429),
+        *(says(b"no", status) for status in (500, 503, 429)),
         lambda handler: handler.connection.shutdown(socket.SHUT_RDWR),
         lambda handler: handler.reply(200, b'{"completion', 100) or handler.connection.shutdown(socket.SHUT_RDWR),
         lambda handler: handler.wfile.write(b"what is this\r\n\r\n"),
@@ -377,34 +362,24 @@ def test_candidates_are_sorted_ties_to_the_lowest_id_and_rounding_is_cut():
     ids=["500", "503", "429", "closed", "truncated", "no-http", "bad-chunk"],
 )
 def test_passing_failures_are_tried_again_and_lasting_ones_end(failure):
-    with within(HANG), scripted(failure, failure, says(FINE)) as there:
+    with scripted(failure, failure, says(FINE)) as there:
         assert ask(there.url).ids.tolist() == [3, 4, 9]
         assert len(there.asked) == 3
-    with within(HANG), scripted(failure) as there:
-        llm = ServerLLM(there.url, "llama.cpp", vocabulary=V, retries=2, timeout=HANG)
-        with pytest.raises(
-            ServerError, match=rf"{there.url}: expected an answer from /completion, got .*, 3 times; check"
-        ):
-            llm.candidates([5, 6], 3)
+    with scripted(failure) as there:
+        with pytest.raises(ServerError, match=f"{there.url}: .*/completion, .*, 3 times"):
+            ask(there.url, retries=2)
         assert len(there.asked) == 3
-        there.answers = (says(FINE),)
-        assert llm.candidates([5, 6], 3).ids.tolist() == [3, 4, 9]
 
 
 def test_nobody_listens():
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    with (
-        within(HANG),
-        pytest.raises(ServerError, match=r"ConnectionRefusedError.*, 2 times; check that the server runs"),
-    ):
-        ask(f"http://127.0.0.1:{port}", retries=1)
+    with pytest.raises(ServerError, match=r"ConnectionRefusedError.*, 2 times"):
+        ask(closed_url(), retries=1)
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 301])
 def test_refusals_are_not_repeated_and_quote_the_server(status):
     with scripted(says({"error": "n_probs is too large"}, status)) as there:
-        with pytest.raises(ServerError, match=f"got status {status}: .*too large.*; check the flavour"):
+        with pytest.raises(ServerError, match=f"status {status}: .*too large"):
             ask(there.url)
         assert len(there.asked) == 1
 
@@ -427,7 +402,7 @@ def trickle(handler):
 )
 def test_slow_answers_end_at_the_timeout(answer):
     with scripted(answer) as there:
-        with within(HANG), pytest.raises(ServerError, match=r"got TimeoutError: 'timed out', 2 times; .*raise timeout"):
+        with pytest.raises(ServerError, match=r"TimeoutError.*, 2 times; .*raise timeout"):
             ask(there.url, timeout=0.2, retries=1)
         assert len(there.asked) <= 2  # a busy server may not have begun the last
 
@@ -441,93 +416,22 @@ def test_answers_are_bounded_by_what_was_asked(flavour, chunked):
         while True:
             handler.wfile.write(b"10000\r\n" + bytes(0x10000) + b"\r\n" if chunked else bytes(0x10000))
 
-    with within(HANG), scripted(flood) as there:
+    with scripted(flood) as there:
         llm = ServerLLM(there.url, flavour, vocabulary=V, timeout=HANG)
         for call, named in (
             (lambda: llm.candidates([5, 6], 3), 5 + (flavour != "vllm")),
             (lambda: llm.complete([5, 6], 4000), 2 + 4000),
             (lambda: llm.check_tokenizer(Words(), ["a text"]), 6),
         ):
-            with pytest.raises(ServerError, match=f"at most {(1 << 20) + 256 * named} bytes from /.*, got more; check"):
+            with pytest.raises(ServerError, match=f"at most {(1 << 20) + 256 * named} bytes"):
                 call()
-
-
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        (b"", "expected JSON from /completion, got"),
-        (b'{"completion_probabilities": [', "expected JSON from /completion, got"),
-        (b"\xff\xfe", "expected JSON from /completion, got"),
-        (b"[" * 10**6, "expected JSON from /completion, got"),
-        (b"9" * 10**6, "expected JSON from /completion, got"),
-        ([], "an answer that does not fit"),
-        ({}, "an answer that does not fit .KeyError: 'completion_probabilities'"),
-        ({"completion_probabilities": []}, "an answer that does not fit .IndexError"),
-        ({"completion_probabilities": [None]}, "an answer that does not fit .TypeError"),
-        ({"completion_probabilities": [{"top_logprobs": [[1, 2]]}]}, "an answer that does not fit"),
-        (probs((4, -1.5), (3, -0.5)), "expected 3 candidates and 0 scores after 2 tokens, got 2 and no score"),
-        (probs((4, -1.5), (4, -1.5), (3, -0.5)), "token id 4 comes twice"),
-        (probs((4, math.nan)), "log-probability nan of id 4 is not a number up to 0"),
-        (probs((4, 0.01)), "log-probability 0.01 of id 4 is not a number up to 0"),
-        (probs((4, math.inf)), "log-probability inf of id 4"),
-        (probs((4, None)), "log-probability None of id 4"),
-        (probs((4, "-1.5")), "log-probability '-1.5' of id 4"),
-        (probs((4, True)), "log-probability True of id 4"),
-        (probs((4, -(10**400))), "an answer that does not fit .OverflowError"),
-        (probs((V, -1.0)), "token id 50 is not one from 0 below 50"),
-        (probs((-1, -1.0)), "token id -1 is not one from 0 below 50"),
-        (probs((1.0, -1.0)), "token id 1.0 is not one from 0 below 50"),
-        (probs(("a" * 10**6, -1.0)), "token id 'a{1,20}.*a' is not one from 0 below 50"),
-        (probs((True, -1.0)), "token id True is not one from 0 below 50"),
-    ],
-)
-def test_answers_that_do_not_fit_are_named_and_final(body, sentence):
-    with within(HANG), scripted(says(body)) as there:
-        with pytest.raises(ServerError, match=rf"{there.url}: .*{sentence}") as raised:
-            ask(there.url)
-        assert len(there.asked) == 1
-    assert len(str(raised.value)) < 1000
-
-
-@pytest.mark.parametrize(
-    ("flavour", "body", "sentence"),
-    [
-        ("vllm", {"choices": [{"logprobs": {"top_logprobs": [{"7": -1.0}]}}]}, "token '7' is not of the form token_id"),
-        (
-            "vllm",
-            {"choices": [{"logprobs": {"top_logprobs": [{"token_id:x": -1.0}]}}]},
-            "'token_id:x' is not of the form",
-        ),
-        ("vllm", {"choices": [{"logprobs": None}]}, "TypeError"),
-        ("vllm", {"choices": []}, "not enough values"),
-        ("sglang", {"meta_info": {}}, "KeyError: 'output_top_logprobs'"),
-        ("sglang", {"meta_info": {"output_top_logprobs": [[[-1.0]]]}}, "not enough values"),
-        ("sglang", {"meta_info": {"output_top_logprobs": [[[-1.0, 99, None]]]}}, "token id 99"),
-    ],
-)
-def test_answers_that_do_not_fit_their_flavour(flavour, body, sentence):
-    with (
-        scripted(says(body)) as there,
-        pytest.raises(ServerError, match=f"as {flavour} answers it, got an answer that does not fit .*{sentence}"),
-    ):
-        ask(there.url, flavour=flavour)
 
 
 # --- hostile answers --------------------------------------------------------------------------------------------------
 
+CANDIDATES = {"token_id:3": -0.5, "token_id:4": -1.5, "token_id:9": -1.5, "token_id:7": -3.0}
 FITS = {  # 3 candidates and a score of id 7
-    "vllm": {
-        "choices": [
-            {
-                "index": 0,
-                "logprobs": {
-                    "top_logprobs": [
-                        {"token_id:3": -0.5, "token_id:4": -1.5, "token_id:9": -1.5, "token_id:7": -3.0},
-                    ]
-                },
-            }
-        ]
-    },
+    "vllm": {"choices": [{"index": 0, "logprobs": {"top_logprobs": [CANDIDATES]}}]},
     "sglang": {
         "meta_info": {
             "output_top_logprobs": [[[-0.5, 3, None], [-1.5, 4, None], [-1.5, 9, None]]],
@@ -536,10 +440,10 @@ FITS = {  # 3 candidates and a score of id 7
     },
     "llama.cpp": probs((3, -0.5), (4, -1.5), (9, -1.5), (7, -3.0)),
 }
-WRITTEN = {
-    "vllm": {"choices": [{"token_ids": [5, 6, 7]}]},
-    "sglang": {"output_ids": [5, 6]},
-    "llama.cpp": {"tokens": [5]},
+WRAPPED = {
+    "vllm": lambda ids: {"choices": [{"token_ids": ids}]},
+    "sglang": lambda ids: {"output_ids": ids},
+    "llama.cpp": lambda ids: {"tokens": ids},
 }
 NAMES = [
     *("token_id:1_0", "token_id:03", "token_id:+3", "token_id: 3", "token_id:3 ", "token_id:-0", "token_id:"),
@@ -576,13 +480,7 @@ def hostile(answer):
     """Every part of an answer replaced, dropped, doubled or renamed."""
     for path in places(answer):
         for value in VALUES:
-            yield changed(
-                answer,
-                path,
-                lambda inside, key, value=value: (
-                    inside.update({key: value}) if isinstance(inside, dict) else inside.__setitem__(key, value)
-                ),
-            )
+            yield changed(answer, path, lambda inside, key, value=value: inside.__setitem__(key, value))
         if path:
             yield changed(answer, path, lambda inside, key: inside.pop(key))
             if isinstance(path[-1], int):
@@ -592,158 +490,116 @@ def hostile(answer):
                     yield changed(answer, path, lambda inside, key, name=name: inside.update({name: inside.pop(key)}))
 
 
-def what_comes(ask):
-    """(answer, None) or (None, the error's text)."""
-    try:
-        return ask(), None
-    except ServerError as problem:
-        return None, str(problem)
-
-
 @pytest.mark.parametrize("asked", ["candidates", "completion"])
 @flavours
-def test_hostile_answers_end_in_an_error_of_one_line_or_in_what_was_asked_for(flavour, asked, record_property):
-    answers = list(hostile((FITS if asked == "candidates" else WRITTEN)[flavour]))
+def test_hostile_answers_end_in_an_error_of_one_line_or_in_what_was_asked_for(flavour, asked):
+    answers = list(hostile(FITS[flavour] if asked == "candidates" else WRAPPED[flavour]([5, 6, 7])))
     refused = 0
-
-    def ask_for(llm):
-        return llm.candidates([5, 6], 3, [7]) if asked == "candidates" else llm.complete([5, 6], 4)
-
     with scripted(says({})) as there:
         llm = ServerLLM(there.url, flavour, vocabulary=V, timeout=30.0, retries=0)
         for answer in answers:
             there.answers = (says(answer),)
             there.asked.clear()
-            found, error = what_comes(lambda: ask_for(llm))
-            if error:
+            try:
+                found = llm.candidates([5, 6], 3, [7]) if asked == "candidates" else llm.complete([5, 6], 4)
+            except ServerError as problem:
                 refused += 1
+                error = str(problem)
                 assert error.startswith(there.url)
                 assert error.isprintable()
                 assert len(error) < 1000
                 continue
+            ids = (found.ids if asked == "candidates" else found).tolist()
+            assert all(0 <= token < V for token in ids)
             if asked == "completion":
-                assert 1 <= len(found) <= 4
-                assert all(0 <= token < V for token in found.tolist())
+                assert 1 <= len(ids) <= 4
                 continue
-            assert len(set(found.ids.tolist())) == 3
-            assert all(0 <= token < V for token in found.ids.tolist())
+            assert len(set(ids)) == 3
             assert bool((found.logprob <= 0).all() and (found.score_logprob <= 0).all())
             assert found.logprob.tolist() == sorted(found.logprob.tolist(), reverse=True)
             assert float(found.logprob[0]) > -math.log(2 * V)
-    record_property("hostile answers", len(answers))
-    record_property("refused", refused)
     assert refused > 0.6 * len(answers)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_ids_of_vllm_are_written_as_it_writes_them(name):
-    body = changed(
-        FITS["vllm"],
-        ("choices", 0, "logprobs", "top_logprobs", 0),
-        lambda inside, key: inside[key].update({name: -2.0}),
-    )
-    with (
-        scripted(says(body)) as there,
-        pytest.raises(ServerError, match=r"not of the form token_id|token id 50 is not"),
-    ):
-        ask(there.url, score_ids=[7], flavour="vllm")
+def tops(*entries):
+    """As vLLM and SGLang say one place."""
+    return {"choices": [{"logprobs": {"top_logprobs": [dict(entries)]}}]}
+
+
+UNFIT = [  # flavour, answer, what of it is named
+    *(("llama.cpp", body, "JSON") for body in (b"", b'{"a": [', b"\xff\xfe", b"[" * 10**6, b"9" * 10**6)),
+    *(("llama.cpp", body, "does not fit") for body in ([], {}, probs((4, -(10**400))))),
+    *(("llama.cpp", {"completion_probabilities": body}, "does not fit") for body in ([], [None])),
+    ("llama.cpp", {"completion_probabilities": [{"top_logprobs": [[1, 2]]}]}, "does not fit"),
+    ("llama.cpp", probs((4, -1.5), (3, -0.5)), "3 candidates and 1 scores"),
+    ("llama.cpp", probs((4, -1.5), (4, -1.5), (3, -0.5)), "token id 4 comes twice"),
+    *(("llama.cpp", probs((4, x)), "log-probability") for x in (math.nan, 0.01, math.inf, None, "-1.5", True)),
+    *(("llama.cpp", probs((token, -1.0)), "token id") for token in (V, -1, 1.0, "a" * 10**6, True)),
+    *(("vllm", tops((name, -1.0)), "not of the form token_id") for name in ("7", "token_id:x")),
+    *(("vllm", {"choices": body}, "does not fit") for body in ([{"logprobs": None}], [])),
+    *(("vllm", tops(*CANDIDATES.items(), (name, -2.0)), "not of the form|id 50 is not") for name in NAMES),
+    ("sglang", {"meta_info": {}}, "output_top_logprobs"),
+    *(("sglang", {"meta_info": {"output_top_logprobs": [[one]]}}, "") for one in ([-1.0], [-1.0, 99, None])),
+]
+
+
+@pytest.mark.parametrize(("flavour", "body", "named"), UNFIT)
+def test_answers_that_do_not_fit_are_named_and_final(flavour, body, named):
+    with scripted(says(body)) as there:
+        with pytest.raises(ServerError, match=f"{there.url}: .*{named}") as raised:
+            ask(there.url, score_ids=[7], flavour=flavour)
+        assert len(there.asked) == 1
+    assert len(str(raised.value)) < 1000
+
+
+@flavours
+def test_completions_that_do_not_fit(flavour):
+    for ids, named in (([], "got none"), ([5, V], "token id 50"), (None, "None"), ("56", "'56'")):
+        body = says(WRAPPED[flavour](ids))
+        with scripted(body) as there, pytest.raises(ServerError, match=named):
+            ServerLLM(there.url, flavour, vocabulary=V).complete([5, 6], 4)
+    with scripted(says(WRAPPED[flavour]([5, 6, 7, 8, 9]))) as there:
+        assert ServerLLM(there.url, flavour, vocabulary=V).complete([5, 6], 4).tolist() == [5, 6, 7, 8]
+        assert ServerLLM(there.url, flavour, vocabulary=V, ends=[7]).complete([5, 6], 4).tolist() == [5, 6, 7]
 
 
 @pytest.mark.parametrize("value", [-math.inf, -1e308, -3.4e38, -9999.0, -4.7])
 @flavours
 def test_a_most_likely_token_that_nothing_speaks_for_is_no_answer(flavour, value):
     """Of 50 ids one has a fiftieth or more, which is -3.9 nats."""
-    text = re.sub(r"-[0-9.]+", json.dumps(value), json.dumps(FITS[flavour]))
-    body = json.loads(text)
-    with (
-        scripted(says(body)) as there,
-        pytest.raises(ServerError, match=r"expected .* the most likely of 50 ids above -4.6 nats, got -"),
-    ):
+    body = json.loads(re.sub(r"-[0-9.]+", json.dumps(value), json.dumps(FITS[flavour])))
+    with scripted(says(body)) as there, pytest.raises(ServerError, match="most likely of 50 ids"):
         ask(there.url, score_ids=[7], flavour=flavour)
 
 
-@pytest.mark.parametrize(
-    ("flavour", "wrap"),
-    [
-        ("vllm", lambda ids: {"choices": [{"token_ids": ids}]}),
-        ("sglang", lambda ids: {"output_ids": ids}),
-        ("llama.cpp", lambda ids: {"tokens": ids}),
-    ],
-)
-def test_completions_that_do_not_fit(flavour, wrap):
-    for ids, sentence in (
-        ([], "expected 1 to 4 tokens after 2, got none"),
-        ([5, V], "token id 50 is not one"),
-        (None, "None is not a list of token ids"),
-        ("56", "'56' is not a list of token ids"),
-    ):
-        with scripted(says(wrap(ids))) as there, pytest.raises(ServerError, match=sentence):
-            ServerLLM(there.url, flavour, vocabulary=V).complete([5, 6], 4)
-    with scripted(says(wrap([5, 6, 7, 8, 9]))) as there:
-        assert ServerLLM(there.url, flavour, vocabulary=V).complete([5, 6], 4).tolist() == [5, 6, 7, 8]
-        assert ServerLLM(there.url, flavour, vocabulary=V, ends=[7]).complete([5, 6], 4).tolist() == [5, 6, 7]
+OFF = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+DRAWN = {"temperature": 1.5, "top_p": 0.9}
+SENT = {
+    "vllm": {"prompt": [5, 6], "max_tokens": 9, "top_k": 0, "stop_token_ids": [1], "return_token_ids": True}
+    | OFF
+    | DRAWN,
+    "sglang": {
+        "input_ids": [5, 6],
+        "sampling_params": {"max_new_tokens": 9, "top_k": -1, "stop_token_ids": [1]} | OFF | DRAWN,
+    },
+    "llama.cpp": {
+        "prompt": [5, 6],
+        "n_predict": 9,
+        "samplers": ["top_k", "temperature", "top_p"],
+        "dynatemp_range": 0,
+        "top_k": 0,
+        "mirostat": 0,
+        "logit_bias": [],
+        "cache_prompt": True,
+        "return_tokens": True,
+        **DRAWN,
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("flavour", "answer", "sent"),
-    [
-        (
-            "vllm",
-            {"choices": [{"token_ids": [7]}]},
-            {
-                "prompt": [5, 6],
-                "max_tokens": 9,
-                "temperature": 1.5,
-                "top_p": 0.9,
-                "top_k": 0,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
-                "stop_token_ids": [1],
-                "return_token_ids": True,
-            },
-        ),
-        (
-            "sglang",
-            {"output_ids": [7]},
-            {
-                "input_ids": [5, 6],
-                "sampling_params": {
-                    "max_new_tokens": 9,
-                    "temperature": 1.5,
-                    "top_p": 0.9,
-                    "top_k": -1,
-                    "min_p": 0.0,
-                    "repetition_penalty": 1.0,
-                    "presence_penalty": 0.0,
-                    "frequency_penalty": 0.0,
-                    "stop_token_ids": [1],
-                },
-            },
-        ),
-        (
-            "llama.cpp",
-            {"tokens": [7]},
-            {
-                "prompt": [5, 6],
-                "n_predict": 9,
-                "samplers": ["top_k", "temperature", "top_p"],
-                "temperature": 1.5,
-                "dynatemp_range": 0,
-                "top_p": 0.9,
-                "top_k": 0,
-                "mirostat": 0,
-                "logit_bias": [],
-                "cache_prompt": True,
-                "return_tokens": True,
-            },
-        ),
-    ],
-    ids=["vllm", "sglang", "llama.cpp"],
-)
-def test_what_is_sent_for_samples(flavour, answer, sent):
-    with scripted(says(answer)) as there:
+@flavours
+def test_what_is_sent_for_samples(flavour):
+    with scripted(says(WRAPPED[flavour]([7]))) as there:
         llm = ServerLLM(there.url, flavour, vocabulary=V, ends=[EOS])
         drawn = llm.sample_many([[5, 6]], 3, 9, temperature=1.5, top_p=0.9, top_k=0, seed=2)
         assert lists(drawn) == [[[7], [7], [7]]]
@@ -753,7 +609,7 @@ def test_what_is_sent_for_samples(flavour, answer, sent):
     ]
     assert len(set(seeds)) == 3
     assert all(0 <= seed < 2**31 for seed in seeds)
-    assert there.asked == [sent] * 3
+    assert there.asked == [SENT[flavour]] * 3
 
 
 def test_llama_cpp_is_asked_for_more_until_the_scores_are_there():
@@ -772,30 +628,33 @@ def test_llama_cpp_is_asked_for_more_until_the_scores_are_there():
         assert ask(there.url, 2, [19_999], vocabulary=size).score_logprob.tolist() == pytest.approx([-19.999])
         assert [fields["n_probs"] for fields in there.asked] == [128, 2048, 20_000]
     with scripted(says(FINE)) as there:
-        with pytest.raises(ServerError, match=r"expected 3 candidates and 2 scores .* got 3 and no score of \[7\]"):
+        with pytest.raises(ServerError, match=r"no score of \[7\]"):
             ask(there.url, 3, [4, 7], vocabulary=size)
         assert len(there.asked) == 3
 
 
-def test_vllm_that_ignores_ids_is_soon_asked_so_no_more():
-    def listed(handler):
-        fields = handler.server.asked[-1]
-        if "prompt_logprobs" in fields:
-            choices = [
-                {"index": place, "prompt_logprobs": [None, {str(ids[-1]): {"logprob": -ids[-1], "rank": 1}}]}
-                for place, ids in enumerate(fields["prompt"])
-            ]
-            says({"choices": choices[::-1]})(handler)
-        else:
-            says({"choices": [{"logprobs": {"top_logprobs": [{"token_id:3": -0.1}]}}]})(handler)
+def leaving_out(ignored):
+    """vLLM that leaves given ids out at some questions for them; id 3 has -0.1, any other its negative."""
 
-    with scripted(listed) as there:
+    def answer(handler):
+        fields = handler.fields
+        if "prompt_logprobs" in fields:
+            rows = [[None, {str(ids[-1]): {"logprob": -ids[-1], "rank": 1}}] for ids in fields["prompt"]]
+            choices = [{"index": place, "prompt_logprobs": row} for place, row in enumerate(rows)]
+            return says({"choices": choices[::-1]})(handler)
+        number = sum("logprob_token_ids" in each for each in handler.server.asked) - 1
+        given = [] if ignored(number) else fields.get("logprob_token_ids", [])
+        return says(tops(("token_id:3", -0.1), *((f"token_id:{token}", -float(token)) for token in given)))(handler)
+
+    return answer
+
+
+def test_vllm_that_ignores_ids_is_soon_asked_so_no_more():
+    with scripted(leaving_out(lambda number: True)) as there:
         llm = ServerLLM(there.url, model="big", vocabulary=V)
-        assert llm.candidates([5], 1, [3, 9, 8]).score_logprob.tolist() == pytest.approx([-0.1, -9.0, -8.0])
-        assert len(there.asked) == 3
-        assert llm.candidates([5], 1, [8]).score_logprob.tolist() == [-8.0]
-        assert llm.candidates([5], 1, [3]).score_logprob.tolist() == pytest.approx([-0.1])
-        assert llm.candidates([5], 1, [8]).score_logprob.tolist() == [-8.0]
+        for wanted in ([3, 9, 8], [8], [3], [8]):
+            values = [-0.1 if token == 3 else -token for token in wanted]
+            assert llm.candidates([5], 1, wanted).score_logprob.tolist() == pytest.approx(values)
         asked = ["logprob_token_ids" in fields for fields in there.asked]
         assert asked == [False, True, False, False, True, False, False, False, True, False]
         for _ in range(70):
@@ -808,29 +667,15 @@ def test_vllm_that_ignores_ids_is_soon_asked_so_no_more():
 
 @pytest.mark.parametrize("bad", [{0}, {5}, {0, 1}, {3, 4, 8}])
 def test_one_answer_of_vllm_without_the_ids_is_not_the_end_of_asking_for_them(bad):
-    def listed(handler):
-        fields = handler.server.asked[-1]
-        if "prompt_logprobs" in fields:
-            (ids,) = fields["prompt"]
-            says({"choices": [{"index": 0, "prompt_logprobs": [None, {str(ids[-1]): {"logprob": -2.0}}]}]})(handler)
-            return
-        wanted = fields.get("logprob_token_ids")
-        number = sum("logprob_token_ids" in each for each in handler.server.asked) - 1
-        top = {"token_id:3": -0.1} | ({} if not wanted or number in bad else {f"token_id:{wanted[0]}": -2.0})
-        says({"choices": [{"logprobs": {"top_logprobs": [top]}}]})(handler)
-
-    with scripted(listed) as there:
+    with scripted(leaving_out(bad.__contains__)) as there:
         llm = ServerLLM(there.url, vocabulary=V)
         for _ in range(10):
-            assert llm.candidates([5], 1, [8]).score_logprob.tolist() == [-2.0]
+            assert llm.candidates([5], 1, [8]).score_logprob.tolist() == [-8.0]
         assert sum("logprob_token_ids" in fields for fields in there.asked) == 10
         assert sum("prompt_logprobs" in fields for fields in there.asked) == len(bad)
 
 
-PADDING = {
-    "token_id:3": -0.1,
-    "token_id:0": -9999.0,
-}  # of a question that shared a batch with one of given ids, in vLLM
+PADDING = {"token_id:3": -0.1, "token_id:0": -9999.0}  # where a question shared a batch with one of given ids, in vLLM
 
 
 def test_likely_and_given_ids_are_never_asked_of_vllm_at_once():
@@ -848,7 +693,7 @@ def test_likely_and_given_ids_are_never_asked_of_vllm_at_once():
         both.append(mixed)
         given = {f"token_id:{token}": -2.0 for token in fields.get("logprob_token_ids", [])}
         top = {"token_id:3": -0.1} | given if kind else PADDING if mixed else {"token_id:3": -0.1, "token_id:4": -0.2}
-        says({"choices": [{"logprobs": {"top_logprobs": [top]}}]})(handler)
+        says(tops(*top.items()))(handler)
 
     with scripted(one_batch) as there:
         llm = ServerLLM(there.url, vocabulary=V, in_flight=8)
@@ -864,14 +709,14 @@ def test_likely_and_given_ids_are_never_asked_of_vllm_at_once():
 def test_padding_that_vllm_gives_for_likely_ids_is_asked_again(padded):
     def answer(handler):
         top = PADDING if len(handler.server.asked) <= padded else {"token_id:3": -0.1, "token_id:4": -0.2}
-        says({"choices": [{"logprobs": {"top_logprobs": [top]}}]})(handler)
+        says(tops(*top.items()))(handler)
 
     with scripted(answer) as there:
         llm = ServerLLM(there.url, vocabulary=V)
         if padded < 3:
             assert llm.candidates([5], 2).ids.tolist() == [3, 4]
         else:
-            with pytest.raises(ServerError, match="expected 2 candidates and 0 scores after 1 tokens, got 1"):
+            with pytest.raises(ServerError, match="2 candidates"):
                 llm.candidates([5], 2)
 
 
@@ -885,13 +730,7 @@ def test_a_question_waits_for_those_of_the_other_kind_but_for_none_that_is_stuck
         given = "logprob_token_ids" in handler.fields
         if handler.fields["prompt"] == [7] and given == (stuck == "given"):
             end.wait(HANG)
-        says(
-            {
-                "choices": [
-                    {"logprobs": {"top_logprobs": [{"token_id:3": -0.1} | ({"token_id:9": -2.0} if given else {})]}}
-                ]
-            }
-        )(handler)
+        says(tops(("token_id:3", -0.1), *([("token_id:9", -2.0)] if given else [])))(handler)
 
     with scripted(answer) as there:
         llm = ServerLLM(there.url, vocabulary=V)
@@ -909,12 +748,13 @@ def test_a_question_waits_for_those_of_the_other_kind_but_for_none_that_is_stuck
 # --- sequences that are gone ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [32, 1])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("how", ["hangs", "refuses"])
+@pytest.mark.parametrize(
+    ("batch", "family", "how"),
+    [(32, "qwen3", "hangs"), (1, "qwen3", "refuses"), (32, "gemma2", "refuses"), (1, "gemma2", "hangs")],
+)
 def test_requests_of_sequences_that_are_gone_are_given_up(monkeypatch, batch, family, how):
     """16 ask a large model that hangs, or says that it is busy, and leave; the next one is answered at once."""
-    monkeypatch.setattr(server, "FIRST_DELAY", HANG)
+    monkeypatch.setattr("fb_core.llm.http.FIRST_DELAY", HANG)
     up, end = threading.Event(), threading.Event()
 
     def answer(handler):
@@ -985,28 +825,30 @@ def test_answers_come_in_the_order_of_the_prompts_and_one_failure_ends_the_call(
         assert llm.complete([10], 1).tolist() == [10]
 
 
-def test_a_kept_connection_that_the_server_has_closed_costs_no_retry():
+def test_a_fork_is_refused():
+    llm = ServerLLM("http://127.0.0.1:9", vocabulary=9, retries=0)
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.complete([1], 1)
+        except ValueError as problem:
+            os._exit("got a fork of it" not in str(problem))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_connections_are_kept_but_to_llama_cpp_and_one_that_the_server_closed_costs_no_retry():
     def once(handler):
         says(KEPT)(handler)
         handler.close_connection = True  # without a word of it
 
-    with scripted(once) as there:
-        llm = ServerLLM(there.url, "sglang", vocabulary=V, retries=0, in_flight=1)
-        for _ in range(3):
-            assert llm.complete([5], 1).tolist() == [7]
-            time.sleep(0.05)
-        assert len(there.connections) == 3
-
-
-def test_a_fork_is_refused():
-    code = (
-        "import os; from fb_core import ServerLLM\n"
-        "llm = ServerLLM('http://127.0.0.1:9', vocabulary=9, retries=0)\n"
-        "if os.fork():\n    os.wait()\nelse:\n    try:\n        llm.complete([1], 1)\n"
-        "    except ValueError as problem:\n        print(problem, flush=True)\n    os._exit(0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
-    assert "got a fork of it; make one in each process" in done.stdout
+    for answer, flavour, connections in ((says(FINE), "llama.cpp", 3), (says(KEPT), "sglang", 1), (once, "sglang", 3)):
+        with scripted(answer) as there:
+            llm = ServerLLM(there.url, flavour, vocabulary=V, retries=0, in_flight=1)
+            for _ in range(3):
+                llm.candidates([5], 3) if flavour == "llama.cpp" else llm.complete([5], 1)
+                time.sleep(0.05)
+            assert len(there.connections) == connections
 
 
 def test_no_cookie_is_kept():
@@ -1028,45 +870,33 @@ def test_no_cookie_is_kept():
     assert cookies == [None, None]
 
 
-def test_connections_to_llama_cpp_are_not_kept():
-    with scripted(says(FINE)) as there:
-        llm = ServerLLM(there.url, "llama.cpp", vocabulary=V, in_flight=1)
-        for _ in range(3):
-            assert llm.candidates([5], 3).ids.tolist() == [3, 4, 9]
-        assert len(there.connections) == 3
-
-
 def test_connections_close_with_the_object_or_when_told():
-    told, gone = threading.Event(), threading.Event()
+    closed = threading.Event()
 
-    def wait(handler, closed):
+    def wait(handler):
         says(KEPT)(handler)
         handler.rfile.read()  # until the client hangs up
         closed.set()
 
-    with scripted(lambda handler: wait(handler, told), lambda handler: wait(handler, gone)) as there:
+    with scripted(wait) as there:
         llm = ServerLLM(there.url, "sglang", vocabulary=V)
         llm.complete([5], 1)
-        assert not told.wait(0.1)
+        assert not closed.wait(0.1)
         llm.close()
-        assert told.wait(HANG)
+        assert closed.wait(HANG)
         with pytest.raises(RuntimeError):
             llm.complete([5], 1)
+        closed.clear()
         ServerLLM(there.url, "sglang", vocabulary=V).complete([5], 1)
         gc.collect()
-        assert gone.wait(HANG)
+        assert closed.wait(HANG)
 
 
 SECRET = (
-    *(
-        "http://me:s3cret@host",
-        "http://s3cret@host:8000/v1",
-        "me:s3cret@host",
-        "ftp://me:s3cret@host",
-        "http://me:s3cret@",
-    ),
-    *("http://host/v1?api_key=s3cret", "http://host?s3cret", "http://host/#s3cret", "http://me:s3cret%40host"),
-    *("http://me:s3/cret@host", "http://[me:s3cret@host", "http://me:s3cret@host:x", "http://me:s3cret@host\r\nX: y"),
+    *("http://me:s3cret@host", "http://s3cret@host:8000/v1", "me:s3cret@host", "ftp://me:s3cret@host"),
+    *("http://me:s3cret@", "http://host/v1?api_key=s3cret", "http://host?s3cret", "http://host/#s3cret"),
+    *("http://me:s3cret%40host", "http://me:s3/cret@host", "http://[me:s3cret@host", "http://me:s3cret@host:x"),
+    "http://me:s3cret@host\r\nX: y",
 )
 
 
@@ -1083,15 +913,12 @@ def test_what_a_url_may_hide_is_shown_nowhere(url, tmp_path, capsys, caplog, mon
         lambda: ServerSettings(url=url),
         lambda: RunSettings.load(str(config)),
     ):
-        with pytest.raises(ValueError, match=r"url: expected http or https, a host, .*, got one with") as raised:
+        with pytest.raises(ValueError, match="url: expected") as raised:
             make()
         shown.append("".join(traceback.format_exception(raised.value)))
-    for command in (
-        ["generate", "hello", "--slm", str(tmp_path), "--server", url],
-        ["chat", "--slm", str(tmp_path), "--server", url],
-        ["score", "--config", str(config), "--run-dir", str(tmp_path / "run")],
-        ["futures", "--config", str(config), "--run-dir", str(tmp_path / "run"), "--dry-run"],
-    ):
+    run = ["--config", str(config), "--run-dir", str(tmp_path / "run")]
+    pair = ["--slm", str(tmp_path), "--server", url]
+    for command in (["generate", "hello", *pair], ["chat", *pair], ["score", *run], ["futures", *run, "--dry-run"]):
         monkeypatch.setattr(sys, "argv", ["futurebridge", *command])
         with pytest.raises(SystemExit) as ended:
             cli.main()
@@ -1104,57 +931,33 @@ def test_what_a_url_may_hide_is_shown_nowhere(url, tmp_path, capsys, caplog, mon
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "sentence"),
+    ("name", "value", "kind"),
     [
-        ({"url": "ftp://host"}, ValueError, "url: expected http or https, a host"),
-        ({"url": "localhost:8000"}, ValueError, "url: expected http or https, a host"),
-        ({"url": "http://"}, ValueError, "url: expected http or https, a host"),
-        ({"url": "http://host:99999"}, ValueError, "url: expected http or https, a host"),
-        ({"url": "http://host:x"}, ValueError, "url: expected http or https, a host"),
-        *(({"url": url}, ValueError, "url: expected http or https, a host.*, got one with") for url in SECRET),
-        ({"url": "http://host/?a=b"}, ValueError, "url: expected http or https, a host"),
-        ({"url": "http://host/a\r\nX: y"}, ValueError, "url: expected http or https, a host"),
-        ({"url": "http://[::1"}, ValueError, "url: expected http or https, a host"),
-        ({"url": "file:///x"}, ValueError, "url: expected http or https, a host"),
-        ({"url": None}, TypeError, "url: expected a str, got NoneType"),
-        ({"flavour": "tgi"}, ValueError, "flavour: expected 'vllm', 'sglang' or 'llama.cpp', got 'tgi'"),
-        ({"vocabulary": 0}, ValueError, "vocabulary: expected 1 or more, got 0"),
-        ({"vocabulary": None}, TypeError, "vocabulary: expected an int, got NoneType"),
-        ({"ends": [V]}, ValueError, "ends: expected ids from 0 below 50, got 50"),
-        ({"timeout": 0.0}, ValueError, "timeout: expected seconds above 0, got 0.0"),
-        ({"timeout": math.nan}, ValueError, "timeout: expected seconds above 0, got nan"),
-        ({"retries": -1}, ValueError, "retries: expected 0 or more, got -1"),
-        ({"retries": 1.5}, TypeError, "retries: expected an int, got float"),
-        ({"in_flight": 0}, ValueError, "in_flight: expected 1 or more, got 0"),
-        ({"api_key": b"key"}, TypeError, "api_key: expected a str, got bytes"),
-        ({"api_key": ""}, ValueError, "api_key: expected printable ASCII without spaces around it, got another text"),
-        (
-            {"api_key": "key\r\nX: y"},
-            ValueError,
-            "api_key: expected printable ASCII without spaces around it, got another text",
-        ),
-        (
-            {"api_key": "clé"},
-            ValueError,
-            "api_key: expected printable ASCII without spaces around it, got another text",
-        ),
+        *(("url", url, ValueError) for url in ("ftp://host", "localhost:8000", "http://", "http://host:99999")),
+        *(("url", url, ValueError) for url in ("http://host:x", "http://host/?a=b", "http://host/a\r\nX: y")),
+        *(("url", url, ValueError) for url in ("http://[::1", "file:///x")),
+        *(("url", None, TypeError), ("flavour", "tgi", ValueError), ("vocabulary", 0, ValueError)),
+        *(("vocabulary", None, TypeError), ("ends", [V], ValueError), ("timeout", 0.0, ValueError)),
+        *(("timeout", math.nan, ValueError), ("retries", -1, ValueError), ("retries", 1.5, TypeError)),
+        *(("in_flight", 0, ValueError), ("api_key", b"key", TypeError)),
+        *(("api_key", key, ValueError) for key in ("", "key\r\nX: y", "clé")),
     ],
 )
-def test_bad_settings(arguments, kind, sentence):
-    with pytest.raises(kind, match=sentence):
-        ServerLLM(**{"url": "http://localhost:1", "vocabulary": V} | arguments)
+def test_bad_settings(name, value, kind):
+    with pytest.raises(kind, match=f"{name}: expected"):
+        ServerLLM(**{"url": "http://localhost:1", "vocabulary": V, name: value})
 
 
-@pytest.mark.parametrize(("call", "kind", "sentence"), BAD_CALLS)
-def test_bad_arguments_send_nothing(call, kind, sentence):
+@pytest.mark.parametrize(("call", "kind", "named"), BAD_CALLS)
+def test_bad_arguments_send_nothing(call, kind, named):
     with scripted(says(FINE)) as there:
-        with pytest.raises(kind, match=sentence):
+        with pytest.raises(kind, match=named):
             call(ServerLLM(there.url, "llama.cpp", vocabulary=V))
         assert there.asked == []
 
 
 def test_https_is_spoken_to_https_servers():
-    with scripted(says(FINE)) as there, pytest.raises(ServerError, match=r"got SSLError: .*, 1 times"):
+    with scripted(says(FINE)) as there, pytest.raises(ServerError, match=r"SSLError: .*, 1 times"):
         ask(there.url.replace("http", "https"), retries=0)
 
 

@@ -18,6 +18,7 @@ from tiny import FAMILIES, V, tiny
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import BloomConfig, BloomForCausalLM
 
 from fb_core import CompatibilityScorer, shared_prefix_logprobs
 from fb_core.models.packed import packed_forward
@@ -32,13 +33,12 @@ def full_forwards(model, prefix, continuations, temperature=1.0, valid=V):
     """(log-prob [R], entropy [R], greedy [R]) of each continuation, from a forward of its own."""
     found = []
     for continuation in continuations:
-        ids = torch.cat([torch.as_tensor(prefix), torch.as_tensor(continuation, dtype=torch.int64)])
+        tokens = torch.as_tensor(continuation, dtype=torch.int64)
+        ids = torch.cat([torch.as_tensor(prefix), tokens])
         logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prefix) - 1 : -1, :valid]
-        logits = (logits if logits.dtype is torch.float64 else logits.float()) / temperature
-        logprob = logits.log_softmax(-1)
-        tokens = ids[len(prefix) :]
+        logprob = (logits if logits.dtype is torch.float64 else logits.float()).div(temperature).log_softmax(-1)
         entropy = torch.special.entr(logprob.exp()).sum(-1)
-        found.append((logprob.gather(1, tokens[:, None])[:, 0], entropy, logits.argmax(-1) == tokens))
+        found.append((logprob.gather(1, tokens[:, None])[:, 0], entropy, logprob.argmax(-1) == tokens))
     return found
 
 
@@ -91,8 +91,9 @@ def test_many_requests_equal_full_forwards_whatever_the_budget(data):
             assert torch.equal(greedy, choice)
 
 
-def test_the_models_own_continuation_is_greedy():
-    model = tiny()
+def test_the_models_own_continuation_is_greedy_and_a_tie_on_either_side():
+    model = tiny(tie_word_embeddings=False)
+    head = model.get_output_embeddings().weight
     scorer = CompatibilityScorer(model)
     own = model.generate(PREFIX[None], max_new_tokens=7, min_new_tokens=7, do_sample=False)[0, len(PREFIX) :]
     other = own.clone()
@@ -100,14 +101,8 @@ def test_the_models_own_continuation_is_greedy():
     (_, mine), (_, theirs) = scorer.logprobs(PREFIX, [own, other], return_greedy=True)
     assert mine.tolist() == [True] * 7
     assert theirs[:4].tolist() == [True] * 3 + [False]
-
-
-def test_a_tie_is_greedy_on_either_side():
-    model = tiny(tie_word_embeddings=False)
-    head = model.get_output_embeddings().weight
-    scorer = CompatibilityScorer(model)
     with torch.no_grad():
-        top = int(model(input_ids=PREFIX[None]).logits[0, -1].argmax())
+        top = int(own[0])
         head[(top + 5) % V] = head[top]
     both = scorer.logprobs(PREFIX, [[top], [(top + 5) % V]], return_greedy=True)
     assert [greedy.tolist() for _, greedy in both] == [[True], [True]]
@@ -183,16 +178,12 @@ def test_what_memory_refuses_is_halved_to_one_continuation(monkeypatch):
 
 
 BAD = [
-    ({"prefix": []}, ValueError, "prefix: expected at least 1 token, got 0"),
-    ({"prefix": "abc"}, TypeError, "prefix: expected a sequence of token ids, got a text"),
-    ({"continuations": [[3], [V]]}, ValueError, f"continuations: expected ids from 0 below {V}, got {V}"),
-    ({"continuations": [[3], [-1]]}, ValueError, "continuations: .*got -1"),
-    ({"continuations": [[3], [1.5]]}, TypeError, r"continuations\[1\]: expected int64 token ids, got 1.5"),
-    ({"continuations": [3, 4]}, TypeError, r"continuations\[0\]: expected a sequence of token ids, got int"),
-    ({"continuations": 3}, TypeError, "continuations: expected a list of sequences, got int"),
-    ({"continuations": "ab"}, TypeError, "continuations: expected a list of sequences, got str"),
-    ({"continuations": [torch.zeros(2, 2, dtype=torch.int64)]}, ValueError, r"continuations\[0\]: expected one dim"),
-    ({"continuations": [[1] * 119]}, ValueError, r"prefix: expected at most 128 positions .*11 \+ 118"),
+    *(({"prefix": []}, ValueError, "prefix"), ({"prefix": "abc"}, TypeError, "prefix")),
+    *(({"continuations": [[3], [token]]}, ValueError, f"continuations.*{token}") for token in (V, -1)),
+    *(({"continuations": [[3], [1.5]]}, TypeError, r"continuations\[1\]"), ({"continuations": 3}, TypeError, "int")),
+    *(({"continuations": [3, 4]}, TypeError, r"continuations\[0\]"), ({"continuations": "ab"}, TypeError, "str")),
+    ({"continuations": [torch.zeros(2, 2, dtype=torch.int64)]}, ValueError, r"continuations\[0\]"),
+    ({"continuations": [[1] * 119]}, ValueError, r"prefix: .*11 \+ 118"),
 ]
 
 
@@ -209,22 +200,16 @@ def test_bad_input_is_one_clear_sentence(ask, change, kind, words):
     assert "; " in str(caught.value)
 
 
-def test_padding_of_the_vocabulary_is_no_continuation():
+def test_padding_of_the_vocabulary_is_no_continuation_and_nothing_asked_is_nothing_given():
     scorer = CompatibilityScorer(tiny(), valid_vocab=40)
     with torch.no_grad():
         want = full_forwards(tiny(), PREFIX, [[5, 39]], valid=40)
     close(scorer.logprobs(PREFIX, [[5, 39]])[0], want[0][0])
-    with pytest.raises(ValueError, match=r"continuations: expected ids from 0 below 40, got 41; .*valid_vocab"):
+    with pytest.raises(ValueError, match=r"continuations: .*valid_vocab"):
         scorer.logprobs(PREFIX, [[5, 41]])
-
-
-def test_nothing_asked_is_nothing_given():
-    scorer = CompatibilityScorer(tiny())
-    assert scorer.logprobs_many([]) == []
-    assert scorer.logprobs(PREFIX, []) == []
+    assert scorer.logprobs_many([]) == scorer.logprobs(PREFIX, []) == []
     (empty,) = scorer.logprobs(PREFIX, [[]])
-    assert empty.shape == (0,)
-    assert empty.dtype is torch.float32
+    assert (empty.shape, empty.dtype) == ((0,), torch.float32)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -238,6 +223,13 @@ def gradients(model, values):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+def close_gradients(mine, want):
+    """Norms and rotations are float32 in the modules."""
+    assert mine.keys() == want.keys()
+    for name, grad in want.items():
+        assert (mine[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
 def test_values_and_gradients_are_those_of_full_sequences(family):
     model = tiny(family).double()
@@ -246,34 +238,34 @@ def test_values_and_gradients_are_those_of_full_sequences(family):
     theirs = [logprob for logprob, _, _ in full_forwards(model, PREFIX, RAGGED, temperature=0.7)]
     for one, other in zip(ours, theirs, strict=True):
         close(one, other)
-    want = gradients(model, theirs)
-    assert mine.keys() == want.keys()
-    for name, grad in want.items():
-        assert (mine[name] - grad).norm() <= 1e-5 * grad.norm(), name  # norms and rotations are float32 in the modules
+    close_gradients(mine, gradients(model, theirs))
+
+
+def test_without_gradients_nothing_is_kept():
+    model = tiny()
+    with torch.no_grad():
+        values = shared_prefix_logprobs(model, PREFIX, RAGGED)
+    assert not any(value.requires_grad for value in values)
+    for one, other in zip(values, CompatibilityScorer(model).logprobs(PREFIX, RAGGED), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_several_prefixes_in_one_forward():
     model = tiny().double()
     requests = [random_request(1, [3, 2], 7), random_request(2, [4, 0, 1], 3)]
-    found = shared_prefix_logprobs_many(model, requests, return_entropy=True)
-    mine = gradients(model, [logprob for group in found for logprob, _ in group])
+    found = [each for group in shared_prefix_logprobs_many(model, requests, return_entropy=True) for each in group]
+    mine = gradients(model, [logprob for logprob, _ in found])
     full = [each for request in requests for each in full_forwards(model, *request)]
-    want = gradients(model, [logprob for logprob, _, _ in full])
-    for (logprob, entropy), (expected, spread, _) in zip(
-        [each for group in found for each in group], full, strict=True
-    ):
+    for (logprob, entropy), (expected, spread, _) in zip(found, full, strict=True):
         torch.testing.assert_close(logprob, expected)
         torch.testing.assert_close(entropy, spread)
-    for name, grad in want.items():
-        assert (mine[name] - grad).norm() <= 1e-5 * grad.norm(), name
+    close_gradients(mine, gradients(model, [logprob for logprob, _, _ in full]))
 
 
 def test_no_loss_misses_the_gradient_of_an_entropy_in_silence():
     model = tiny()
     ((logprob, entropy),) = shared_prefix_logprobs(model, PREFIX, RAGGED[:1], return_entropy=True)
-    refused = pytest.raises(
-        ValueError, match="entropy: expected in no loss, since it carries no gradient, got a backward"
-    )
+    refused = pytest.raises(ValueError, match="entropy:")
     with refused:
         (logprob.sum() + 0.1 * entropy.sum()).backward(retain_graph=True)
     with refused:
@@ -310,11 +302,8 @@ def adapted(model, **settings):
 def test_adapters_learn_and_nothing_else_does():
     model = adapted(tiny("llama").double())
     mine = gradients(model, shared_prefix_logprobs(model, PREFIX, RAGGED))
-    want = gradients(model, [logprob for logprob, _, _ in full_forwards(model, PREFIX, RAGGED)])
-    assert mine.keys() == want.keys()
+    close_gradients(mine, gradients(model, [logprob for logprob, _, _ in full_forwards(model, PREFIX, RAGGED)]))
     assert all("lora_" in name for name in mine)
-    for name, grad in want.items():
-        assert (mine[name] - grad).norm() <= 1e-5 * grad.norm(), name
     with model.disable_adapter(), torch.no_grad():
         frozen = shared_prefix_logprobs(model, PREFIX, RAGGED)
     with torch.no_grad():
@@ -338,33 +327,21 @@ def test_autocast_is_as_near_as_plain_autocast():
         assert float(mine.square().mean().sqrt()) <= 2 * float(theirs.square().mean().sqrt()) + step, name
 
 
-def test_without_gradients_nothing_is_kept():
-    model = tiny()
-    with torch.no_grad():
-        values = shared_prefix_logprobs(model, PREFIX, RAGGED)
-    assert not any(value.requires_grad for value in values)
-    for one, other in zip(values, CompatibilityScorer(model).logprobs(PREFIX, RAGGED), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_what_cannot_be_trained_is_refused_by_name():
-    from transformers import BloomConfig, BloomForCausalLM
-
     alibi = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=V))
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    prompted = peft.get_peft_model(tiny("llama"), config)
-    headed = peft.get_peft_model(tiny("llama"), peft.LoraConfig(r=2, target_modules=["lm_head"]))
-    invoked = adapted(tiny("llama"), task_type="CAUSAL_LM", alora_invocation_tokens=[5, 2])
-    repeated = adapted(tiny("llama"), layer_replication=[[0, 2], [0, 2]])
-    dropping = adapted(tiny("llama"), lora_dropout=0.2).train()
     for model, kind, words in (
         (alibi, ValueError, "BloomForCausalLM"),
-        (prompted, ValueError, "expected adapters inside the layers, .* got PROMPT_TUNING"),
-        (repeated, ValueError, "got LORA, with layer_replication"),
-        (invoked, ValueError, "got LORA, with alora_invocation_tokens"),
-        (headed, ValueError, "expected a plain LM head, got Linear in LlamaForCausalLM; keep adapters, hooks and"),
-        (dropping, ValueError, r"expected no dropout or noise, got 0\.2 in "),
-        (accelerate.cpu_offload(tiny("llama")), ValueError, "expected weights in memory, got an offloaded LlamaFor"),
+        (peft.get_peft_model(tiny("llama"), config), ValueError, "PROMPT_TUNING"),
+        (adapted(tiny("llama"), layer_replication=[[0, 2], [0, 2]]), ValueError, "LORA, with layer_replication"),
+        (
+            adapted(tiny("llama"), task_type="CAUSAL_LM", alora_invocation_tokens=[5, 2]),
+            ValueError,
+            "LORA, with alora_invocation_tokens",
+        ),
+        (peft.get_peft_model(tiny("llama"), peft.LoraConfig(r=2, target_modules=["lm_head"])), ValueError, "LM head"),
+        (adapted(tiny("llama"), lora_dropout=0.2).train(), ValueError, "dropout.*0.2"),
+        (accelerate.cpu_offload(tiny("llama")), ValueError, "offloaded LlamaFor"),
         (torch.nn.Linear(2, 2), TypeError, "got Linear"),
     ):
         with pytest.raises(kind, match=words):
@@ -389,13 +366,6 @@ def test_layers_sharded_by_fsdp2_learn_and_a_sharded_root_is_refused(tmp_path):
         distributed.destroy_process_group()
 
 
-def asks(model):
-    """What both doors do with a model after a call in eval mode; the user's random numbers stay as they were."""
-    scorer = CompatibilityScorer(model)
-    for call in (scorer.logprobs, partial(shared_prefix_logprobs, model)):
-        yield lambda call=call: call(PREFIX, RAGGED)
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "named"),
     [
@@ -403,44 +373,36 @@ def asks(model):
         ("opt", {"dropout": 0.0, "layerdrop": 0.1}, "0.1 in model.decoder.layerdrop"),
         ("starcoder2", {"residual_dropout": 0.2}, "0.2 in model.layers.0.self_attn.residual_dropout"),
         ("mixtral", {"router_jitter_noise": 0.3}, "0.3 in model.layers.0.mlp.jitter_noise"),
-        ("opt", {"dropout": 0.0}, None),
-        ("mixtral", {}, None),
+        *(("opt", {"dropout": 0.0}, None), ("mixtral", {}, None)),
     ],
 )
 def test_what_draws_in_training_mode_is_refused_by_name(kind, settings, named):
+    """By both doors, after a call in eval mode; the user's random numbers stay as they were."""
     model = zoo.build(kind, **settings)
-    for ask in asks(model):
-        ask()
+    for call in (CompatibilityScorer(model).logprobs, partial(shared_prefix_logprobs, model)):
+        call(PREFIX, RAGGED)
         model.train()
         state = torch.get_rng_state()
         if named is None:
-            assert all(torch.equal(*pair) for pair in zip(ask(), ask(), strict=True))
+            assert all(torch.equal(*pair) for pair in zip(call(PREFIX, RAGGED), call(PREFIX, RAGGED), strict=True))
             continue
-        with pytest.raises(ValueError, match=re.escape(f"expected no dropout or noise, got {named}; call .eval()")):
-            ask()
+        with pytest.raises(ValueError, match=re.escape(named)):
+            call(PREFIX, RAGGED)
         assert torch.equal(torch.get_rng_state(), state)
         model.eval()
-        ask()
-
-
-def test_a_rate_that_is_set_later_is_seen():
-    model = zoo.build("opt", dropout=0.0).train()
-    shared_prefix_logprobs(model, PREFIX, RAGGED)
-    model.model.decoder.layers[1].dropout = 0.25
-    with pytest.raises(ValueError, match=r"got 0\.25 in model\.decoder\.layers\.1\.dropout"):
-        shared_prefix_logprobs(model, PREFIX, RAGGED)
+        call(PREFIX, RAGGED)
+    if kind == "opt" and named is None:  # a rate that is set later is seen
+        model.model.decoder.layers[1].dropout = 0.25
+        with pytest.raises(ValueError, match=r"0.25 in model\.decoder\.layers\.1\.dropout"):
+            call(PREFIX, RAGGED)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("kind", "settings", "right"),
     [
-        ("gemma3_text", {"use_bidirectional_attention": True}, False),
-        ("modernbert-decoder", {}, False),
-        ("roc_bert", {}, False),
-        ("gpt_oss", {}, True),
-        ("mixtral", {}, True),
-        ("gemma2", {}, True),
+        *(("gemma3_text", {"use_bidirectional_attention": True}, False), ("modernbert-decoder", {}, False)),
+        *(("roc_bert", {}, False), ("gpt_oss", {}, True), ("mixtral", {}, True), ("gemma2", {}, True)),
     ],
 )
 def test_in_16_bits_what_packs_wrongly_is_refused_and_nothing_else(kind, settings, right, dtype):

@@ -19,10 +19,11 @@ def test_two_problems_resample_to_a_half_most_often() -> None:
     """One right, one wrong: the resampled means 0, 1/2 and 1 have probabilities 1/4, 1/2 and 1/4."""
     assert average_interval([[True, False]]) == Interval(0.5, 0.0, 1.0)
     assert average_interval([[True, False]], level=0.4) == Interval(0.5, 0.5, 0.5)
-
-
-def test_difference_of_bools_is_signed() -> None:
     assert average_interval([[True, False, False]], [[False, True, True]]).mean == pytest.approx(-1 / 3)
+    hardness = [np.arange(40.0), np.arange(7.0)]  # paired problem by problem
+    assert average_interval([one + 0.25 for one in hardness], hardness) == Interval(0.25, 0.25, 0.25)
+    apart = average_interval(hardness)
+    assert apart.high - apart.low > 3
 
 
 @pytest.mark.parametrize("problems", [(40,), (2, 300, 17)])
@@ -90,13 +91,6 @@ def test_intervals_hold_what_a_seed_does_to_all_its_problems() -> None:
     assert covered["problems"] <= 55
 
 
-def test_averages_are_paired_problem_by_problem() -> None:
-    hardness = [np.arange(40.0), np.arange(7.0)]
-    assert average_interval([one + 0.25 for one in hardness], hardness) == Interval(0.25, 0.25, 0.25)
-    apart = average_interval(hardness)
-    assert apart.high - apart.low > 3
-
-
 @pytest.mark.parametrize("values", [[0.7], [0.1] * 9, [True] * 3])
 def test_no_spread_gives_no_width(values: list[float]) -> None:
     found = average_interval([values])
@@ -104,28 +98,19 @@ def test_no_spread_gives_no_width(values: list[float]) -> None:
     assert average_interval([values], [values]) == Interval(0.0, 0.0, 0.0)
 
 
-def test_pairs_by_hand() -> None:
-    """Comparable are (0, 1), (0, 3), (2, 1), (2, 3); of these (0, 1) is tied, (2, 1) and (2, 3) agree."""
-    assert pairwise_agreement([0.5, 0.5, 0.9, 0.6], [True, False, True, False]) == (2.5, 4)
-
-
-def test_graded_outcomes_compare_by_their_order() -> None:
-    assert pairwise_agreement([3.0, 2.0, 1.0], [1.0, 0.5, 0.0]) == (3.0, 3)
-    assert pairwise_agreement([1.0, 2.0, 3.0], [1.0, 0.5, 0.0]) == (0.0, 3)
-
-
-@pytest.mark.parametrize("outcome", [[True], [True, True], [False, False, False]])
-def test_equal_outcomes_are_not_comparable(outcome: list[bool]) -> None:
-    assert pairwise_agreement(list(range(len(outcome))), outcome) == (0.0, 0)
-    assert not outcomes_differ(outcome)
-
-
-def test_one_that_differs_is_enough() -> None:
-    assert outcomes_differ([False, True, False])
-
-
-def test_impossible_candidates_are_tied() -> None:
-    assert pairwise_agreement([-math.inf, -math.inf, 0.0], [True, False, True]) == (1.5, 2)
+@pytest.mark.parametrize(
+    ("scores", "outcomes", "wanted"),
+    [
+        # comparable are (0, 1), (0, 3), (2, 1), (2, 3); of these (0, 1) is tied, (2, 1) and (2, 3) agree
+        ([0.5, 0.5, 0.9, 0.6], [True, False, True, False], (2.5, 4)),
+        *(([3.0, 2.0, 1.0], [1.0, 0.5, 0.0], (3.0, 3)), ([1.0, 2.0, 3.0], [1.0, 0.5, 0.0], (0.0, 3))),
+        ([-math.inf, -math.inf, 0.0], [True, False, True], (1.5, 2)),
+        *(([0.0] * len(same), same, (0.0, 0)) for same in ([True], [True, True], [False, False, False])),
+    ],
+)
+def test_pairs_by_hand(scores: list[float], outcomes: list[float], wanted: tuple[float, int]) -> None:
+    assert pairwise_agreement(scores, outcomes) == wanted
+    assert outcomes_differ(outcomes) == (wanted[1] > 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=12))

@@ -19,25 +19,7 @@ from fb_core.runtime.detokenizer import BYTE_OF, Name, Text
 
 CHARACTER = {byte: char for char, byte in BYTE_OF.items()}
 WORDS = [
-    "x",
-    "y.",
-    "▁x",
-    "▁",
-    "▁▁",
-    "▁▁▁▁",
-    "▁if",
-    ":",
-    "▁.",
-    "é",
-    "你",
-    "�",
-    "\n",
-    "'",
-    "n",
-    "t",
-    "▁'",
-    "▁n",
-    "▁n't",
+    *("x", "y.", "▁x", "▁", "▁▁", "▁▁▁▁", "▁if", ":", "▁.", "é", "你", "�", "\n", "'", "n", "t", "▁'", "▁n", "▁n't"),
     "s",
 ]
 
@@ -54,6 +36,11 @@ def made(model, decoder, **options):
     found.add_special_tokens({"additional_special_tokens": ["<call>", "<|eot|>", "<｜é｜>"]})
     found.add_tokens([AddedToken("<own>", normalized=False)])
     return found
+
+
+def word_pieces(cleanup, **options):
+    vocabulary = {word: place for place, word in enumerate(["<unk>", *SUBWORDS])}
+    return made(models.WordPiece(vocabulary, unk_token="<unk>"), decoders.WordPiece(cleanup=cleanup), **options)
 
 
 def of_words(words, decoder, byte_fallback=False, **options):
@@ -84,15 +71,8 @@ TOKENIZERS = {
     "metaspace, first": of_unigrams(WORDS, decoders.Metaspace(prepend_scheme="first", split=False)),
     "metaspace, never": of_unigrams(WORDS, decoders.Metaspace(prepend_scheme="never")),
     "metaspace, cleaned": of_unigrams(WORDS, decoders.Metaspace(), clean_up_tokenization_spaces=True),
-    "word pieces": made(
-        models.WordPiece({word: place for place, word in enumerate(["<unk>", *SUBWORDS])}, unk_token="<unk>"),
-        decoders.WordPiece(cleanup=True),
-    ),
-    "word pieces, cleaned": made(
-        models.WordPiece({word: place for place, word in enumerate(["<unk>", *SUBWORDS])}, unk_token="<unk>"),
-        decoders.WordPiece(cleanup=False),
-        clean_up_tokenization_spaces=True,
-    ),
+    "word pieces": word_pieces(True),
+    "word pieces, cleaned": word_pieces(False, clean_up_tokenization_spaces=True),
     "ends of words": of_words(["x", "x</w>", "y</w>", "é</w>", "</w>"], decoders.BPEDecoder("</w>")),
     "no decoder": made(models.WordLevel({"<unk>": 0, "x": 1, "y": 2, "é": 3}, unk_token="<unk>"), None),
 }
@@ -164,16 +144,14 @@ def raw(text):
 @pytest.mark.parametrize(
     ("pieces", "stops", "want"),
     [
-        (["x", "<|eot|>", "y."], ["<|eot|>"], "x"),
-        (["x", "<call>", "<|eot|>", "y."], ["call><|e"], "x"),
-        (["x", "y.", "<|eot|>", "y."], ["y.<|eot|>"], "x"),
-        (["x", "<|eot|>", "▁x", "y."], ["<|eot|> x"], "x"),
-        (["x", "<|eot|>", "y."], ["<|eot|>x", "z"], "xy."),
-        (["x", *raw("你"), "<|eot|>", "y."], ["<|eot|>"], "x你"),
-        (["x", *raw("你\n"), "<|eot|>", "y."], ["\n<|eot|>"], "x你"),
-        (["x", *raw("你好\n"), "y."], ["好\n"], "x你"),
-        (["x", *raw("你"), "y.", "x"], ["你y"], "x"),
-        (["x", *raw("你")[:2], "<|eot|>", raw("你")[2], "y."], ["你"], "x"),
+        *((["x", "<|eot|>", "y."], ["<|eot|>"], "x"), (["x", "<call>", "<|eot|>", "y."], ["call><|e"], "x")),
+        *((["x", "y.", "<|eot|>", "y."], ["y.<|eot|>"], "x"), (["x", "<|eot|>", "▁x", "y."], ["<|eot|> x"], "x")),
+        *((["x", "<|eot|>", "y."], ["<|eot|>x", "z"], "xy."), (["x", *raw("你"), "<|eot|>", "y."], ["<|eot|>"], "x你")),
+        *((["x", *raw("你\n"), "<|eot|>", "y."], ["\n<|eot|>"], "x你"), (["x", *raw("你好\n"), "y."], ["好\n"], "x你")),
+        *(
+            (["x", *raw("你"), "y.", "x"], ["你y"], "x"),
+            (["x", *raw("你")[:2], "<|eot|>", raw("你")[2], "y."], ["你"], "x"),
+        ),
         (["x", *raw("é")[:1], "▁x"], ["� x"], "x"),
         ([*raw(" é"), "<call>", *raw("你"), "<|eot|>", "x"], ["你<|"], "é"),
     ],
@@ -246,10 +224,8 @@ def test_text_grows_in_linear_time():
     """Twice the tokens take about twice the time, whole characters or not, with stop strings or without."""
     byte = ids_of(LEVEL, byte_level(b"\x80"))
     for tokenizer, ids, stops in (
-        (LEVEL, byte, ()),
-        (LLAMA, ids_of(LLAMA, "<0xE4>"), ("\nend",)),
-        (LLAMA, ids_of(LLAMA, "<0x0A>"), ("\nend",)),
-        (LLAMA, ids_of(LLAMA, "▁▁▁▁"), (" " * 9 + "end",)),
+        *((LEVEL, byte, ()), (LLAMA, ids_of(LLAMA, "<0xE4>"), ("\nend",))),
+        *((LLAMA, ids_of(LLAMA, "<0x0A>"), ("\nend",)), (LLAMA, ids_of(LLAMA, "▁▁▁▁"), (" " * 9 + "end",))),
         (LEVEL, [*ids_of(LEVEL, byte_level(b"\xe4")), LEVEL.convert_tokens_to_ids("<call>")], ()),
         (LLAMA, ids_of(LLAMA, "<0xE4>", "<call>"), ()),
     ):
@@ -267,8 +243,8 @@ def test_text_grows_in_linear_time():
 class Served:
     """A tiny model with a tokenizer, behind the server's routes."""
 
-    def __init__(self, tokenizer, engine, client):
-        self.tokenizer, self.engine, self.client = tokenizer, engine, client
+    def __init__(self, engine, client):
+        self.engine, self.client = engine, client
 
     def __call__(self, ids, **fields):
         answer = self.client.post("/v1/completions", json={"prompt": ids, "max_tokens": 40} | fields)
@@ -287,20 +263,15 @@ def served():
     with Engine(Pair(model, None), LLMPreference(), RequestPolicy(9.0), **options) as engine:
         made = Application(service_of(engine, LLAMA, max_length=96))
         with TestClient(made) as client:
-            yield Served(LLAMA, engine, client)
+            yield Served(engine, client)
 
 
-def test_a_completion_goes_on_its_prompt(served):
+def test_a_completion_goes_on_its_prompt_and_ends_at_a_stop_id(served):
     prompt = ids_of(LLAMA, "x", ":")
     new = served.ids(prompt)
     whole = LLAMA.decode([*prompt, *new], skip_special_tokens=True)
     assert LLAMA.decode(prompt) + served(prompt)["text"] == whole
     assert served(prompt, skip_special_tokens=False)["text"] == LLAMA.decode([*prompt, *new])[2:]
-
-
-def test_an_answer_ends_at_a_stop_id(served):
-    prompt = ids_of(LLAMA, "x", ":")
-    new = served.ids(prompt)
     place = next(n for n in range(8, 40) if new[n] not in new[:n])
     cut = served(prompt, stop_token_ids=[new[place], 2**31 - 1])
     assert cut["finish_reason"] == "stop"
@@ -308,20 +279,13 @@ def test_an_answer_ends_at_a_stop_id(served):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"stop_token_ids": 7}, "stop_token_ids: expected a list of token ids from 0, got 7"),
-        ({"stop_token_ids": ["7"]}, "stop_token_ids: expected a list of token ids from 0, got"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids: expected a list of token ids from 0, got"),
-        ({"stop_token_ids": [True]}, "stop_token_ids: expected a list of token ids from 0, got"),
-        ({"stop_token_ids": [3] * 129}, "stop_token_ids: expected at most 128 token ids, got 129"),
-        ({"skip_special_tokens": "yes"}, "skip_special_tokens: "),
-    ],
+    ("name", "value"),
+    [*(("stop_token_ids", it) for it in (7, ["7"], [-1], [True], [3] * 129)), ("skip_special_tokens", "yes")],
 )
-def test_wrong_stop_ids_are_refused(served, fields, words):
-    answer = served.client.post("/v1/completions", json={"prompt": [1], **fields})
+def test_wrong_stop_ids_are_refused(served, name, value):
+    answer = served.client.post("/v1/completions", json={"prompt": [1], name: value})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(words)
+    assert answer.json()["error"]["message"].startswith(f"{name}: ")
 
 
 def test_alternatives_and_bytes_of_an_answer_are_complete(served):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import combinations
 
@@ -60,30 +61,18 @@ def test_learns_a_rule_on_the_candidate(scope, n, chance_beaten):
     assert sum(hits) / len(hits) > chance_beaten  # chance: 0.25
 
 
-def test_same_seed_same_bits_and_global_generator_untouched():
-    before = torch.random.get_rng_state()
-    runs = []
+def test_same_seed_same_bits_as_a_sweep_of_one():
+    model, data, recipe = tiny("qwen3"), sweep_process.trajectories(), replace(RECIPE, seed=3)
+    runs, seen = [], []
     for _ in range(2):
+        reranker = rerankers(model)[0]
         torch.manual_seed(7)
-        reranker = TokenReranker.from_base(tiny("qwen3"), rank=4)
-        losses = train_reranker(reranker, trajectories(), Optimisation(learning_rate=1e-2, groups_per_step=4))
-        runs.append((losses, [p.clone() for p in reranker.parameters() if p.requires_grad]))
+        runs.append((train_reranker(reranker, data, recipe, lambda *step: seen.append(step)), trained(reranker)))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
-    torch.random.set_rng_state(before)
-
-
-def test_prefix_runs_once_a_trajectory(monkeypatch):
-    prefilled = []
-    plain = prefill_packed
-    monkeypatch.setattr(
-        "fb_core.rerank.training.prefill_packed",
-        lambda model, seqs: prefilled.append([len(s) for s in seqs]) or plain(model, seqs),
-    )
-    reranker = TokenReranker.from_base(tiny("qwen3"), rank=4)
-    data = trajectories(5)
-    train_reranker(reranker, data, Optimisation(groups_per_step=100, epochs=2))
-    assert prefilled == [[9] * 5, [9] * 5]  # once an epoch, up to the last state that is trained on
+    sweep = finish(Sweep([RerankerRun(rerankers(model)[0], seed=3)], data, recipe))
+    assert runs[0][0] == [loss for (loss,) in sweep.losses]
+    assert seen[: sweep.total] == [(index + 1, sweep.total, loss) for index, loss in enumerate(runs[0][0])]
 
 
 def one_by_one(model, reranker, trajectory, group, column=0):
@@ -132,20 +121,17 @@ def test_gradient_equals_the_one_of_32_accumulated_groups(microbatches):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 32, 100])
 def test_a_step_holds_its_groups_whatever_the_trajectory(size):
+    def contents(trajectories):
+        return sorted((group.position, group.candidates.tolist()) for each in trajectories for group in each.groups)
+
     data = [*sweep_process.trajectories(), TrainingTrajectory(torch.arange(12), trajectories(1)[0].groups * 20)]
     sweep = Sweep([RerankerRun(shaken(tiny("qwen3")))], data, Optimisation(groups_per_step=size, epochs=2))
-    groups = sum(len(trajectory.groups) for trajectory in data)
     steps = [sum(len(trajectory.groups) for trajectory in step) for step in sweep._steps]
-    full, rest = divmod(groups, size)
+    full, rest = divmod(len(contents(data)), size)
     assert steps == ([size] * full + [rest] * (rest > 0)) * 2
     assert sweep.epoch_ends == [len(steps) // 2, len(steps)]
     for epoch in (sweep._steps[: len(steps) // 2], sweep._steps[len(steps) // 2 :]):
         assert contents(trajectory for step in epoch for trajectory in step) == contents(data)
-
-
-def contents(trajectories):
-    """All groups, by position and candidates."""
-    return sorted((group.position, group.candidates.tolist()) for each in trajectories for group in each.groups)
 
 
 @pytest.mark.parametrize(
@@ -228,27 +214,19 @@ def test_sweep_equals_its_runs_alone(scope):
     assert len({tuple(row[i] for row in together.losses) for i in range(3)}) == 3  # they do differ
 
 
-def test_a_sweep_of_one_is_train_reranker():
-    model, data = tiny("qwen3"), sweep_process.trajectories()
-    seen = []
-    losses = train_reranker(rerankers(model)[0], data, replace(RECIPE, seed=3), lambda *step: seen.append(step))
-    sweep = finish(Sweep([RerankerRun(rerankers(model)[0], seed=3)], data, replace(RECIPE, seed=3)))
-    assert losses == [loss for (loss,) in sweep.losses]
-    assert seen == [(index + 1, sweep.total, loss) for index, loss in enumerate(losses)]
-
-
 def test_prefix_runs_once_a_microbatch_for_all_runs(monkeypatch):
-    calls = []
-    plain = prefill_packed
+    calls, plain = [], prefill_packed
     monkeypatch.setattr(
-        "fb_core.rerank.training.prefill_packed", lambda model, seqs: calls.append(len(seqs)) or plain(model, seqs)
+        "fb_core.rerank.training.prefill_packed",
+        lambda model, seqs: calls.append([len(s) for s in seqs]) or plain(model, seqs),
     )
-    runs = runs_of(tiny("qwen3"))
-    data = sweep_process.trajectories()
-    sweep = Sweep(runs, data, Optimisation(groups_per_step=100, microbatches=3))
-    sweep.advance()
+    train_reranker(TokenReranker.from_base(tiny("qwen3"), rank=4), trajectories(5), Optimisation(groups_per_step=100))
+    assert calls == [[9] * 5] * len(calls)  # up to the last state that is trained on
+    calls.clear()
+    runs, data = runs_of(tiny("qwen3")), sweep_process.trajectories()
+    Sweep(runs, data, Optimisation(groups_per_step=100, microbatches=3)).advance()
     assert len(calls) == 3
-    assert sum(calls) == 7
+    assert sum(map(len, calls)) == 7
     validate(runs, data)
     assert len(calls) == 4
 
@@ -266,7 +244,7 @@ def test_order_epochs_and_generators():
     torch.manual_seed(99)  # what the caller draws in between has no part in it
     assert longer.advance() == losses
     finish(sweep)
-    with pytest.raises(ValueError, match="advance: expected fewer than"):
+    with pytest.raises(ValueError, match="advance:"):
         sweep.advance()
 
 
@@ -281,12 +259,16 @@ def test_microbatches_change_rounding_alone():
 
 
 def test_resumes_to_the_same_bits_from_any_step(tmp_path):
+    """And validation in between changes nothing."""
     model, data = tiny("qwen3"), sweep_process.trajectories()
-    sweep = Sweep(runs_of(model), data, RECIPE)
+    sweep, watched = Sweep(runs_of(model), data, RECIPE), Sweep(runs_of(model), data, RECIPE)
     for step in range(sweep.total + 1):
         save_file(sweep.state(), tmp_path / f"{step}.safetensors")
         if step < sweep.total:
             sweep.advance()
+            watched.advance()
+            validate(watched.runs, data)
+    assert same(sweep.state(), watched.state())
     for step in range(sweep.total + 1):
         resumed = Sweep(runs_of(tiny("qwen3"), seed=step), sweep_process.trajectories(), RECIPE)
         resumed.load_state(load_file(tmp_path / f"{step}.safetensors"))
@@ -316,24 +298,23 @@ def test_a_state_of_another_sweep_is_refused():
     first = runs_of(model)[0]
     reseeded = [replace(first, seed=1), *runs_of(model)[1:]]
     for other, words in (
-        (Sweep(runs_of(model), data, replace(RECIPE, learning_rate=1e-3)), "learning_rate 0.001, got 0.01"),
-        (Sweep(runs_of(model), data, replace(RECIPE, microbatches=1)), "optimisation.microbatches 1, got 2"),
+        (Sweep(runs_of(model), data, replace(RECIPE, learning_rate=1e-3)), "optimisation.learning_rate 0.001"),
+        (Sweep(runs_of(model), data, replace(RECIPE, microbatches=1)), "optimisation.microbatches 1"),
         (Sweep(runs_of(tiny("qwen3", seed=1)), data, RECIPE), "base"),
         (Sweep(runs_of(model), data[:-1], RECIPE), "trajectories"),
         (Sweep(reseeded, data, RECIPE), "run 0 .*'seed': 1"),
-        (Sweep(runs_of(model)[:2], data, RECIPE), "number of runs 2, got 3"),
+        (Sweep(runs_of(model)[:2], data, RECIPE), "number of runs 2"),
         (Sweep(runs_of(model, alpha=8), data, RECIPE), "'lora_alpha': 8"),
     ):
         before = other.state()
-        with pytest.raises(ValueError, match=f"state: expected .*{words}"):
+        with pytest.raises(ValueError, match=f"state: .*{words}"):
             other.load_state(state)
         assert same(other.state(), before)
     sweep = Sweep(runs_of(model), data, RECIPE)
     for change, words in (
         ({"about": torch.zeros(3)}, "state of a sweep"),
         ({"about": torch.tensor(list(b"[]"), dtype=torch.uint8)}, "expected base"),
-        ({"losses": torch.zeros(1, 2)}, "in losses"),
-        ({"run.1.exp_avg": torch.zeros(3)}, "in run.1.exp_avg"),
+        *(({"losses": torch.zeros(1, 2)}, "in losses"), ({"run.1.exp_avg": torch.zeros(3)}, "in run.1.exp_avg")),
         ({"run.2.parameters": torch.full_like(state["run.2.parameters"], torch.nan)}, "in run.2.parameters"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -349,15 +330,10 @@ def test_two_processes_have_the_bytes_of_one(tmp_path):
     ]
     for process in processes:
         process.start()
+    alone = finish(sweep_process.sweep()).state()
     for process in processes:
         process.join(HANG)
         assert process.exitcode == 0
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        alone = finish(sweep_process.sweep()).state()
-    finally:
-        torch.set_num_threads(threads)
     for process in range(2):
         assert same(load_file(tmp_path / f"{process}.safetensors"), alone)
 
@@ -378,7 +354,7 @@ def test_processes_that_do_not_fit_are_refused():
     model, data = tiny("qwen3"), sweep_process.trajectories()
     with pytest.raises(ValueError, match="at most one per microbatch, 1, got 2; give the optimisation microbatches=2"):
         Sweep(runs_of(model), data, replace(RECIPE, microbatches=1), Pretended(torch.clone))
-    with pytest.raises(ValueError, match="processes: expected the same runs"):
+    with pytest.raises(ValueError, match="processes:"):
         Sweep(runs_of(model), data, RECIPE, Pretended(lambda tensor: tensor + 1))
 
 
@@ -402,18 +378,11 @@ def test_metrics_equal_a_plain_loop():
         assert measured.cross_entropy == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
         assert measured.pairwise_accuracy == agreeing / pairs
     assert metrics[1].pairwise_accuracy == 0.5  # a zero head ties everything
+    for whole, apart in zip(metrics, validate(runs, data, groups_at_once=1), strict=True):
+        assert whole.cross_entropy == pytest.approx(apart.cross_entropy)
+        assert whole.pairwise_accuracy == apart.pairwise_accuracy
     (nothing,) = validate(runs[:1], [TrainingTrajectory(data[0].tokens, [flat])])
     assert nothing.pairwise_accuracy != nothing.pairwise_accuracy
-
-
-def test_validation_during_training_changes_nothing():
-    model, data = tiny("qwen3"), sweep_process.trajectories()
-    plain = finish(Sweep(runs_of(model), data, RECIPE))
-    watched = Sweep(runs_of(model), data, RECIPE)
-    while watched.step < watched.total:
-        watched.advance()
-        validate(watched.runs, data)
-    assert same(plain.state(), watched.state())
 
 
 @pytest.mark.parametrize("broken", ["loss", "gradient"])
@@ -439,87 +408,39 @@ def test_what_is_not_finite_stops_every_run(broken, monkeypatch):
     assert not any(layer.training for run in runs for layer in adapter_dropouts(run.reranker.adapted))
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"epochs": 0},
-        {"microbatches": 0},
-        {"groups_per_step": 0},
-        {"learning_rate": float("nan")},
-    ],
-)
-def test_recipe_out_of_range_is_refused(setting):
-    with pytest.raises(ValueError, match=f"{next(iter(setting))}: expected"):
-        Optimisation(**setting)
-
-
 def test_bad_input():
-    reranker = TokenReranker.from_base(tiny("qwen3"))
-    group = TrainingGroup(2, torch.tensor([1, 2]), torch.tensor([0.5, 0.5]))
-    tokens = torch.tensor([1, 2, 3])
-    for data, words in (
-        ([], "at least one group"),
-        ([TrainingTrajectory(tokens, [])], "at least one group"),
-        ([TrainingTrajectory(tokens, [TrainingGroup(4, group.candidates, group.target)])], "position"),
-        ([TrainingTrajectory(tokens, [TrainingGroup(2, group.candidates, torch.tensor([1.0]))])], "target"),
-        ([TrainingTrajectory(torch.tensor([V]), [group])], "ids from 0"),
+    model, tokens = tiny("qwen3"), torch.tensor([1, 2, 3])
+    reranker, other, _ = rerankers(model)
+
+    def state(position=2, candidates=(1, 2), target=(0.5, 0.5), tokens=tokens):
+        group = TrainingGroup(position, torch.tensor(candidates), torch.tensor(target))
+        return lambda: train_reranker(reranker, [TrainingTrajectory(tokens, [group])])
+
+    def runs(*given):
+        return lambda: Sweep([RerankerRun(*each) if isinstance(each, tuple) else each for each in given], good)
+
+    good = sweep_process.trajectories()
+    doubled = TokenReranker.from_base(tiny("qwen3").double())
+    for call, kind, named in (
+        *((lambda name=name: Optimisation(**{name: 0}), ValueError, name) for name in ("epochs", "microbatches")),
+        *((lambda: Optimisation(groups_per_step=0), ValueError, "groups_per_step"), (state(4), ValueError, "position")),
+        (lambda: Optimisation(learning_rate=float("nan")), ValueError, "learning_rate"),
+        *((lambda data=d: train_reranker(reranker, data), ValueError, "at least one group") for d in NOTHING),
+        *((state(target=(1.0,)), ValueError, "target"), (state(target=(math.nan, 1.0)), ValueError, "target")),
+        *((state(1.5), TypeError, "position"), (state(tokens=torch.tensor([V])), ValueError, "ids from 0")),
+        *((lambda it=it: train_reranker(it, good), TypeError, "reranker") for it in (None, model)),
+        *((lambda it=it: train_reranker(reranker, it), TypeError, "trajectories") for it in (None, [*good, None])),
+        *((lambda: Sweep(None, good), TypeError, "runs"), (runs(), ValueError, "runs")),
+        (lambda: validate([reranker], good), TypeError, "TokenReranker"),
+        (runs((reranker,), (reranker, 1)), ValueError, "of its own"),
+        (runs((reranker,), (rerankers(tiny("qwen3"))[0],)), ValueError, "one base model"),
+        (runs((reranker,), (other, 0, 2)), ValueError, r"columns \[0, 2\]"),
+        *((runs((reranker, 0, -1)), ValueError, r"columns \[-1\]"), (runs((doubled,)), ValueError, "float32")),
     ):
-        with pytest.raises(ValueError, match=words):
-            train_reranker(reranker, data)
-    bad = TrainingGroup(2, group.candidates, torch.tensor([float("nan"), 1.0]))
-    with pytest.raises(ValueError, match="target: expected one finite number"):
-        train_reranker(reranker, [TrainingTrajectory(tokens, [bad])])
-    with pytest.raises(TypeError, match="position: expected an int"):
-        train_reranker(reranker, [TrainingTrajectory(tokens, [TrainingGroup(1.5, group.candidates, group.target)])])
+        with pytest.raises(kind, match=named):
+            call()
     assert not reranker.training
     assert all(torch.isfinite(p).all() for p in reranker.parameters())
 
 
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda good: train_reranker(None, good), "reranker: expected type TokenReranker, got NoneType"),
-        (lambda good: train_reranker(tiny(), good), "reranker: expected type TokenReranker, got Qwen3ForCausalLM"),
-        (lambda good: train_reranker(TokenReranker.from_base(tiny()), None), "trajectories: expected a list of"),
-        (
-            lambda good: train_reranker(TokenReranker.from_base(tiny()), [*good, None]),
-            "trajectories: expected a list of TrainingTrajectory, got NoneType",
-        ),
-        (lambda good: Sweep(None, good), "runs: expected a list of RerankerRun, got NoneType"),
-        (
-            lambda good: validate([TokenReranker.from_base(tiny())], good),
-            "got TokenReranker; make a RerankerRun of each",
-        ),
-    ],
-)
-def test_arguments_of_another_type_are_named(call, sentence):
-    good = [TrainingTrajectory(torch.arange(3, 9), [])]
-    with pytest.raises(TypeError, match=sentence):
-        call(good)
-
-
-def test_bad_runs():
-    model, data = tiny("qwen3"), sweep_process.trajectories()
-    first, second, _ = rerankers(model)
-    doubled = TokenReranker.from_base(tiny("qwen3").double())
-    for runs, words in (
-        ([], "runs: expected at least one"),
-        ([RerankerRun(first), RerankerRun(first, seed=1)], "a reranker of its own"),
-        ([RerankerRun(first), RerankerRun(rerankers(tiny("qwen3"))[0])], "on one base model"),
-        ([RerankerRun(first), RerankerRun(second, column=2)], r"columns \[0, 2\]"),
-        ([RerankerRun(first, column=-1)], r"columns \[-1\]"),
-        ([RerankerRun(doubled)], "expected float32 parameters"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            Sweep(runs, data)
-
-
-def test_validation_does_not_depend_on_how_much_runs_at_once():
-    base = tiny()
-    runs, data = [RerankerRun(TokenReranker.from_base(base, rank=2))], []
-    for offset in range(5):
-        group = TrainingGroup(3 + offset, torch.tensor([4, 5, 6]), torch.tensor([0.5, 0.3, 0.2]))
-        data.append(TrainingTrajectory(torch.arange(3, 15), [group]))
-    whole, apart = validate(runs, data), validate(runs, data, groups_at_once=1)
-    assert whole[0].cross_entropy == pytest.approx(apart[0].cross_entropy)
-    assert whole[0].pairwise_accuracy == apart[0].pairwise_accuracy
+NOTHING = ([], [TrainingTrajectory(torch.arange(3), [])])

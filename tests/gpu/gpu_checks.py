@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,6 +191,36 @@ def runs_on_a_side_stream(case: Case) -> None:
 
 
 PROMISES = (repeats_are_bit_equal, never_syncs_when_warm, graph_replays_with_new_contents, runs_on_a_side_stream)
+
+
+Test = Callable[..., None]
+
+
+def usual(
+    make: Callable[..., Case],
+    sizes: Mapping[str, Any],
+    *promised: str,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    **options: Sequence,
+) -> tuple[Test, Test, Test]:
+    """Tests of an op: against the reference at all sizes, dtypes and options, its promises, and another device."""
+    given = [dict(zip(options, each, strict=True)) for each in product(*options.values())]
+
+    @pytest.mark.parametrize("given", given, ids=str)
+    @pytest.mark.parametrize("dtype", dtypes)
+    @pytest.mark.parametrize("size", sizes)
+    def test_matches_the_reference(size: str, dtype: torch.dtype, given: dict[str, Any]) -> None:
+        matches_the_reference(make(sizes[size], dtype, **given))
+
+    @pytest.mark.parametrize("size", promised)
+    @pytest.mark.parametrize("promise", PROMISES)
+    def test_promises(promise: Callable[[Case], None], size: str) -> None:
+        promise(make(sizes[size], torch.bfloat16))
+
+    def test_another_device() -> None:
+        matches_the_reference(make(sizes["small"], torch.bfloat16, second_device()))
+
+    return test_matches_the_reference, test_promises, test_another_device
 
 
 def second_device() -> str:

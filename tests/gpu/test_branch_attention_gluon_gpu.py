@@ -10,11 +10,10 @@ from unittest import mock
 import pytest
 import test_branch_attention_gpu as attention
 import torch
-from gpu_checks import DEVICE, PROMISES, Case, filled, large, matches_the_reference, randn
+from gpu_checks import DEVICE, PROMISES, Case, matches_the_reference, randn
 from test_branch_attention_gpu import LAYOUTS, Layout, make
 
-from fb_kernels import BranchLayout, branch_attention
-from fb_kernels._runtime import backend, tuning
+from fb_kernels._runtime import tuning
 from fb_kernels.triton import HAS_GLUON
 
 pytestmark = pytest.mark.gpu
@@ -87,29 +86,11 @@ def test_a_strange_value_reaches_those_who_see_it_alone(value: float) -> None:
 
 
 def test_bad_layouts_give_nan_and_no_stray_access() -> None:
-    q, k, v = (randn(200, n, 64, dtype=torch.bfloat16, seed=n) for n in (4, 2, 2))
-    prefix = randn(300, 2, 64, dtype=torch.bfloat16, seed=9)
     good = {"cu_branch": [0, 70, 150, 200], "cu_group": [0, 2, 3], "prefix_start": [0, 7], "prefix_len": [290, 100]}
-    for name, bad in {
-        "prefix_len": [290, 1 << 30],
-        "prefix_start": [-7, 0],
-        "cu_branch": [0, 70, 1 << 20, 200],
-        "cu_group": [0, 9, 3],
-    }.items():
-        given = {key: torch.tensor(value, device=DEVICE) for key, value in (good | {name: bad}).items()}
-        got = branch_attention(q, k, v, prefix, prefix, BranchLayout(**given))
-        torch.cuda.synchronize()  # where a stray access shows
-        with backend.override("reference"):
-            want = branch_attention(q, k, v, prefix, prefix, BranchLayout(**given))
-        assert torch.equal(got.isnan(), want.isnan()), name
+    bad = {"prefix_len": [290, 1 << 30], "prefix_start": [-7, 0]}
+    bad |= {"cu_branch": [0, 70, 1 << 20, 200], "cu_group": [0, 9, 3]}
+    attention.bad_layouts_give_nan(200, randn(300, 2, 64, dtype=torch.bfloat16, seed=9), good, bad)
 
 
 def test_prefix_of_more_than_2_31_elements() -> None:
-    keys, n = 2_200_000, 1000
-    with large(24):
-        prefix_k, prefix_v = filled(keys, 8, 128), filled(keys, 8, 128, seed=1)
-        q, k, v = (filled(26, heads, 128, seed=2 + i) for i, heads in enumerate((16, 8, 8)))
-        far, near = (BranchLayout.of([[2] * 13], [(start, n)], device=DEVICE) for start in (keys - n, 0))
-        got = branch_attention(q, k, v, prefix_k, prefix_v, far)
-        ends = prefix_k[-n:].clone(), prefix_v[-n:].clone()
-        assert torch.equal(got, branch_attention(q, k, v, *ends, near))
+    attention.reads_a_far_prefix(2)

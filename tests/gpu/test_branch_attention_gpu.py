@@ -248,29 +248,24 @@ def test_wrong_hints_cost_time_only() -> None:
             torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
 
 
-def test_small_bad_layouts_give_nan_and_no_stray_access() -> None:
-    q, k, v = (randn(6, n, 64, dtype=torch.bfloat16, seed=n) for n in (4, 2, 2))
-    pages = randn(5, 4, 2, 64, dtype=torch.bfloat16, seed=9)
-    good = {
-        "cu_branch": [0, 2, 4, 6],
-        "cu_group": [0, 2, 3],
-        "prefix_start": [0, 0],
-        "prefix_len": [5, 4],
-        "block_table": [[0, 1], [2, 3]],
-    }
-    for name, bad in {
-        "prefix_len": [5, 1 << 30],
-        "prefix_start": [-7, 0],
-        "block_table": [[0, 99], [2, -1]],
-        "cu_branch": [0, 2, 1 << 20, 6],
-        "cu_group": [0, 9, 3],
-    }.items():
-        given = {key: torch.tensor(value, device=DEVICE) for key, value in (good | {name: bad}).items()}
-        got = branch_attention(q, k, v, pages, pages, BranchLayout(**given))
+def bad_layouts_give_nan(rows: int, prefix: Tensor, good: dict[str, list], bad: dict[str, list]) -> None:
+    """Where the reference does, and without a stray access."""
+    q, k, v = (randn(rows, n, 64, dtype=torch.bfloat16, seed=n) for n in (4, 2, 2))
+    for name, values in bad.items():
+        given = {key: torch.tensor(value, device=DEVICE) for key, value in (good | {name: values}).items()}
+        got = branch_attention(q, k, v, prefix, prefix, BranchLayout(**given))
         torch.cuda.synchronize()  # where a stray access shows
         with backend.override("reference"):
-            want = branch_attention(q, k, v, pages, pages, BranchLayout(**given))
+            want = branch_attention(q, k, v, prefix, prefix, BranchLayout(**given))
         assert torch.equal(got.isnan(), want.isnan()), name
+
+
+def test_small_bad_layouts_give_nan_and_no_stray_access() -> None:
+    good = {"cu_branch": [0, 2, 4, 6], "cu_group": [0, 2, 3], "prefix_start": [0, 0], "prefix_len": [5, 4]}
+    bad = {"prefix_len": [5, 1 << 30], "prefix_start": [-7, 0], "block_table": [[0, 99], [2, -1]]}
+    bad |= {"cu_branch": [0, 2, 1 << 20, 6], "cu_group": [0, 9, 3]}
+    pages = randn(5, 4, 2, 64, dtype=torch.bfloat16, seed=9)
+    bad_layouts_give_nan(6, pages, good | {"block_table": [[0, 1], [2, 3]]}, bad)
 
 
 @pytest.mark.parametrize("layout", ["decode", "decode-paged", "scoring", "paged"])
@@ -304,15 +299,20 @@ def test_another_device() -> None:
     matches_the_reference(make(LAYOUTS["small"], torch.bfloat16, second_device()))
 
 
-def test_prefix_of_more_than_2_31_elements() -> None:
+def reads_a_far_prefix(length: int) -> None:
+    """By 13 branches of so many rows, past 2^31 elements."""
     keys, n = 2_200_000, 1000
     with large(24):
         prefix_k, prefix_v = filled(keys, 8, 128), filled(keys, 8, 128, seed=1)
-        q, k, v = (filled(13, heads, 128, seed=2 + i) for i, heads in enumerate((16, 8, 8)))
-        far, near = (BranchLayout.of([[1] * 13], [(start, n)], device=DEVICE) for start in (keys - n, 0))
+        q, k, v = (filled(13 * length, heads, 128, seed=2 + i) for i, heads in enumerate((16, 8, 8)))
+        far, near = (BranchLayout.of([[length] * 13], [(start, n)], device=DEVICE) for start in (keys - n, 0))
         got = branch_attention(q, k, v, prefix_k, prefix_v, far)
         ends = prefix_k[-n:].clone(), prefix_v[-n:].clone()
         assert torch.equal(got, branch_attention(q, k, v, *ends, near))
+
+
+def test_prefix_of_more_than_2_31_elements() -> None:
+    reads_a_far_prefix(1)
 
 
 def test_rows_of_more_than_2_31_elements() -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_checks import DEVICE, PROMISES, Case, filled, large, matches_the_reference, randn, same, second_device
+from gpu_checks import DEVICE, Case, filled, large, randn, same, usual
 from torch import Tensor
 
 from fb_kernels._runtime import cuda
@@ -213,16 +213,7 @@ def pages_are_flat_caches(size: Size, dtype: torch.dtype, device: str = DEVICE, 
         assert all(same(pool[table[g]].flatten(0, 1), own) for pool, own in zip(pools, flat[g], strict=True))
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("size", SIZES)
-def test_matches_the_reference(size: str, dtype: torch.dtype) -> None:
-    matches_the_reference(make(SIZES[size], dtype))
-
-
-@pytest.mark.parametrize("size", ["1x2048", "16x2048"])
-@pytest.mark.parametrize("promise", PROMISES)
-def test_promises(promise: Callable[[Case], None], size: str) -> None:
-    promise(make(SIZES[size], torch.bfloat16))
+test_matches_the_reference, test_promises, test_another_device = usual(make, SIZES, "1x2048", "16x2048", dtypes=LOW)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +224,6 @@ def test_promises(promise: Callable[[Case], None], size: str) -> None:
 @pytest.mark.parametrize("size", ["small", "16x2048", "wide"])
 def test_rows(size: str, check: Callable[[Size, torch.dtype], None]) -> None:
     check(SIZES[size], torch.bfloat16)
-
-
-def test_another_device() -> None:
-    matches_the_reference(make(SIZES["small"], torch.bfloat16, second_device()))
 
 
 def test_a_cache_of_more_than_2_31_elements() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from gpu_checks import DEVICE, DTYPES, PROMISES, Case, filled, large, matches_the_reference, randn, second_device
+from gpu_checks import DEVICE, Case, filled, large, randn, usual
 from torch import Tensor
 
 from fb_kernels import candidate_head
@@ -40,16 +38,7 @@ def make(size: tuple[list[int], int], dtype: torch.dtype, device: str = DEVICE, 
     return Case(op, None, floats, len(floats), 1, changes=[(offsets, shorter)], exact=(2,))
 
 
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-def test_matches_the_reference(size: str, dtype: torch.dtype, norm: bool) -> None:
-    matches_the_reference(make(SIZES[size], dtype, norm=norm))
-
-
-@pytest.mark.parametrize("promise", PROMISES)
-def test_promises(promise: Callable[[Case], None]) -> None:
-    promise(make(SIZES["event"], torch.bfloat16))
+test_matches_the_reference, test_promises, test_another_device = usual(make, SIZES, "event", norm=(True, False))
 
 
 def test_small_bad_offsets_give_nan_and_no_choice() -> None:
@@ -58,10 +47,6 @@ def test_small_bad_offsets_give_nan_and_no_choice() -> None:
         _, prob, best = candidate_head(hidden, None, head, torch.tensor(bad, device=DEVICE), eps=EPS)
         assert prob.isnan().all()
         assert (best == -1).all()
-
-
-def test_another_device() -> None:
-    matches_the_reference(make(SIZES["small"], torch.bfloat16, second_device()))
 
 
 def test_more_than_2_31_elements() -> None:

@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import test_linear_logprob_gpu as head
 import torch
-from gpu_checks import DEVICE, PROMISES, Case, filled, large, matches_the_reference, randn
+from gpu_checks import DEVICE, PROMISES, Case, matches_the_reference, randn
 
-from fb_kernels import linear_logprob, linear_logprob_partials
+from fb_kernels import linear_logprob
 from fb_kernels._runtime import tuning
 from fb_kernels.linear_logprob import triton as kernels
 
@@ -37,9 +37,8 @@ def test_options(dtype: torch.dtype, options: str) -> None:
     matches_the_reference(head.make(head.SIZES["small"], dtype, bias=True, **head.OPTIONS[options]))
 
 
-def test_real_rows() -> None:
-    with large(40):
-        matches_the_reference(head.make(head.REAL, torch.bfloat16))
+test_real_rows = head.test_real_rows
+test_weight_of_more_than_2_31_elements = head.test_weight_of_more_than_2_31_elements
 
 
 @pytest.mark.parametrize("promise", PROMISES)
@@ -65,13 +64,3 @@ def test_largest_log_prob(rows: int) -> None:
     every = torch.arange(rows, device=DEVICE) % 70
     logprob, largest = linear_logprob(hidden.repeat(rows, 1), weight, every, return_max=True)
     assert torch.equal(largest, logprob.amax().expand(rows))
-
-
-def test_weight_of_more_than_2_31_elements() -> None:
-    vocabulary, width = 1_100_000, 2048
-    with large(40):
-        hidden, weight = filled(16, width), filled(vocabulary, width, seed=1)
-        target = vocabulary - 1 - torch.arange(16, device=DEVICE)
-        tail = linear_logprob_partials(hidden, weight[-1024:], target, vocab_start=vocabulary - 1024)
-        whole = linear_logprob_partials(hidden, weight, target, vocab_start=0)
-        torch.testing.assert_close(whole[2], tail[2], rtol=1e-4, atol=1e-2)

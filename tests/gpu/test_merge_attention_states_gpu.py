@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from gpu_checks import DEVICE, DTYPES, PROMISES, Case, filled, large, matches_the_reference, randn, second_device
+from gpu_checks import DEVICE, DTYPES, Case, filled, large, randn, usual
 from torch import Tensor
 
 from fb_kernels import merge_attention_states
@@ -29,10 +27,7 @@ def make(size: tuple[int, int, int], dtype: torch.dtype, device: str = DEVICE) -
     return Case(merge_attention_states, plain, floats, trained=4, differentiable=2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-def test_matches_the_reference(size: str, dtype: torch.dtype) -> None:
-    matches_the_reference(make(SIZES[size], dtype))
+test_matches_the_reference, test_promises, test_another_device = usual(make, SIZES, "decode")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,15 +40,6 @@ def test_empty_states_are_never_read(dtype: torch.dtype) -> None:
     assert (lse[:, :2] == -torch.inf).all()
     torch.testing.assert_close(out[2], out_a[2])
     assert out.isfinite().all()
-
-
-@pytest.mark.parametrize("promise", PROMISES)
-def test_promises(promise: Callable[[Case], None]) -> None:
-    promise(make(SIZES["decode"], torch.bfloat16))
-
-
-def test_another_device() -> None:
-    matches_the_reference(make(SIZES["small"], torch.bfloat16, second_device()))
 
 
 def test_more_than_2_31_elements() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_checks import DEVICE, DTYPES, PROMISES, Case, filled, large, matches_the_reference, randn, second_device
+from gpu_checks import DEVICE, DTYPES, Case, filled, large, randn, usual
 from torch import Tensor
 
 from fb_kernels import qk_norm_rope
@@ -72,22 +70,13 @@ def writes_its_slots(size: tuple[int, int, int, int], dtype: torch.dtype, device
         assert torch.equal(cache, want)
 
 
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-def test_matches_the_reference(size: str, dtype: torch.dtype, norm: bool) -> None:
-    matches_the_reference(make(SIZES[size], dtype, norm=norm))
+test_matches_the_reference, test_promises, test_another_device = usual(make, SIZES, "decode", norm=(True, False))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_writes_its_slots(size: str, dtype: torch.dtype) -> None:
     writes_its_slots(SIZES[size], dtype)
-
-
-@pytest.mark.parametrize("promise", PROMISES)
-def test_promises(promise: Callable[[Case], None]) -> None:
-    promise(make(SIZES["decode"], torch.bfloat16))
 
 
 def test_small_bad_positions_give_nan_rows() -> None:
@@ -101,10 +90,6 @@ def test_small_bad_positions_give_nan_rows() -> None:
     for got, want in zip((q, k), wants, strict=True):
         assert got[[1, 2]].isnan().all()
         torch.testing.assert_close(got, want, equal_nan=True)
-
-
-def test_another_device() -> None:
-    matches_the_reference(make(SIZES["small"], torch.bfloat16, second_device()))
 
 
 def test_more_than_2_31_elements() -> None:

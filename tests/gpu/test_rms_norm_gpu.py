@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_checks import DEVICE, DTYPES, PROMISES, Case, filled, large, matches_the_reference, randn, second_device
+from gpu_checks import DEVICE, Case, filled, large, randn, usual
 from torch import Tensor
 
 from fb_kernels import rms_norm
@@ -37,20 +35,7 @@ def make(size: tuple[int, int], dtype: torch.dtype, device: str = DEVICE, *, res
     return Case(op, plain, (x, weight), trained=2, differentiable=1)
 
 
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-def test_matches_the_reference(size: str, dtype: torch.dtype, residual: bool) -> None:
-    matches_the_reference(make(SIZES[size], dtype, residual=residual))
-
-
-@pytest.mark.parametrize("promise", PROMISES)
-def test_promises(promise: Callable[[Case], None]) -> None:
-    promise(make(SIZES["decode"], torch.bfloat16))
-
-
-def test_another_device() -> None:
-    matches_the_reference(make(SIZES["small"], torch.bfloat16, second_device()))
+test_matches_the_reference, test_promises, test_another_device = usual(make, SIZES, "decode", residual=(True, False))
 
 
 def test_more_than_2_31_elements() -> None:

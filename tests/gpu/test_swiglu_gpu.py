@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_checks import DEVICE, DTYPES, PROMISES, Case, filled, large, matches_the_reference, randn, second_device
+from gpu_checks import DEVICE, Case, filled, large, randn, usual
 from torch import Tensor
 
 from fb_kernels import swiglu
@@ -26,19 +24,7 @@ def make(size: tuple[int, int], dtype: torch.dtype, device: str = DEVICE) -> Cas
     return Case(swiglu, plain, (randn(rows, 2 * width, dtype=dtype, device=device),), trained=1, differentiable=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-def test_matches_the_reference(size: str, dtype: torch.dtype) -> None:
-    matches_the_reference(make(SIZES[size], dtype))
-
-
-@pytest.mark.parametrize("promise", PROMISES)
-def test_promises(promise: Callable[[Case], None]) -> None:
-    promise(make(SIZES["decode"], torch.bfloat16))
-
-
-def test_another_device() -> None:
-    matches_the_reference(make(SIZES["small"], torch.bfloat16, second_device()))
+test_matches_the_reference, test_promises, test_another_device = usual(make, SIZES, "decode")
 
 
 def test_more_than_2_31_elements() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from gpu_checks import DEVICE, DTYPES, PROMISES, Case, filled, large, matches_the_reference, randn, second_device
+from gpu_checks import DEVICE, DTYPES, Case, filled, large, randn, usual
 from torch import Tensor
 
 from fb_kernels import topk_entropy
@@ -49,25 +47,13 @@ def orders_exactly(logits: Tensor, k: int) -> None:
     torch.testing.assert_close(got[0], want[0], equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-def test_matches_the_reference(size: str, dtype: torch.dtype) -> None:
-    matches_the_reference(make(SIZES[size], dtype))
+test_matches_the_reference, test_promises, test_another_device = usual(make, SIZES, "gate")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "k"), [(100, 64), (151_936, 64), (151_936, 1)], ids=["small", "real", "best"])
 def test_orders_exactly(width: int, k: int, dtype: torch.dtype) -> None:
     orders_exactly(hostile(width).to(dtype), k)
-
-
-@pytest.mark.parametrize("promise", PROMISES)
-def test_promises(promise: Callable[[Case], None]) -> None:
-    promise(make(SIZES["gate"], torch.bfloat16))
-
-
-def test_another_device() -> None:
-    matches_the_reference(make(SIZES["small"], torch.bfloat16, second_device()))
 
 
 def test_more_than_2_31_elements() -> None:

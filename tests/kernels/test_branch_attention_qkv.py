@@ -9,36 +9,23 @@ import emulation
 import pytest
 import torch
 from cases.base import Case, ids
-from cases.branch_attention_qkv import CACHES, LENGTH, OP, attention, in_16_bits, make
+from cases.branch_attention_qkv import CACHES, LENGTH, OP, in_16_bits, make
 from layouts import laid
 from test_contract import check, same
 from torch import Tensor
 from ways import names, running
 
-from fb_kernels import branch_attention_qkv
 from fb_kernels._runtime import cuda
 
 WAYS = names(OP)
 CPU = [way for way in WAYS if way.startswith("cpu")]
+ONCE = [way for way in WAYS if way not in CPU[1:]]  # where the CPU's vectors change nothing
 PAGES = {"cuda": 64}  # what an implementation takes, others any
 
 
 def called(way: str, **sizes: Any) -> Case:
     """In a dtype that the implementation takes."""
     return OP.cast(make(**{"half": 32, "wide_tables": True} | sizes), OP.ways[way.partition(" ")[0]].dtypes[-1])
-
-
-def test_a_step_at_a_time_is_causal_attention() -> None:
-    """Rows that are kept one after another see what `branch_attention` shows a whole sequence."""
-    case = make(6, held=0, spare=6, keep="none").with_(positions=torch.arange(6))
-    q, k, v = (attention(case).arguments[name] for name in "qkv")
-    for place in range(6):
-        one = {name: case.arguments[name][place : place + 1] for name in ("qkv", "positions")}
-        out = branch_attention_qkv(**case.changed(**one, held=ids(place), slots=ids(place)))
-        scores = torch.einsum("he,nhe->hn", q[place], k[: place + 1].repeat_interleave(2, 1)) * 8**-0.5
-        expected = torch.einsum("hn,nhe->he", scores.softmax(-1), v[: place + 1].repeat_interleave(2, 1))
-        torch.testing.assert_close(out[0], expected)
-    torch.testing.assert_close([case.arguments[name] for name in CACHES], [k, v])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -82,7 +69,7 @@ RANGE = [
 
 
 @pytest.mark.parametrize(("changes", "wrong"), RANGE, ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ONCE)
 def test_out_of_range(way: str, changes: dict[str, Tensor], wrong: range | tuple[int, ...]) -> None:
     """An error where the host looks, elsewhere NaN in the rows that it concerns, and nothing is written for them."""
     case = called(way, held=5).with_(slots=ids(5, 8, 7)).with_(**changes)
@@ -140,7 +127,7 @@ WRONG_PAGES = [
 
 
 @pytest.mark.parametrize(("name", "place", "value", "rows"), WRONG_PAGES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ONCE)
 def test_out_of_range_in_pages(
     way: str, name: str, place: int | tuple[int, int], value: int | None, rows: tuple[int, ...]
 ) -> None:

@@ -14,7 +14,8 @@ EDGES = """
 import itertools, sys
 import torch
 from pathlib import Path
-from fb_kernels import BranchLayout, branch_attention, branch_attention_qkv, candidate_head; from fb_kernels._runtime import backend, cpu
+from fb_kernels import BranchLayout, branch_attention, branch_attention_qkv, candidate_head
+from fb_kernels._runtime import backend, cpu
 from fb_kernels import linear_logprob, merge_attention_states, qk_norm_rope, rms_norm, skinny_linear, swiglu
 from fb_kernels import topk_entropy
 

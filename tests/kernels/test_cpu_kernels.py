@@ -1,4 +1,4 @@
-"""The compiled kernels for CPU tensors, for every width of vectors, against float64 and against plain PyTorch."""
+"""The compiled kernels for CPU tensors: their threads, blocks and vectors, and which calls they take by themselves."""
 
 from __future__ import annotations
 
@@ -12,158 +12,42 @@ from typing import Any
 
 import pytest
 import torch
+from cases import OPS
 from cases.base import Case, single
 from cases.branch_attention import make as make_branches
-from cases.branch_attention_qkv import make as make_attention
 from cases.decoder_layer import OP as LAYER
 from cases.decoder_layer import make as make_layer
 from cases.linear_logprob import OP as LOGPROB
 from cases.linear_logprob import make as make_head
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 from test_contract import check, evaluate, same
-from torch import Tensor
 from ways import VECTORS, running
 
-from fb_kernels import layout as layouts
-from fb_kernels._runtime import backend, cpu, segments
-from fb_kernels.branch_attention_qkv import reference as attention_reference
+from fb_kernels._runtime import backend, cpu
 from fb_kernels.candidate_head import candidate_head
 from fb_kernels.linear_logprob import linear_logprob
-from fb_kernels.linear_logprob import reference as logprob_reference
-from fb_kernels.merge_attention_states import merge_attention_states
-from fb_kernels.merge_attention_states import reference as state_reference
 from fb_kernels.qk_norm_rope import qk_norm_rope
-from fb_kernels.qk_norm_rope import reference as rotation_reference
-from fb_kernels.rms_norm import rms_norm
-from fb_kernels.skinny_linear import reference as linear_reference
-from fb_kernels.skinny_linear import skinny_linear
-from fb_kernels.swiglu import swiglu
-from fb_kernels.testing import poisoned_memory
 
-NAN, INF = float("nan"), float("inf")
+INF = float("inf")
 
 
-WIDTHS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 100, 129)
-
-
-given_here = settings(
-    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-
-
-@pytest.fixture(autouse=True, params=[f"cpu {vectors}" for vectors in VECTORS])
-def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(params=VECTORS)
+def vectors(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every op runs its compiled CPU kernel, and refuses arguments that it was not made for."""
-    with running(request.param):
+    with running(f"cpu {request.param}"):
         yield
 
 
-def changed(arguments: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """The arguments, with another in place of each tensor of floating point."""
-    return {
-        name: change(value) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in arguments.items()
-    }
+every_width = pytest.mark.usefixtures("vectors")
 
 
-def wide(arguments: dict[str, Any]) -> dict[str, Any]:
-    return changed(arguments, Tensor.double)
-
-
-def apart(x: Tensor, offset: int) -> Tensor:
-    """The same values in rows that lie apart, from an odd address on, with NaN around."""
-    whole = torch.full((*x.shape[:-1], x.shape[-1] + offset + 3), NAN)
-    whole[..., offset : offset + x.shape[-1]] = x
-    return whole[..., offset : offset + x.shape[-1]]
-
-
-def beside_poison(x: Tensor, offset: int = 3) -> Tensor:
-    """The same values, contiguous from an odd address on, with NaN around."""
-    whole = torch.full((x.numel() + 2 * offset + 1,), NAN)
-    return whole[offset : offset + x.numel()].view(x.shape).copy_(x)
-
-
-def results(call: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
-    """What is returned, where all is written, contiguous, the same when repeated, and no argument is changed."""
-    before = [x.clone() for x in arguments if isinstance(x, Tensor)]
-    with poisoned_memory():
-        out, again = call(*arguments), call(*arguments)
-    out, again = ((x,) if isinstance(x, Tensor) else x for x in (out, again))
-    torch.testing.assert_close(out, again, rtol=0, atol=0, equal_nan=True)
-    after = [x for x in arguments if isinstance(x, Tensor)]
-    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
-    assert all(x.is_contiguous() for x in out)
-    return out
-
-
-def hostile(x: Tensor, share: float, seed: int, values: tuple[float, ...] = (NAN, INF, -INF, 0.0)) -> Tensor:
-    """x with other values in some places."""
-    generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(0, len(values), x.shape, generator=generator)
-    return torch.where(torch.rand(x.shape, generator=generator) < share, torch.tensor(values)[picks], x)
-
-
-given_share = st.sampled_from([0.0, 0.0, 0.02, 0.2])
-
-
+@every_width
 def test_soft_caps_of_every_size() -> None:
     """Logits from where tanh is its argument to where it is 1."""
-    bias = torch.cat((torch.linspace(-20, 20, 4001), torch.tensor([1e-30, -1e-9, 0.0, INF, -INF, 200.0, -1e30])))
+    bias = torch.cat((torch.linspace(-20, 20, 801), torch.tensor([1e-30, -1e-9, 0.0, INF, -INF, 200.0, -1e30])))
     for x in bias.split(1):  # its own log-prob is 0, its lse the logit
         lse = linear_logprob(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), x,
                              softcap=2.0, return_lse=True)[1]  # fmt: skip
         torch.testing.assert_close(lse, (2 * torch.tanh(x.double() / 2)).float(), rtol=4e-7, atol=0)
-
-
-WRONG: dict[str, tuple[Callable[..., Any], list[Any]]] = {
-    "candidate_head": (
-        lambda cu: candidate_head(torch.ones(4, 3), None, torch.ones(3), torch.tensor(cu), eps=0.1),
-        [[1, 4], [0, 5], [0, 3, 2], [0, -1, 4], [0, 2, 2**40, 4], [0, 1, 2, 3, 4, 3, 4, 4, 4, 4]],
-    ),
-    "linear_logprob": (
-        lambda ids, **rest: linear_logprob(torch.ones(2, 3), torch.ones(5, 3), torch.tensor(ids), **rest),
-        [[0, 5], [-1, 9], [-100, 5], [2**40, 0]],
-    ),
-    "linear_logprob of bfloat16": (
-        lambda ids: linear_logprob(torch.ones(2, 3).bfloat16(), torch.ones(5, 3).bfloat16(), torch.tensor(ids)),
-        [[0, 5], [-1, 9], [-100, 5], [2**40, 0]],
-    ),
-    "qk_norm_rope": (
-        lambda positions: qk_norm_rope(
-            torch.ones(2, 6), None, None, torch.ones(4, 2), torch.ones(4, 2), torch.tensor(positions),
-            num_heads=1, num_kv_heads=1,
-        ),
-        [[0, 4], [-1, 0], [2**40, 1]],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("op", "value"), [(op, value) for op, (_, values) in WRONG.items() for value in values])
-def test_errors_are_those_of_the_reference(op: str, value: list[int]) -> None:
-    said = []
-    for which in ("cpu", "reference"):
-        with backend.override(which), pytest.raises(ValueError, match=f"^{op.split()[0]}: .*expected") as raised:
-            WRONG[op][0](value)
-        said.append(str(raised.value))
-    assert said[0] == said[1]
-    assert "kernel" not in said[0]
-
-
-def ones(*shape: int, **options: Any) -> Tensor:
-    return torch.ones(shape, **options)
-
-
-def rotated(rows: int = 2, **changes: Any) -> Any:
-    given = {"qkv": ones(rows, 6), "cos": ones(4, 2), "sin": ones(4, 2)} | changes
-    return qk_norm_rope(
-        **given, q_weight=None, k_weight=None, positions=torch.zeros(rows, dtype=torch.int32), num_heads=1,
-        num_kv_heads=1,
-    )  # fmt: skip
-
-
-def logged(hidden: Tensor, weight: Tensor, **options: Any) -> Any:
-    return linear_logprob(hidden, weight, torch.zeros(hidden.shape[:-1], dtype=torch.int64), **options)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc")
@@ -190,35 +74,6 @@ print(counts[1] - counts[0], counts[2] - counts[1], len(paths))
     assert done.stdout.split() == ["1", "0", "1"], done.stderr
 
 
-def test_it_runs_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(linear_reference, "linear", refuse)
-    monkeypatch.setattr(attention_reference, "_on_host", refuse)
-    monkeypatch.setattr(layouts, "plan", refuse)
-    for module, name in (
-        (torch.nn.functional, "rms_norm"),
-        (torch.nn.functional, "silu"),
-        (state_reference, "merge_weights"),
-        (segments, "segments"),
-        (logprob_reference, "_statistics"),
-        (rotation_reference, "qk_norm_rope"),
-    ):
-        monkeypatch.setattr(module, name, refuse)
-    with backend.override("auto"):
-        evaluate(single(make_branches([([2, 1], 0, 3)])))
-        skinny_linear(torch.ones(1, 4), torch.ones(2, 4))
-        single(make_attention(1)).run()
-        rms_norm(ones(2, 3), ones(3), 0.1)
-        swiglu(ones(2, 4))
-        merge_attention_states(ones(2, 3, 4), ones(3, 2), ones(2, 3, 4), ones(3, 2))
-        candidate_head(ones(2, 3), None, ones(3), torch.tensor([0, 2]), eps=0.1)
-        logged(ones(2, 3), ones(5, 3))
-        rotated()
-        rotated(kv_out=(*torch.zeros(2, 3, 1, 2), torch.tensor([0, 2])))
-
-
 def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:
     assert str(cpu.opened(tmp_path / "absent.so")).startswith("cannot be loaded")
     source = tmp_path / "other.cpp"
@@ -228,12 +83,59 @@ def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:
     assert cpu.opened(tmp_path / "other.so") == "built from other sources: install it anew"
 
 
+WRONG: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+    "candidate_head": (
+        lambda cu: candidate_head(torch.ones(4, 3), None, torch.ones(3), torch.tensor(cu), eps=0.1),
+        [[1, 4], [0, 5], [0, 3, 2], [0, -1, 4], [0, 2, 2**40, 4], [0, 1, 2, 3, 4, 3, 4, 4, 4, 4]],
+    ),
+    **{
+        f"linear_logprob of {str(dtype)[6:]}": (
+            lambda ids, dtype=dtype: linear_logprob(*(torch.ones(n, 3).to(dtype) for n in (2, 5)), torch.tensor(ids)),
+            [[0, 5], [-1, 9], [-100, 5], [2**40, 0]],
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    },
+    "qk_norm_rope": (lambda positions: rotated(positions=torch.tensor(positions)), [[0, 4], [-1, 0], [2**40, 1]]),
+}
+
+
+def rotated(**changes: Any) -> Any:
+    given = {"qkv": torch.ones(2, 6), "cos": torch.ones(4, 2), "sin": torch.ones(4, 2)}
+    given |= {"q_weight": None, "k_weight": None, "positions": torch.zeros(2, dtype=torch.int32)} | changes
+    return qk_norm_rope(**given, num_heads=1, num_kv_heads=1)
+
+
+@pytest.mark.parametrize("op", WRONG)
+def test_errors_are_those_of_the_reference(op: str) -> None:
+    call, values = WRONG[op]
+    for value in values:
+        said = []
+        for way in ("cpu 512", "reference"):
+            with running(way), pytest.raises(ValueError, match=f"^{op.split()[0]}: .*expected") as raised:
+                call(value)
+            said.append(str(raised.value))
+        assert said[0] == said[1]
+        assert "kernel" not in said[0]
+
+
+def test_it_runs_without_being_asked_for() -> None:
+    """Of every op with a kernel for the CPU: no reference runs."""
+    names = [name for name, op in OPS.items() if "cpu" in op.ways]
+    with running("cpu 512"), backend.override("auto"), backend.seen() as ran:
+        for name in names:
+            op = OPS[name]
+            evaluate(op.cast(op.make(**op.typical), torch.float32).fresh())
+    assert len(names) > 9
+    assert {name: ran[name] for name in names} == dict.fromkeys(names, "cpu")
+
+
 def many_narrow_rows(rows: Sequence[int], width: int, vocabulary: int) -> Case:
     """A call in bfloat16 with all that changes logits, and padding in the head."""
     options = {"logit_scale": 0.4, "softcap": 5.0, "temperature": 0.7}
     return LOGPROB.cast(make_head(rows, width, vocabulary, padding=3, options=options), torch.bfloat16)
 
 
+@every_width
 @pytest.mark.parametrize(("rows", "width", "vocabulary"), [((5, 97), 70, 260), ((16,), 33, 9000), ((3,), 0, 4100)])
 def test_log_probs_of_narrow_rows_past_a_block(rows: Sequence[int], width: int, vocabulary: int) -> None:
     """Rows that are not all in memory at once, stretches of the vocabulary of several chunks."""
@@ -241,6 +143,7 @@ def test_log_probs_of_narrow_rows_past_a_block(rows: Sequence[int], width: int, 
     check(LOGPROB, case, *evaluate(case))
 
 
+@every_width
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sequence_has_the_same_bits_in_any_layer_call(dtype: torch.dtype) -> None:
     """In pages with others, in pages alone, and over a flat cache; whatever the number of rows."""
@@ -259,6 +162,7 @@ def test_a_sequence_has_the_same_bits_in_any_layer_call(dtype: torch.dtype) -> N
         assert same([alone, over], [out[2 * g : 2 * g + 2]] * 2)
 
 
+@every_width
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     """Also where heads or rows do not share out evenly."""
     attended = single(make_branches([([3, 70, 1], 0, 300), ([1] * 7, 0, 90)], (6, 3), 64))

@@ -10,7 +10,8 @@ import pytest
 
 USER = """
 import torch
-from fb_kernels import combine_logprob_partials, linear_logprob, swiglu; from fb_kernels._runtime import backend
+from fb_kernels import combine_logprob_partials, linear_logprob, swiglu
+from fb_kernels._runtime import backend
 
 assert backend.chosen("swiglu", "cpu")[0] == "triton"
 torch.manual_seed(0)

@@ -88,16 +88,6 @@ def test_an_offset_of_all_logits_costs_nothing(way: str) -> None:
 
 
 @every_way
-def test_probabilities_sum_to_one_and_ties_share(way: str) -> None:
-    case, every = single(1, 6, 11), torch.arange(11)
-    with running_small(OP, way):
-        logprob = linear_logprob(case.tensors["hidden"].expand(11, 6), case.tensors["weight"], every)
-        torch.testing.assert_close(logprob.exp().sum(), torch.tensor(1.0))
-        tied = linear_logprob(torch.zeros(11, 6), case.tensors["weight"], every)
-    torch.testing.assert_close(tied, torch.full((11,), -math.log(11)))
-
-
-@every_way
 @pytest.mark.parametrize("banned", [slice(0, 33), slice(4, 8), slice(31, 69)], ids=str)
 def test_minus_infinity_means_probability_zero(way: str, banned: slice) -> None:
     case = single(3)
@@ -226,7 +216,7 @@ def test_small_products_on_the_cpu_are_its_own(monkeypatch: pytest.MonkeyPatch, 
 
 
 @every_way_of_shards
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(
     cuts=st.lists(st.integers(0, 90), max_size=3).map(sorted),
     given=options,
@@ -266,6 +256,7 @@ def test_the_first_id_of_the_next_shard_is_in_that(way: str) -> None:
 @every_way_of_shards
 @pytest.mark.parametrize("cuts", [[], [3, 6], [0, 5, 5, 11], [1, 10]])
 @pytest.mark.parametrize("asked", [(1.0, 0.0, 1.0, 0.0), (1.0, 1.0, 1.0, 1.0), (0.0, 1.0, 0.0, 0.0)])
+@pytest.mark.sweep(2)
 def test_shards_have_the_ops_rows_without_a_finite_logit(way: str, cuts: list[int], asked: tuple[float, ...]) -> None:
     """Row 1 has nothing but -inf, 2 likewise and is ignored, 3 holds NaN; ids 3 to 5 are -inf in all."""
     case = single(4, 6, 11, target=ids(2, 7, IGNORE, 4))
@@ -337,14 +328,6 @@ def test_bad_ids_are_nan_where_the_host_does_not_read(way: str, monkeypatch: pyt
         endless = linear_logprob_partials(case.tensors["hidden"], case.tensors["weight"], bad, vocab_start=8)[2]
     assert endless.isnan().tolist() == (bad < 0).logical_and(bad != IGNORE).tolist()
     assert (endless == -math.inf).tolist() == (((bad < 8) | (bad >= 78)) & ((bad >= 0) | (bad == IGNORE))).tolist()
-
-
-def test_second_derivatives_are_refused() -> None:
-    case = leaves(single())
-    hidden, weight = case.tensors["hidden"], case.tensors["weight"]
-    grad = torch.autograd.grad(case.run()[0].square().sum(), hidden, create_graph=True)[0]
-    with pytest.raises(NotImplementedError, match="linear_logprob: only first derivatives exist"):
-        torch.autograd.grad(grad.sum(), weight)
 
 
 def test_logits_never_exist_as_a_whole() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from cases import NAMES, case
+from cases import NAMES, OPS, Case, case
 from cases.base import gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,16 +21,7 @@ from torch._subclasses import FakeTensorMode
 import fb_kernels
 from fb_kernels._runtime import backend, checks
 
-BACKENDS = ("reference", "auto", pytest.param("triton", marks=pytest.mark.slow))  # auto: what is compiled for the CPU
 EXPANDED = [layout for layout in LAYOUTS if layout not in WHOLE]
-
-
-@pytest.fixture
-def kernels(which: str) -> Iterator[None]:
-    if which == "triton" and os.environ["TRITON_INTERPRET"] != "1":
-        pytest.skip("kernels run on a GPU here: see tests/gpu")
-    with backend.override(which):
-        yield
 
 
 def outcome(call: Callable[[], list[Tensor]]) -> list[Tensor] | str:
@@ -55,10 +46,15 @@ def test_every_op_has_a_case() -> None:
     assert {case(name).op for name in NAMES} == functions
 
 
-@pytest.mark.parametrize("which", ["reference", "auto"])
+@pytest.fixture(params=["reference", "auto"])  # auto: what is compiled for the CPU
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    with backend.override(request.param):
+        yield
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("kernels")
-def test_expanded_arguments(name: str, which: str) -> None:
+def test_expanded_arguments(name: str) -> None:
     """Other layouts are test_contract.py's."""
     for argument, x in case(name).tensors.items():
         for layout in EXPANDED:
@@ -75,24 +71,38 @@ def test_expanded_arguments(name: str, which: str) -> None:
             torch.testing.assert_close(outside(view), before, rtol=0, atol=0, equal_nan=True, msg=what)
 
 
-@pytest.mark.parametrize("which", BACKENDS)
-@pytest.mark.parametrize("name", [name for name in NAMES if case(name).gradients])
-@pytest.mark.usefixtures("kernels")
-def test_any_strides_of_the_results_gradients(name: str, which: str) -> None:
-    example = case(name)
-    for layout in (ROUGH, "expanded") if which == "triton" else LAYOUTS:
+def takes_any_gradients(example: Case, layouts: Iterable[str]) -> None:
+    for layout in layouts:
         lay = LAYOUTS[layout]
         expected = gradients(example, lambda x, lay=lay: lay(x).contiguous().clone())
         assert_same(gradients(example, lay), expected, layout)
 
 
-WRITING = [
-    (name, argument, other)
-    for name in NAMES
-    for place, argument in enumerate(case(name).written)
-    for other in case(name).tensors
-    if other not in case(name).written[: place + 1]
-]
+@pytest.mark.parametrize("name", [name for name in NAMES if case(name).gradients])
+@pytest.mark.usefixtures("kernels")
+def test_any_strides_of_the_results_gradients(name: str) -> None:
+    takes_any_gradients(case(name), LAYOUTS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="kernels run on a GPU here: see tests/gpu")
+@pytest.mark.parametrize("name", OPS)
+def test_any_strides_of_gradients_for_triton(name: str) -> None:
+    op, ways = OPS[name], [way for way in OPS[name].ways if way.startswith("triton")]
+    example = op.cast(op.make(**op.typical), torch.float32)
+    if ways and example.gradients:
+        with backend.override("triton"), op.way(ways[0]).small():
+            takes_any_gradients(example, (ROUGH, "expanded"))
+
+
+def written_with_another(name: str) -> Iterator[tuple[str, str]]:
+    """Each argument that is written, with each other one."""
+    example = case(name)
+    for place, argument in enumerate(example.written):
+        yield from ((argument, other) for other in example.tensors if other not in example.written[: place + 1])
+
+
+WRITING = pytest.mark.parametrize("name", [name for name in NAMES if case(name).written])
 
 
 def beside(x: Tensor, y: Tensor, start: int, pitch: int | None = None) -> tuple[Tensor, Tensor]:
@@ -106,33 +116,33 @@ def beside(x: Tensor, y: Tensor, start: int, pitch: int | None = None) -> tuple[
     return views[0].copy_(x), views[1].copy_(y)
 
 
-@pytest.mark.parametrize(("name", "argument", "other"), WRITING)
-def test_what_is_written_overlaps_nothing(name: str, argument: str, other: str) -> None:
-    example = case(name)
-    x, y = example.tensors[argument], example.tensors[other]
-    for start in (0, (x.nbytes - 1) // 8 * 8):  # the last element is enough
-        one, two = beside(x, y, start)
-        before = one.clone()
-        with pytest.raises(
-            ValueError, match=rf"^{example.op}: .*memory of its own, apart from .*; clone one$"
-        ) as raised:
-            example.run(**{argument: one, other: two})
-        inner, outer = (
-            n if n.startswith(("state", "weights")) else n.replace(".", "[") + "]" * ("." in n)
-            for n in (argument, other)
-        )
-        assert f"{example.op}: {inner}: " in str(raised.value)
-        assert f"apart from {outer}," in str(raised.value)
-        torch.testing.assert_close(one, before, rtol=0, atol=0, equal_nan=True)
+@WRITING
+def test_what_is_written_overlaps_nothing(name: str) -> None:
+    for argument, other in written_with_another(name):
+        example = case(name)
+        x, y = example.tensors[argument], example.tensors[other]
+        for start in (0, (x.nbytes - 1) // 8 * 8):  # the last element is enough
+            one, two = beside(x, y, start)
+            before = one.clone()
+            sentence = rf"^{example.op}: .*memory of its own, apart from .*; clone one$"
+            with pytest.raises(ValueError, match=sentence) as raised:
+                example.run(**{argument: one, other: two})
+            inner, outer = (
+                n if n.startswith(("state", "weights")) else n.replace(".", "[") + "]" * ("." in n)
+                for n in (argument, other)
+            )
+            assert f"{example.op}: {inner}: " in str(raised.value)
+            assert f"apart from {outer}," in str(raised.value)
+            torch.testing.assert_close(one, before, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("name", "argument", "other"), WRITING)
-def test_what_is_written_may_lie_between_other_elements(name: str, argument: str, other: str) -> None:
-    example = case(name)
-    one, two = beside(example.tensors[argument], example.tensors[other], 8, pitch=16)
-    expected = case(name).run()
-    mine = example.run(**{argument: one, other: two})
-    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+@WRITING
+def test_what_is_written_may_lie_between_other_elements(name: str) -> None:
+    for argument, other in written_with_another(name):
+        example = case(name)
+        one, two = beside(example.tensors[argument], example.tensors[other], 8, pitch=16)
+        mine = example.run(**{argument: one, other: two})
+        torch.testing.assert_close(mine, case(name).run(), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 LAID = st.tuples(

@@ -40,16 +40,14 @@ def test_a_residual_is_added_before_rounding(way: str) -> None:
 
 @of_compiled
 @of_every_variant
-@pytest.mark.parametrize(
-    ("rows", "width", "outputs"), [(9, 37, 11), (16, 300, 40), (13, 1, 1), (7, 264, 20), (16, 4616, 9), (15, 2049, 5)]
-)
-def test_a_row_alone_has_the_same_bits(way: str, rows: int, width: int, outputs: int, options: Sizes) -> None:
-    arguments = given(way, rows, width, outputs, **options)
-    with running(way):
-        together = skinny_linear(**arguments)
-        for row in range(rows):
-            one = {name: arguments[name][row : row + 1] for name in ("x", "residual") if name in arguments}
-            assert torch.equal(skinny_linear(**arguments | one)[0], together[row])
+def test_a_row_alone_has_the_same_bits(way: str, options: Sizes) -> None:
+    for rows, width, outputs in (9, 37, 11), (16, 300, 40), (13, 1, 1), (7, 264, 20), (16, 4616, 9), (15, 2049, 5):
+        arguments = given(way, rows, width, outputs, **options)
+        with running(way):
+            together = skinny_linear(**arguments)
+            for row in {0, 1, rows // 2, rows - 1}:
+                one = {name: arguments[name][row : row + 1] for name in ("x", "residual") if name in arguments}
+                assert torch.equal(skinny_linear(**arguments | one)[0], together[row])
 
 
 @of_every_variant
@@ -85,23 +83,6 @@ def test_which_columns_are_shared(width: int, outputs: int, split: bool, norm: S
         plain = skinny_linear(**arguments)
         with wide_chip():
             assert torch.equal(skinny_linear(**arguments), plain) != split
-
-
-@of_every_way
-@of_every_variant
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_a_strange_row_stays_alone(way: str, value: float, options: Sizes) -> None:
-    """Where it is not gated, for there the sign of a zero decides, it is as strange as in the definition."""
-    arguments = given(way, 6, 37, 10, **options)
-    with running(way):
-        clean = skinny_linear(**arguments)
-        arguments["x"][1], arguments["x"][2, 35], arguments["x"][4, 0] = NAN, value, value
-        out = skinny_linear(**arguments)
-    assert torch.equal(out[[0, 3, 5]], clean[[0, 3, 5]])
-    assert out[1].isnan().all()
-    if "swiglu" not in arguments:
-        plain = naive(**arguments)
-        torch.testing.assert_close(out[[2, 4]], plain[[2, 4]], equal_nan=True, rtol=0.1, atol=0.1)
 
 
 @of_every_way
@@ -143,32 +124,18 @@ def test_gating_of_every_size(way: str) -> None:
     torch.testing.assert_close(out[~whole], expected[~whole].float(), rtol=0, atol=6e-37, equal_nan=True)
 
 
-@of_compiled
-def test_stacked_weights_and_a_row_repeated(way: str) -> None:
-    whole = given(way, 9, 528, 64, given=("norm_weight",))
-    x, weight, norm = whole["x"][1::2, 264:], whole["weight"][::3, :264], whole["norm_weight"][:264]
-    with running(way):
-        apart = skinny_linear(x, weight, norm_weight=norm)
-        assert torch.equal(skinny_linear(x.clone(), weight.clone(), norm_weight=norm), apart)
-        repeated = skinny_linear(x[:1].expand(5, -1), weight, norm_weight=norm)
-    assert torch.equal(repeated, apart[:1].expand(5, -1))
-
-
 @pytest.mark.parametrize("way", CPU)
-@pytest.mark.parametrize(("rows", "width", "outputs"), [(1, 40, 2), (1, 512, 260), (5, 33, 18), (16, 300, 1002)])
 @pytest.mark.parametrize("behind", ["residual", "swiglu"])
-def test_any_number_of_threads_gives_the_bits_of_one(
-    monkeypatch: pytest.MonkeyPatch, way: str, rows: int, width: int, outputs: int, behind: str
-) -> None:
-    outputs = outputs // 2 if behind == "swiglu" else outputs
-    arguments = given(way, rows, width, outputs, given=BOTH, behind=behind)
-    with running(way):
-        alone = skinny_linear(**arguments)
-        monkeypatch.setattr(cpu, "SHARE", 1)
-        for threads in (2, 3, 8):  # of the last some have nothing to do
-            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-            with poisoned_memory():
-                assert torch.equal(skinny_linear(**arguments), alone)
+def test_any_number_of_threads_gives_the_bits_of_one(monkeypatch: pytest.MonkeyPatch, way: str, behind: str) -> None:
+    monkeypatch.setattr(cpu, "SHARE", 1)
+    for rows, width, outputs in ((1, 40, 2), (1, 512, 260), (5, 33, 18), (16, 300, 1002)):
+        arguments = given(way, rows, width, outputs // 2 if behind == "swiglu" else outputs, given=BOTH, behind=behind)
+        with running(way), poisoned_memory():
+            found = []
+            for threads in (1, 2, 3, 8):  # of the last some have nothing to do
+                monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+                found.append(skinny_linear(**arguments))
+        assert all(torch.equal(each, found[0]) for each in found)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux for the memory in use")

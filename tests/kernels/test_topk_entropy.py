@@ -74,14 +74,6 @@ def test_ties_across_every_border(way: str, dtype: torch.dtype) -> None:
     assert two.tolist() == [[row, row + 1] for row in range(31)]
 
 
-@of_every_way
-def test_a_row_repeated_is_read_where_it_lies(way: str) -> None:
-    row = torch.randn(1, 17)
-    with running(way):
-        for mine, one in zip(topk_entropy(row.expand(3, -1), 3), topk_entropy(row, 3), strict=True):
-            assert torch.equal(mine, one.expand(mine.shape))
-
-
 def test_k_is_64_where_it_is_not_given() -> None:
     logits = torch.randn(2, 70)
     assert torch.equal(topk_entropy(logits)[2], topk_entropy(logits, 64)[2])

@@ -128,7 +128,7 @@ FREE = {
     "pool",
     "method",
 }
-FREE |= {"benchmark", "where", "condition", "stage", "unit", "loop"}
+FREE |= {"method", "benchmark", "where", "condition", "stage", "unit", "loop"}
 
 
 def everywhere(value, text: str):

@@ -34,10 +34,11 @@ def quiet(text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(trained, tmp_path_factory) -> Path:
-    place = linked(trained, tmp_path_factory.mktemp("tested") / "run", *TRAINED)
-    judge_benchmarks(CHOSEN, place, show=quiet)
-    return place
+def run(trained, once) -> Path:
+    def make(folder):
+        judge_benchmarks(CHOSEN, linked(trained, folder / "run", *TRAINED), show=quiet)
+
+    return once("tested", make) / "run"
 
 
 def test_states_are_those_that_the_slms_greedy_output_admits(run):

@@ -20,7 +20,8 @@ from benchmarks.paper.methods.glimp_router import glimp_router
 from benchmarks.paper.methods.majority import majority
 from benchmarks.paper.methods.spans import ending_ids, spans
 from benchmarks.paper.methods.spec_reason import ReasoningStep, SpecReasonGeneration, spec_reason
-from benchmarks.paper.methods.takeover import TakeoverGeneration
+from benchmarks.paper.methods.speculative import at_least, speculative, within_top
+from benchmarks.paper.methods.takeover import TakeoverGeneration, taking_over
 from benchmarks.paper.r2r.decoding import r2r
 from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage, read_router
 from benchmarks.paper.rows import long_table
@@ -48,18 +49,20 @@ def pair():
 
 
 @pytest.fixture(scope="module")
-def checkpoints(pair, tmp_path_factory) -> dict[str, str]:
+def checkpoints(pair, once) -> dict[str, str]:
     """The demo's LLM as somebody's checkpoint, and one whose tokenizer is another."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    for name in ("tuned", "other"):
-        pair.llm.save_pretrained(folder / name)
-        pair.world.tokenizer.save_pretrained(folder / name)
-    path = folder / "other" / "tokenizer.json"
-    changed = json.loads(path.read_text())
-    words = changed["model"]["vocab"]
-    words["0"], words["1"] = words["1"], words["0"]
-    path.write_text(json.dumps(changed))
-    return {name: str(folder / name) for name in ("tuned", "other", "missing")}
+
+    def make(folder):
+        for name in ("tuned", "other"):
+            pair.llm.save_pretrained(folder / name)
+            pair.world.tokenizer.save_pretrained(folder / name)
+        path = folder / "other" / "tokenizer.json"
+        changed = json.loads(path.read_text())
+        words = changed["model"]["vocab"]
+        words["0"], words["1"] = words["1"], words["0"]
+        path.write_text(json.dumps(changed))
+
+    return {name: str(once("checkpoints", make) / name) for name in ("tuned", "other", "missing")}
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +71,15 @@ def chosen(checkpoints):
 
 
 @pytest.fixture(scope="module")
-def run(trained, chosen, tmp_path_factory) -> Path:
+def run(trained, chosen, once) -> Path:
     """A trained run with routers and the comparison of all methods."""
-    folder = linked(trained, tmp_path_factory.mktemp("compare") / "run", *TRAINED)
-    for stage in (RouterLabelStage, RouterStage, CompareStage):
-        run_stage(stage(chosen, folder))
-    return folder
+
+    def make(folder):
+        place = linked(trained, folder / "run", *TRAINED)
+        for stage in (RouterLabelStage, RouterStage, CompareStage):
+            run_stage(stage(chosen, place))
+
+    return once("compare", make) / "run"
 
 
 @pytest.fixture(scope="module")
@@ -123,53 +129,45 @@ def test_greedy_and_external_rows_are_plain_completions(rows, prompts, pair):
         assert {(row["calls"], row["pool"], row["appended"], row["suffix"]) for row in rows[key]} == {(0, None, 0, 0)}
 
 
-def test_one_token_takeover_is_direct(rows):
-    assert written(rows["one-token-takeover", None]) == written(rows["direct", None])
-    assert written(rows["direct", None]) != written(rows["greedy", None])
-    steps = [[row["steps"] for row in rows[name, None]] for name in ("one-token-takeover", "direct")]
-    assert steps[0] == steps[1]
+def test_every_method_runs_with_the_settings_of_the_run(rows, prompts, pair, run, chosen):
+    """Pools, policy, budget, routers, delimiter, judge and rules: each method called by hand gives the same rows."""
+    slm, llm, tokenizer, policy = pair.slm, pair.llm, pair.world.tokenizer, frozen_policy(run)
+    reranker, router = TokenReranker.from_pretrained(run / "reranker" / "seed-1", slm), read_router_of(run, chosen, 1)
+    own, ends = {"tokenizer": tokenizer}, {"step_ends": ending_ids(tokenizer, ". ")}
+    asked, routed = (slm, llm, policy, prompts, 45), {"threshold": router.threshold, **own}
 
+    def decoded(selector, pool):
+        options = {"pool": pool, "slm_k": 3, "llm_k": 3, "max_events": 8, **own}
+        return CollaborativeDecoder(slm, llm, selector, policy, **options).generate_many(prompts, 45)
 
-def test_decoders_have_the_pools_policy_and_budget_of_the_run(rows, prompts, pair, run):
-    reranker = TokenReranker.from_pretrained(run / "reranker" / "seed-1", pair.slm)
-    for key, selector, pool in (
-        (("s2t", None), LLMPreference(), "slm"),
-        (("direct", None), LLMPreference(), "joint"),
-        (("slm-preference", None), SLMPreference(), "joint"),
-        (("random", 1), RandomChoice(1), "joint"),
-        (("published", 1), FutureBridgeSelector(reranker), "joint"),
-    ):
-        options = {"pool": pool, "slm_k": 3, "llm_k": 3, "max_events": 8, "tokenizer": pair.world.tokenizer}
-        decoder = CollaborativeDecoder(pair.slm, pair.llm, selector, frozen_policy(run), **options)
-        wanted = decoder.generate_many(prompts, 45)
-        assert written(rows[key]) == tokens_of(wanted)
-        for row, one, prompt in zip(rows[key], wanted, prompts, strict=True):
-            sizes = [len(event.pool) for event in one.events]
-            assert row["read"] == (len(prompt) + row["steps"][-1] if sizes else 0)
+    wanted = {
+        ("s2t", None): decoded(LLMPreference(), "slm"),
+        ("direct", None): decoded(LLMPreference(), "joint"),
+        ("slm-preference", None): decoded(SLMPreference(), "joint"),
+        ("random", 1): decoded(RandomChoice(1), "joint"),
+        ("published", 1): decoded(FutureBridgeSelector(reranker), "joint"),
+        ("takeover", None): taking_over(slm, llm, policy, **own)(prompts, 45),
+        ("r2r", 1): r2r(slm, llm, router.network, prompts, 45, **routed),
+        ("r2r-events", 1): r2r(slm, llm, router.network, prompts, 45, policy=policy, max_events=8, **routed),
+        ("r2r-entropy", None): r2r(slm, llm, None, prompts, 45, threshold=policy.threshold, **own),
+        ("spec-reason", None): spec_reason(slm, llm, prompts, 45, delimiter=". ", judge_template="=", **own),
+        ("spans", None): spans(*asked, **ends, **own),
+        ("glimp-router", None): glimp_router(*asked, **ends, **own),
+        ("speculative", None): speculative(slm, llm, prompts, 45, **own),
+        ("speculative-top-k", None): speculative(slm, llm, prompts, 45, accept=within_top(3), **own),
+        ("speculative-probability", None): speculative(slm, llm, prompts, 45, accept=at_least(0.1), **own),
+    }
+    for key, generations in wanted.items():
+        assert written(rows[key]) == tokens_of(generations), key
+        assert written(rows[key]) != written(rows["greedy", None]) or key[0] == "slm-preference"
+        for row, one, prompt in zip(rows[key], generations, prompts, strict=True):
+            read = len(prompt) + one.usage.read if one.usage.calls else 0
+            assert {name: row[name] for name in one.usage._fields} == one.usage._replace(read=read)._asdict()
             assert row["steps"] == [event.step for event in one.events]
-            assert (row["calls"], row["appended"], row["suffix"]) == (len(sizes), len(sizes), 0)
-            assert row["pool"] == (pytest.approx(sum(sizes) / len(sizes)) if sizes else None)
-    assert written(rows["slm-preference", None]) == written(rows["greedy", None])
-    assert max(len(row["steps"]) for row in rows["s2t", None]) > 2
-    for seeded in ("random", "majority", "published"):
+    for seeded in SEEDED:
         assert rows[seeded, 0] != rows[seeded, 1]
-
-
-def test_takeover_writes_the_rest_behind_the_first_admitted_state(rows, prompts, pair):
-    llm = LocalLLM(pair.llm, valid_vocab=len(pair.world.tokenizer))
-    taken = 0
-    for row, greedy, prompt in zip(rows["takeover", None], rows["greedy", None], prompts, strict=True):
-        if not row["steps"]:
-            assert row["tokens"] == greedy["tokens"]
-            continue
-        (step,) = row["steps"]
-        state = torch.cat([prompt, torch.tensor(greedy["tokens"][:step], dtype=torch.int64)])
-        rest = llm.complete(state, 45 - step).tolist()
-        assert row["tokens"] == [*greedy["tokens"][:step], *rest]
-        assert (row["calls"], row["appended"], row["suffix"]) == (1, 1, len(rest) - 1)
-        assert row["read"] == len(prompt) + len(row["tokens"]) - 1
-        taken += 1
-    assert taken > 4
+    assert max(len(row["steps"]) for row in rows["s2t", None]) > 2
+    assert any(row["calls"] < len(row["steps"]) for row in rows["r2r-events", 0])
 
 
 def test_a_majority_is_of_as_many_votes_as_set(rows, prompts, pair, chosen):
@@ -182,76 +180,18 @@ def test_a_majority_is_of_as_many_votes_as_set(rows, prompts, pair, chosen):
         assert (row["tokens"], row["calls"], row["pool"]) == ([], 0, None)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_routers_are_those_of_the_run(rows, prompts, pair, run, chosen, seed):
-    models, policy = models_of(chosen.models), frozen_policy(run)
-    router = read_router(run, models, seed, 0.95)
-    held_out = Artefact(run, "router").tensors(f"seed-{seed}")
-    assert router.network.settings["width"] == 16
-    for recall in (0.2, 0.95, 1.0):
-        threshold = read_router(run, models, seed, recall).threshold
-        assert (held_out["probability"][held_out["divergent"]] >= threshold).float().mean() >= recall
-        assert threshold >= router.threshold or recall == 1.0
-    options = {"threshold": router.threshold, "tokenizer": pair.world.tokenizer}
-    every = r2r(pair.slm, pair.llm, router.network, prompts, 45, **options)
-    assert written(rows["r2r", seed]) == tokens_of(every)
-    for row, one in zip(rows["r2r", seed], every, strict=True):
-        assert row["calls"] == row["appended"] == len(one.events)
-    there = r2r(pair.slm, pair.llm, router.network, prompts, 45, mode="events", policy=policy, max_events=8, **options)
-    assert written(rows["r2r-events", seed]) == tokens_of(there)
-    for row, one in zip(rows["r2r-events", seed], there, strict=True):
-        asked = [event for event in one.events if not math.isnan(event.llm_logprob[0])]
-        assert len(row["steps"]) == len(one.events) <= 8
-        assert row["calls"] == row["appended"] == len(asked)
-    assert any(row["calls"] < len(row["steps"]) for row in rows["r2r-events", 0])
+def read_router_of(run, chosen, seed, recall=0.95):
+    return read_router(run, models_of(chosen.models), seed, recall)
 
 
-def test_the_entropy_switch_is_at_the_threshold_of_the_policy(rows, prompts, pair, run):
-    threshold = frozen_policy(run).threshold
-    wanted = r2r(pair.slm, pair.llm, None, prompts, 45, threshold=threshold, mode="entropy")
-    assert written(rows["r2r-entropy", None]) == tokens_of(wanted)
-    assert sum(row["calls"] for row in rows["r2r-entropy", None]) == sum(len(one.events) for one in wanted) > 9
-
-
-def test_spec_reason_has_the_delimiter_and_judge_of_the_run(rows, prompts, pair):
-    options = {"tokenizer": pair.world.tokenizer, "delimiter": ". ", "judge_template": "="}
-    wanted = spec_reason(pair.slm, pair.llm, prompts, 45, **options)
-    found = rows["spec-reason", None]
-    assert written(found) == tokens_of(wanted)
-    for row, one, prompt in zip(found, wanted, prompts, strict=True):
-        theirs = [step for step in one.steps if step.writer == "llm"]
-        assert row["read"] == len(prompt) + one.read
-        assert row["calls"] == len(one.steps) + len(theirs)
-        assert row["suffix"] == sum(step.length for step in theirs)
-        assert (row["pool"], row["appended"], row["steps"]) == (None, 0, [])
-    assert {step.writer for one in wanted for step in one.steps} == {"slm", "llm"}
-
-
-def test_spans_have_the_delimiter_and_budget_of_the_run(rows, prompts, pair, run):
-    ends = ending_ids(pair.world.tokenizer, ". ")
-    wanted = spans(pair.slm, pair.llm, frozen_policy(run), prompts, 45, step_ends=ends, tokenizer=pair.world.tokenizer)
-    found = rows["spans", None]
-    assert written(found) == tokens_of(wanted)
-    assert [row["steps"] for row in found] == [[event.step for event in one.events] for one in wanted]
-    assert [row["suffix"] for row in found] == [one.written for one in wanted]
-    assert sum(row["suffix"] for row in found) > 45
-
-
-def test_speculative_decoding_is_the_large_models_text_or_cheaper(rows, prompts, pair):
-    own = LocalLLM(pair.llm, tokenizer=pair.world.tokenizer).complete_many(prompts, 45)
-    exact, *lossy = (rows[name, None] for name in ("speculative", "speculative-top-k", "speculative-probability"))
-    assert written(exact) == [ids.tolist() for ids in own]
-    for cheaper in lossy:
-        assert sum(row["calls"] for row in cheaper) < sum(row["calls"] for row in exact)
-        assert written(cheaper) != written(exact)
-
-
-def test_steps_are_routed_by_the_runs_own_threshold(rows, prompts, pair, run):
-    ends = ending_ids(pair.world.tokenizer, ". ")
-    wanted = glimp_router(pair.slm, pair.llm, frozen_policy(run), prompts, 45, step_ends=ends)
-    assert written(rows["glimp-router", None]) == tokens_of(wanted)
-    assert [row["calls"] for row in rows["glimp-router", None]] == [one.calls for one in wanted]
-    assert 0 < sum(one.calls for one in wanted) < sum(one.steps for one in wanted)
+def test_routers_have_the_recall_that_is_asked_for(run, chosen):
+    for seed in (0, 1):
+        router, held_out = read_router_of(run, chosen, seed), Artefact(run, "router").tensors(f"seed-{seed}")
+        assert router.network.projection.out_features == 16
+        for recall in (0.2, 0.95, 1.0):
+            threshold = read_router_of(run, chosen, seed, recall).threshold
+            assert (held_out["probability"][held_out["divergent"]] >= threshold).float().mean() >= recall
+            assert threshold >= router.threshold or recall == 1.0
 
 
 def event(step, llm_logprob, choice=0):
@@ -285,12 +225,8 @@ def test_usage_by_hand(kind, length, events, wanted):
 
 
 def test_usage_of_steps_by_hand():
-    steps = [
-        ReasoningStep(0, 5, 9, "slm", 5),
-        ReasoningStep(5, 8, 2, "llm", 6),
-        ReasoningStep(13, 1, 0, "llm", 3),
-        ReasoningStep(14, 2, 7, "slm", 2),
-    ]
+    kept = ((0, 5, 9, "slm", 5), (5, 8, 2, "llm", 6), (13, 1, 0, "llm", 3), (14, 2, 7, "slm", 2))
+    steps = [ReasoningStep(*step) for step in kept]
     assert SpecReasonGeneration(torch.zeros(16), [], None, steps, 31).usage == Usage(6, None, 0, 9, 31)
 
 
@@ -362,7 +298,6 @@ def test_a_budget_of_events_binds_all_methods_at_events(prompts, run, chosen):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"compare": {"delimiter": "."}}, r"settings\.compare\.delimiter \. , got \."),
         ({"compare": {"votes": 3}}, r"settings\.compare\.votes 2, got 3"),
         ({"compare": {"router": {"problems": 14}}}, r"settings\.compare\.router\.problems"),
     ],
@@ -388,10 +323,6 @@ def test_benchmarks_that_cannot_be_told_apart_are_refused(run, tmp_path):
     [
         ({"methods": ["greedy", "direct", "greedy"]}, "methods: expected different ones"),
         ({"external": {"../x": "x"}}, "external: expected names"),
-        ({"external": {"": "x"}}, "external: expected names"),
-        ({"methods": ["best"]}, "Input should be"),
-        ({"delimiter": ""}, "at least 1 character"),
-        ({"router": {"problems": 4}}, "greater than or equal to 5"),
     ],
 )
 def test_settings_of_a_comparison_that_do_not_fit(changes, words):
@@ -409,17 +340,7 @@ def timed(run, chosen) -> DeploymentStage:
 SPECULATIVE = ("speculative", "speculative-probability", "speculative-top-k")
 FAST = ("greedy", "direct", "one-token-takeover", "random", "s2t", "slm-preference", "takeover", "published")
 ROUTED = ("r2r", "r2r-entropy", "r2r-events")
-PLAIN = (
-    "greedy",
-    "glimp-router",
-    "majority",
-    *ROUTED,
-    "spans",
-    "spec-reason",
-    *SPECULATIVE,
-    "takeover",
-    "published",
-)
+PLAIN = ("greedy", "glimp-router", "majority", *ROUTED, "spans", "spec-reason", *SPECULATIVE, "takeover", "published")
 
 
 def test_every_method_is_timed_beside_greedy_in_its_own_loop(timed, rows, chosen, run):
@@ -464,10 +385,9 @@ def test_problems_of_every_benchmark_are_timed(chosen, run):
 
 
 def test_what_is_timed_depends_on_the_settings(timed, run, checkpoints):
-    for changes in ({"timed": 3}, {"judge": "*"}, {"methods": ["greedy"]}):
-        external = {"external": {"tuned": checkpoints["tuned"]}}
-        with pytest.raises(ValueError, match="settings"):
-            run_stage(DeploymentStage(settings(compare=external | changes), run))
+    chosen = settings(compare={"external": {"tuned": checkpoints["tuned"]}, "timed": 3})
+    with pytest.raises(ValueError, match="settings"):
+        run_stage(DeploymentStage(chosen, run))
 
 
 def test_offline_costs_are_those_of_the_receipts(trained, run, chosen):

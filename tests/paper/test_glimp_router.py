@@ -4,29 +4,21 @@ import math
 
 import pytest
 import torch
-from tiny import EOS, V, tiny
+from plain import logits
+from tiny import EOS, V, prompts, tiny
 
 from benchmarks.paper.methods.glimp_router import glimp_router
+from fb_core.decode.decoder import Usage
 from fb_core.decode.policy import RequestPolicy
 
 BREAKS = frozenset(range(20, 26))
 
 
-def prompts(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, V, (n,), generator=generator) for n in lengths]
-
-
-@torch.no_grad()
-def logits(model, ids):
-    return model(torch.tensor([ids])).logits[0, -1].double()
-
-
 def naive(slm, llm, ids, limit, threshold):
-    """(new tokens, steps, steps of the LLM, its tokens, its last position)"""
+    """(new tokens, steps, what was asked of the LLM)"""
     ids, new, steps, calls, written, read = ids.tolist(), [], 0, 0, 0, 0
     while len(new) < limit and (not new or new[-1] != EOS):
-        entropy = float(torch.special.entr(logits(slm, ids + new).softmax(-1)).sum())
+        entropy = float(torch.special.entr(logits(slm, ids + new).double().softmax(-1)).sum())
         writer = llm if entropy > threshold else slm
         steps, calls = steps + 1, calls + (writer is llm)
         while len(new) < limit:
@@ -35,21 +27,19 @@ def naive(slm, llm, ids, limit, threshold):
             written += writer is llm
             if new[-1] in (EOS, *BREAKS):
                 break
-    return new, steps, calls, written, read
+    return new, steps, Usage(calls, None, 0, written, read)
 
 
 @pytest.mark.parametrize("threshold", [-math.inf, 0.5, 1.0, 2.0, math.inf])
 def test_it_is_its_definition(threshold):
     slm, llm = tiny("qwen3", 1), tiny("qwen3", 2)
-    asked = prompts(4, 9, 6, 5)
+    asked, steps = prompts(4, 9, 6, 5), 0
     generations = glimp_router(slm, llm, RequestPolicy(threshold, V), asked, 40, step_ends=BREAKS)
     for ids, one in zip(asked, generations, strict=True):
-        assert (one.token_ids.tolist(), one.steps, one.calls, one.written, one.read) == naive(
-            slm, llm, ids, 40, threshold
-        )
-        assert one.usage == (one.calls, None, 0, one.written, one.read)
-        assert one.events == []
-    calls, steps = (sum(getattr(one, name) for one in generations) for name in ("calls", "steps"))
+        new, taken, usage = naive(slm, llm, ids, 40, threshold)
+        assert (one.token_ids.tolist(), one.usage, one.events) == (new, usage, [])
+        steps += taken
+    calls = sum(one.usage.calls for one in generations)
     if math.isinf(threshold):
         assert calls == (0 if threshold > 0 else steps)
     elif threshold == 1.0:

@@ -11,7 +11,7 @@ import torch
 from benchmarks.paper import methods, settings
 from benchmarks.paper.settings import CompareSettings, names
 from fb_core.apps.demo.pairs import load_pair
-from fb_core.decode.decoder import CollaborativeDecoder
+from fb_core.apps.pipeline.models import decoder_of
 from fb_core.decode.policy import RequestPolicy
 
 FILE = '''
@@ -37,7 +37,7 @@ class Run:
         self.pair, self.options = load_pair("plans"), {"slm_k": 3, "llm_k": 3, **options}
 
     def decoder(self, selector):
-        return CollaborativeDecoder(self.pair.slm, self.pair.llm, selector, RequestPolicy(0.8), **self.options)
+        return decoder_of(self.pair.slm, self.pair.llm, selector, RequestPolicy(0.8), **self.options)
 
 
 def test_a_file_in_the_package_is_a_method(tmp_path, monkeypatch):

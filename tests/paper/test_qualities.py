@@ -139,12 +139,15 @@ def verifier():
 
 
 @pytest.fixture(scope="module")
-def run(undisturbed, tmp_path_factory) -> Path:
+def run(undisturbed, once) -> Path:
     """Logged states with the LLM's samples and the SLM's own futures."""
-    folder = linked(undisturbed[0]["futures"], tmp_path_factory.mktemp("qualities") / "run", *LOGGED)
-    run_stage(SampleStage(settings(), folder))
-    run_stage(OwnFutureStage(settings(), folder))
-    return folder
+
+    def make(folder):
+        place = linked(undisturbed[0]["futures"], folder / "run", *LOGGED)
+        for stage in (SampleStage, OwnFutureStage):
+            run_stage(stage(settings(), place))
+
+    return once("qualities", make) / "run"
 
 
 def states_of(run, shard):
@@ -186,22 +189,8 @@ def test_samples_are_the_llms_and_the_first_right_and_wrong_ones_are_kept(run, p
                 assert sampled[row][name] == first
                 kept[name] += first is not None
     assert min(kept.values()) > 5
-
-
-def test_every_kept_sample_has_the_answer_that_its_name_says(run, pair, verifier):
-    seen = {"sampled": 0, "incorrect": 0}
-    for shard in SampleStage(settings(), run).shards():
-        states = states_of(run, shard)
-        for one in Artefact(run, "samples").table(shard):
-            for name, answer in (("sampled", "correct"), ("incorrect", "wrong")):
-                if one[name] is not None:
-                    _, output, gold = states[one["state"]]
-                    assert verdict(pair, verifier, output, one[name], gold) == answer
-                    seen[name] += 1
     counts = Artefact(run, "samples").finished()["counts"]
-    assert seen["incorrect"] == counts["with a wrong one"] > 50
-    assert seen["sampled"] == counts["with a right one"] > 50
-    assert counts["sampled"] >= max(seen.values())
+    assert counts["sampled"] >= max(counts["with a right one"], counts["with a wrong one"]) > 50
 
 
 def test_own_futures_are_the_slms_first_right_sample_from_the_bare_state(run, pair, verifier):
@@ -269,12 +258,9 @@ def test_a_servers_time_is_no_gpu_time(tmp_path):
     assert OwnFutureStage(served, tmp_path).device != "server"
 
 
-KINDS = [
-    pytest.param(kind, marks=[] if kind in ("own", "sampled") else [pytest.mark.slow]) for kind in ("own", *QUALITIES)
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["own", *QUALITIES])
+@pytest.mark.sweep(4)
 def test_a_run_trains_on_every_kind_of_future(run, tmp_path, kind):
     place = linked(run, tmp_path / "run", *LOGGED)
     for stage in ("samples", "own-futures"):

@@ -12,16 +12,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from fb_core._util import escaped
 from markdown_it import MarkdownIt
-from report_runs import METHODS, around, everywhere, items, read, render, row_of, rows_of, section, tiny
+from report_runs import METHODS, around, everywhere, items, read, render, rows_of, section, tiny
 
 from benchmarks.paper import report
 from benchmarks.paper.orderings import orderings
 from benchmarks.paper.report import PARTS, write_report
 from benchmarks.paper.rows import tables_bytes
 from benchmarks.paper.tables import TABLES
-from benchmarks.paper.tables import Table as Experiment
+from fb_core._util import escaped
 from fb_core.apps.settings.config import AVERAGE
 
 ROOT = Path(__file__).parents[2]
@@ -149,14 +148,6 @@ def test_of_an_empty_run_nothing_is_invented():
     assert not re.search(r"\d", page.split("## How to read")[0])
     with pytest.raises(ValueError, match="runs: expected one or more, got none"):
         report.render([], {})
-
-
-def test_an_experiment_is_shown_as_its_entry_says():
-    entry = Experiment("widths", "Widths", "How wide it is.", lambda plan: [])
-    row = row_of("widths", "b", "wide", "twice as wide", 0.9, {"greedy": 0.7, "the narrow one": 0.7})
-    shown = section(render({"name": "n", "results": [row]}, tables={"widths": entry}), "Widths")
-    assert "How wide it is." in shown
-    assert "minus the narrow one" in rows_of(shown)[0]
 
 
 class Shown(HTMLParser):

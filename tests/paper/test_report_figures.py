@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 from matplotlib import style
 from matplotlib.text import Text
-from report_runs import (
-    METHODS,
-    around,
-    everywhere,
-    read,
-    tiny,
-)
+from report_runs import METHODS, around, everywhere, read, tiny
 
 from benchmarks.pages import theme
 from benchmarks.paper import figures

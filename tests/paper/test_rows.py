@@ -8,11 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from paper_runs import settings
-from report_runs import (
-    ENDS,
-    read,
-    tiny,
-)
+from report_runs import ENDS, read, tiny
 
 from benchmarks.paper import intervals
 from benchmarks.paper.rows import Decoded, read_tables, results, rows_bytes, tables_bytes, timed
@@ -79,6 +75,8 @@ def test_a_tables_numbers_are_groups_of_the_rows(decoded, plan):
             line = intervals.above_line_interval(own["correct"], own["llm_tokens"], *ends)
             assert row.above_line == (None if method in ENDS else line)
             assert row.seeds == ((0, 1) if method == "published" else ())
+    without = results(plan, [row for row in decoded if row.method != "takeover"], {"methods": TABLES["methods"]})
+    assert all(row.above_line is None and row.llm_tokens for row in without if row.accuracy)
     assert found["distilled", "b"].note == "not run"
     assert found["TaH", "b"].note.startswith("changes the SLM itself")
     assert list(results(plan, decoded, {"pools": TABLES["pools"]})) == []  # none of its own rows was tried

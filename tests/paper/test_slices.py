@@ -78,13 +78,6 @@ def test_all_stages_are_here():
     assert len({kind.name for kind in KINDS}) == len(KINDS)
 
 
-def test_a_stage_is_told_by_eight_methods():
-    """What stages define of what `Stage` has; the rest they have in common."""
-    methods = {name for name, value in vars(Stage).items() if callable(value) or isinstance(value, property)}
-    told = {name for kind in subclasses(Stage) - {Stage} for name in vars(kind)} & methods
-    assert told - {"__init__"} == {"shards", "work", "data", "most_tokens", "most", "choose", "summary", "report"}
-
-
 @pytest.mark.parametrize("kind", [*KINDS, OtherScoreStage, SelectionTrainStage])
 def test_a_stage_reads_its_slice_alone_and_all_of_it_counts(kind, tmp_path):
     chosen = settings()

@@ -2,6 +2,7 @@ import functools
 
 import pytest
 import torch
+from plain import logits, models
 from tiny import EOS, V, prompts, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -9,7 +10,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.paper.methods.spec_reason import CHATML_JUDGE, CHUNK, JUDGE, spec_reason
-from fb_core.llm.local import LLM, Candidates, LocalLLM
+from fb_core.llm.local import LLM, Candidates
 
 BREAKS = (20, 21, 22, 23, 24, 25)  # ids whose text holds the delimiter
 DIGITS = range(3, 13)
@@ -22,16 +23,6 @@ def words():
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split("", "isolated")
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>")
-
-
-@functools.cache
-def models(*seeds):
-    return tuple(tiny("qwen3", seed) for seed in seeds)
-
-
-@torch.no_grad()
-def logits(model, ids):
-    return model(torch.tensor([ids])).logits[0, -1]
 
 
 def naive_step(model, ids, most):
@@ -93,16 +84,6 @@ def test_both_writers_and_several_borders_are_met():
         assert [step.start for step in generation.steps] == [
             sum(step.length for step in generation.steps[:place]) for place in range(len(generation.steps))
         ]
-
-
-def test_a_batch_is_its_prompts_one_by_one():
-    slm, llm = models(3, 4)
-    asked = prompts(4, 11, 6, 8, seed=2)
-    together = run(slm, LocalLLM(llm), asked, threshold=5, step_tokens=8)
-    for ids, one in zip(asked, together, strict=True):
-        (alone,) = run(slm, LocalLLM(llm), [ids], threshold=5, step_tokens=8)
-        assert torch.equal(alone.token_ids, one.token_ids)
-        assert alone.steps == one.steps
 
 
 class Judge(LLM):
@@ -180,14 +161,6 @@ def test_the_length_limit_cuts_the_last_step():
         assert len(one.token_ids) <= 8
 
 
-def test_a_predicate_is_a_delimiter():
-    slm, llm = models(1, 2)
-    asked = prompts(4, 9, 6)
-    by_text = run(slm, llm, asked, threshold=5)
-    by_token = run(slm, llm, asked, threshold=5, delimiter=lambda token: token in BREAKS)
-    assert [as_tuples(one) for one in by_text] == [as_tuples(one) for one in by_token]
-
-
 def test_a_delimiter_may_span_tokens():
     (slm,) = models(1)
     (one,) = run(slm, Judge([0] * 2, [[30, 31, 32, 33], [EOS]]), prompts(5), 9, delimiter=words().decode([31, 32]))
@@ -198,28 +171,6 @@ def test_the_templates_end_where_the_score_belongs():
     assert JUDGE.endswith("Score: ")
     assert CHATML_JUDGE.endswith("<|im_start|>assistant\nScore: ")
     assert CHATML_JUDGE.startswith("<|im_end|>\n<|im_start|>user\n")
-
-
-def test_no_prompts():
-    slm, llm = models(1, 2)
-    assert run(slm, llm, []) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"threshold": "7"}, TypeError, "threshold: expected a number"),
-        ({"step_tokens": 0}, ValueError, "step_tokens: expected 1 or more, got 0"),
-        ({"delimiter": ""}, ValueError, "delimiter, judge_template: expected texts"),
-        ({"judge_template": ""}, ValueError, "delimiter, judge_template: expected texts"),
-        ({"limit": 0}, ValueError, "max_new_tokens: expected 1 or more"),
-        ({"tokenizer": "words"}, TypeError, "tokenizer: expected a tokenizer"),
-    ],
-)
-def test_bad_arguments(options, error, message):
-    slm, llm = models(1, 2)
-    with pytest.raises(error, match=message):
-        run(slm, llm, prompts(4), **options)
 
 
 def test_digits_must_be_single_tokens():

@@ -1,30 +1,14 @@
 """Speculative decoding against its definition: plain forwards, one position at a time."""
 
-import functools
-
 import pytest
 import torch
-from tiny import EOS, V, tiny
+from plain import logits, models
+from tiny import EOS, prompts, tiny
 
 from benchmarks.paper.methods.speculative import at_least, exact, speculative, within_top
 from fb_core.llm.local import LLM, LocalLLM
 
 RULES = {"exact": exact, "top 3": within_top(3), "p >= 0.1": at_least(0.1)}
-
-
-def prompts(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, V, (n,), generator=generator) for n in lengths]
-
-
-@functools.cache
-def models(family="qwen3"):
-    return tiny(family, 1), tiny(family, 2)
-
-
-@torch.no_grad()
-def logits(model, ids):
-    return model(torch.tensor([ids])).logits[0, -1].float()
 
 
 def takes(rule, scores, token):
@@ -57,37 +41,34 @@ def naive(slm, llm, ids, limit, rule, draft):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_it_is_its_definition(family, rule, draft):
-    slm, llm = models(family)
+    slm, llm = models(1, 2, family=family)
     asked = prompts(4, 9, 1, 6)
     for ids, generation in zip(asked, speculative(slm, llm, asked, 30, accept=RULES[rule], draft=draft), strict=True):
         new, rounds, corrected, read = naive(slm, llm, ids, 30, rule, draft)
         assert generation.token_ids.tolist() == new
         assert generation.usage == (rounds, None, 0, corrected, read)
-        assert generation.rounds + generation.drafted >= len(new)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 40])
 def test_exact_is_the_large_models_own_text(limit):
-    slm, llm = models()
+    slm, llm = models(1, 2)
     asked = prompts(5, 3, 8, seed=3)
     own = LocalLLM(llm).complete_many(asked, limit)
     assert [one.token_ids.tolist() for one in speculative(slm, llm, asked, limit)] == [ids.tolist() for ids in own]
     twins = speculative(llm, llm, asked, limit)  # every draft is accepted
     assert [one.token_ids.tolist() for one in twins] == [ids.tolist() for ids in own]
-    assert all(one.rounds == -(-len(one.token_ids) // 6) or int(one.token_ids[-1]) == EOS for one in twins)
+    assert all(one.usage.calls == -(-len(one.token_ids) // 6) or int(one.token_ids[-1]) == EOS for one in twins)
 
 
 def test_the_last_position_is_used_and_no_more():
-    slm, llm = tiny("qwen3", 1, max_position_embeddings=12), models()[1]
+    slm, llm = tiny("qwen3", 1, max_position_embeddings=12), models(2)[0]
     for generation, length in zip(speculative(slm, llm, prompts(4, 11), 40), (4, 11), strict=True):
         assert len(generation.token_ids) <= 12 - length
         assert len(generation.token_ids) == 12 - length or int(generation.token_ids[-1]) == EOS
 
 
-def test_bad_arguments():
-    slm, llm = models()
-    with pytest.raises(ValueError, match="draft: expected 1 or more, got 0"):
-        speculative(slm, llm, prompts(4), 8, draft=0)
+def test_broken_logits_and_a_server_are_refused():
+    slm, _ = models(1, 2)
 
     class Elsewhere(LLM):
         def candidates(self, ids, k, score_ids=None): ...
@@ -95,7 +76,7 @@ def test_bad_arguments():
 
     broken = tiny("qwen3", 2)
     torch.nn.init.constant_(broken.get_output_embeddings().weight, torch.nan)
-    with pytest.raises(ValueError, match="model: expected finite logits, got NaN or infinite ones"):
+    with pytest.raises(ValueError, match="model: expected finite logits"):
         speculative(slm, broken, prompts(4), 8)
-    with pytest.raises(ValueError, match="llm: expected a model in this process, got Elsewhere; load it here"):
+    with pytest.raises(ValueError, match="llm: expected a model in this process"):
         speculative(slm, Elsewhere(), prompts(4), 8)

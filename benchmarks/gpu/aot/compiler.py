@@ -69,48 +69,31 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tile:
-    """The work of one program of a kernel with matrix products, which depends on the launch.
+    """The work of one program of a kernel with matrix products, which depends on the launch."""
 
-    Attributes:
-        turns: iterations of the main loop.
-        flops: per iteration.
-        units: keys, or logits of a thread; instructions are counted per unit.
-        overlaps: whether the loop's other instructions are issued while products run; those after the loop never are.
-        target: the fraction of the reached rate of products that the kernel should reach.
-        own: products that are needed beside those of the main loop, in its iterations.
-        run: makes a small call in the same launch configuration, with so many turns, and returns how many programs'
-            work it is; None if none is known.
-    """
-
-    turns: float
-    flops: float
-    units: float
+    turns: float  # iterations of the main loop
+    flops: float  # per iteration
+    units: float  # keys, or logits of a thread; instructions are counted per unit
+    # whether the loop's other instructions are issued while products run; those after the loop never are
     overlaps: bool
-    target: float | None = None
-    own: float = 0.0
+    target: float | None = None  # the fraction of the reached rate of products that the kernel should reach
+    own: float = 0.0  # products that are needed beside those of the main loop, in its iterations
+    # makes a small call in the same launch configuration, with so many turns, and returns how many programs' work it
+    # is; None if none is known
     run: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a launcher on meta tensors, at a shape that matters.
+    """One call of a launcher on meta tensors, at a shape that matters."""
 
-    Attributes:
-        op: stem of the op.
-        shape: the shape in words, such as "N=1664 V=151936 bf16".
-        call: calls functions of `fb_kernels.<op>.triton` with meta tensors.
-        costs: kernel name -> its cost; a kernel without one gets no prediction.
-        matmul: the kernels that must use the tensor cores' HGMMA on sm_90.
-        exact: the kernels that must not contain TF32 products.
-        tiles: kernel name -> function from its launch's keyword arguments to its tile.
-    """
-
-    op: str
-    shape: str
-    call: Callable[[], object]
-    costs: Mapping[str, Cost]
-    matmul: tuple[str, ...] = ()
-    exact: tuple[str, ...] = ()
+    op: str  # stem of the op
+    shape: str  # the shape in words, such as "N=1664 V=151936 bf16"
+    call: Callable[[], object]  # calls functions of `fb_kernels.<op>.triton` with meta tensors
+    costs: Mapping[str, Cost]  # kernel name -> its cost; a kernel without one gets no prediction
+    matmul: tuple[str, ...] = ()  # the kernels that must use the tensor cores' HGMMA on sm_90
+    exact: tuple[str, ...] = ()  # the kernels that must not contain TF32 products
+    # kernel name -> function from its launch's keyword arguments to its tile
     tiles: Mapping[str, Callable[[Mapping[str, Any]], Tile]] = field(default_factory=dict)
 
 

@@ -81,13 +81,7 @@ def rounds(tile: Tile, cost: Cost, arch: Architecture) -> int:
 
 
 def executed(kernel: str, instructions: int, run: Callable[[int], int]) -> Executed:
-    """Execute a kernel at both sizes.
-
-    Args:
-        kernel: its name.
-        instructions: of its machine code.
-        run: makes the call with so many turns, and returns how many programs' work it is.
-    """
+    """Execute a kernel at both sizes; `run` makes the call with so many turns, and returns their programs' number."""
     sys.path[:0] = [str(TESTS)] * (str(TESTS) not in sys.path)
     launches = import_module("ptx.launches")  # only in a clone
     static: list[int] = []

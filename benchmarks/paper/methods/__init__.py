@@ -10,18 +10,14 @@ from typing import Any, Literal, cast
 
 from benchmarks.paper.settings import PaperSettings
 from fb_core.apps.pipeline import models
-from fb_core.apps.pipeline.models import Generate
+from fb_core.apps.pipeline.models import LABELS, Generate
+from fb_core.decode.decoder import Generation, Usage
 
 
 class Context(models.Context):
     """What a run offers a method: as `fb_core.apps.pipeline.models.Context`, with the settings of the comparison.
 
-    Args:
-        method: the method's name, as in the settings.
-        settings: of the run.
-        run: its folder.
-        max_length: tokens of a prompt and its answer in the fast loop; None for the plain loop.
-        max_batch: prompts that the fast loop decodes together.
+    Without `max_length` everything decodes in the plain loop.
     """
 
     def __init__(
@@ -31,28 +27,36 @@ class Context(models.Context):
         self.method, self.compare = method, settings.compare
 
 
+@dataclass
+class CountedGeneration(Generation):
+    """A generation of a method that counts itself what it asked of the LLM."""
+
+    counted: Usage
+
+    @property
+    def usage(self) -> Usage:
+        return self.counted
+
+
 @dataclass(frozen=True)
 class Method:
-    """How prompts are decoded.
+    """How prompts are decoded."""
 
-    Attributes:
-        name: the file's, with dashes.
-        label: in tables; {votes} and {name} are filled in.
-        decode: maps a run's context and a seed (None if not seeded) to the function that decodes.
-        source: the paper and software that it is from.
-        seeded: whether it runs once per seed.
-        routed: whether it needs trained routers.
-        timed: the loops in which it is timed against "greedy". In the fast one the decoders of the context run on
-            buffers, one prompt at a time.
-    """
-
-    name: str
-    label: str
+    name: str  # the file's, with dashes
+    label: str  # in tables; {votes} and {name} are filled in
+    # maps a run's context and a seed (None if not seeded) to the function that decodes
     decode: Callable[[Context, Any], Generate]
-    source: str = ""
-    seeded: bool = False
-    routed: bool = False
+    source: str = ""  # the paper and software that it is from
+    seeded: bool = False  # whether it runs once per seed
+    routed: bool = False  # whether it needs trained routers
+    # the loops in which it is timed against "greedy". In the fast one the decoders of the context run on buffers, one
+    # prompt at a time
     timed: tuple[Literal["fast", "plain"], ...] = ()
+
+    @classmethod
+    def named(cls, name: str, **options: Any) -> Method:
+        """A method that the package has under this name."""
+        return cls(name, LABELS[name], lambda run, seed: run.named(name, seed).generate_many, **options)
 
 
 def method(name: str) -> Method:
@@ -69,19 +73,7 @@ def generator(
     max_length: int | None = None,
     max_batch: int = 1,
 ) -> Generate:
-    """The function that decodes prompts with a method.
-
-    Args:
-        name: of the method; `settings.EXTERNAL` followed by a name for an external checkpoint.
-        settings: of the run.
-        run: its folder.
-        seed: for a method that runs once per seed, else None.
-        max_length: as for `Context`.
-        max_batch: as for `Context`.
-
-    Raises:
-        ValueError: a reranker or router is not trained, or a checkpoint is missing or has another tokenizer.
-    """
+    """The function that decodes prompts with a method; the seed is None unless the method runs once per seed."""
     return method(name).decode(Context(name, settings, run, max_length, max_batch), seed)
 
 

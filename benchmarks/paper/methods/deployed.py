@@ -7,12 +7,5 @@ the direct LLM score, the published recipe and the value of the reranker's score
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.apps.pipeline.models import LABELS
 
-METHOD = Method(
-    name="deployed",
-    label=LABELS["deployed"],
-    decode=lambda run, seed: run.named("deployed", seed).generate_many,
-    seeded=True,
-    timed=("fast", "plain"),
-)
+METHOD = Method.named("deployed", seeded=True, timed=("fast", "plain"))

@@ -8,11 +8,5 @@ id in both.
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.apps.pipeline.models import LABELS
 
-METHOD = Method(
-    name="direct",
-    label=LABELS["direct"],
-    decode=lambda run, seed: run.named("direct", seed).generate_many,
-    timed=("fast",),
-)
+METHOD = Method.named("direct", timed=("fast",))

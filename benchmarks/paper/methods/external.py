@@ -19,22 +19,7 @@ from fb_core.models.facts import CausalLM, Tokenizer
 
 
 def load_external(path: str, tokenizer: Tokenizer, device: str = "auto", dtype: str = "auto") -> CausalLM:
-    """A checkpoint that shares the run's token ids; safetensors only, without code of its own.
-
-    Args:
-        path: a folder or hub id with weights and tokenizer.
-        tokenizer: the run's.
-        device: "auto" for a GPU if there is one.
-        dtype: the name of a torch dtype, or "auto" for the checkpoint's own.
-
-    Returns:
-        The model in eval mode.
-
-    Raises:
-        OSError: nothing usable there.
-        ValueError: another tokenizer (the chat template included), or a kind of model that transformers knows
-        only with remote code.
-    """
+    """A checkpoint that shares the run's token ids; safetensors only, without code of its own."""
     own = load_tokenizer(path)
     if tokenizer_hash(own) != tokenizer_hash(tokenizer):
         raise ValueError(

@@ -12,44 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from benchmarks.paper.methods import Context, Method
+from benchmarks.paper.methods import Context, CountedGeneration, Method
 from benchmarks.paper.methods.spans import ending_ids
 from benchmarks.paper.methods.spec_reason import write_steps
 from fb_core.apps.pipeline.models import Generate
-from fb_core.decode.decoder import Generation, Usage
+from fb_core.decode.decoder import Usage
 from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy
 from fb_core.llm.local import LLM, Ids, LocalLLM
 from fb_core.models.facts import CausalLM, Tokenizer, max_positions
-from fb_core.models.tokens import check_max_new_tokens, checked_prompts
+from fb_core.models.tokens import checked_prompts
 from fb_core.runtime.plain import batches, last_logits, left_padded, not_finite
-
-
-@dataclass
-class RoutedGeneration(Generation):
-    """A generation without events.
-
-    Attributes:
-        steps: number of steps.
-        calls: number of steps that the LLM wrote.
-        written: tokens of these.
-        read: positions after the prompt that the LLM computed.
-    """
-
-    steps: int
-    calls: int
-    written: int
-    read: int
-
-    @property
-    def usage(self) -> Usage:
-        """A call for every step that the LLM wrote."""
-        return Usage(self.calls, None, 0, self.written, self.read)
 
 
 def glimp_router(
@@ -62,33 +39,16 @@ def glimp_router(
     step_ends: Set[int],
     tokenizer: Tokenizer | tuple[Tokenizer, Tokenizer] | None = None,
     batch_tokens: int = 65536,
-) -> list[RoutedGeneration]:
+) -> list[CountedGeneration]:
     """Decode many prompts step by step; the steps of all prompts are routed and written together.
 
-    Args:
-        slm: the small model, in eval mode.
-        llm: the large one.
-        policy: whether the LLM writes a step, asked at the step's first token.
-        prompts: [P] int64 each, of any lengths.
-        max_new_tokens: maximum tokens of a generation, of both models together.
-        step_ends: ids that end a step, as from `ending_ids`.
-        tokenizer: as in `CollaborativeDecoder`.
-        batch_tokens: maximum tokens of one batch, padding and new ones included.
-
-    Returns:
-        One generation per prompt, in order; `events` is empty.
-
-    Raises:
-        TypeError: as `CollaborativeDecoder.generate`.
-        ValueError: as `CollaborativeDecoder` and its `generate`.
-        OSError: the LLM did not answer.
+    The policy is asked at a step's first token; ids in `step_ends` end a step.
     """
     pair = Pair(slm, llm, tokenizer)
     large, small = pair.large(), LocalLLM(slm, batch_tokens=batch_tokens, tokenizer=pair.tokenizer)
-    check_max_new_tokens(max_new_tokens)
     checked = checked_prompts("prompts", prompts, slm, room=1)
     texts, new = [ids.tolist() for ids in checked], [list[int]() for _ in checked]
-    steps, calls, written, read = ([0] * len(checked) for _ in range(4))
+    calls, written, read = ([0] * len(checked) for _ in range(3))
     models = (slm, large.model) if isinstance(large, LocalLLM) else (slm,)
     positions = min(max_positions(model) or math.inf for model in models)
 
@@ -106,18 +66,14 @@ def glimp_router(
             drafts = write_steps(writer, [states[row] for row in rows], [room(row) for row in rows], ended)
             for row, step in zip(rows, drafts, strict=True):
                 new[row] += step
-                steps[row] += 1
                 calls[row] += writer is large
                 if writer is large:
                     written[row], read[row] = written[row] + len(step), max(0, len(new[row]) - 1)
                 if not step:  # the LLM has nothing to say
                     live.remove(row)
     tokens = [torch.tensor(ids, dtype=torch.int64, device=slm.device) for ids in new]
-    empty: list[list[object]] = [[] for _ in tokens]
-    return [
-        RoutedGeneration(*row)
-        for row in zip(tokens, empty, map(pair.text, tokens), steps, calls, written, read, strict=True)
-    ]
+    used = (Usage(*row[:1], None, 0, *row[1:]) for row in zip(calls, written, read, strict=True))
+    return [CountedGeneration(ids, [], pair.text(ids), counted) for ids, counted in zip(tokens, used, strict=True)]
 
 
 def _uncertain(small: LocalLLM, states: dict[int, list[int]], policy: RequestPolicy, vocabulary: int) -> set[int]:

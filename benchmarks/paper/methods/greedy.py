@@ -8,11 +8,5 @@ count.
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.apps.pipeline.models import LABELS
 
-METHOD = Method(
-    name="greedy",
-    label=LABELS["greedy"],
-    decode=lambda run, seed: run.named("greedy", seed).generate_many,
-    timed=("fast", "plain"),
-)
+METHOD = Method.named("greedy", timed=("fast", "plain"))

@@ -17,14 +17,9 @@ from fb_core.verify.verifier import Verifier
 
 
 def majority_vote(answers: Sequence[str | None], equivalent: Callable[[str, str], bool]) -> int | None:
-    """The index of the first answer of the largest class of equivalent answers.
+    """The index of the first answer of the largest class of equivalent answers, None if there are no votes.
 
-    Args:
-        answers: one per sample; None does not vote.
-        equivalent: whether two answers are equivalent; each answer is compared with the first of every class.
-
-    Returns:
-        the index; among classes of equal size the one that appears first wins. None if there are no votes.
+    Each answer is compared with the first of every class; None does not vote. Of equal classes the first wins.
     """
     classes: list[list[int]] = []
     for index, answer in enumerate(answers):
@@ -51,21 +46,7 @@ def majority(
 ) -> list[str | None]:
     r"""Sample n solutions of every prompt (temperature 0.7, top-p 0.8, top-k 20) and let their `\boxed` answers vote.
 
-    Args:
-        sampler: the small model.
-        prompts: token ids of each.
-        verifier: tells which answers are equivalent.
-        tokenizer: turns samples into text.
-        n: samples per prompt.
-        max_new_tokens: maximum tokens of a sample.
-        seed: of all samples.
-
-    Returns:
-        for each prompt the content of the winning box; None if no sample has a box.
-
-    Raises:
-        TypeError: ids that are not integers.
-        ValueError: as `LocalLLM.sample_many`.
+    Returns the content of each winning box; None if no sample has a box.
     """
     drawn = sampler.sample_many(prompts, n, max_new_tokens, temperature=0.7, top_p=0.8, top_k=20, seed=seed)
     winners: list[str | None] = []

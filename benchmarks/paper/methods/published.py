@@ -7,12 +7,5 @@ the reranker on validation problems, one per seed.
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.apps.pipeline.models import LABELS
 
-METHOD = Method(
-    name="published",
-    label=LABELS["published"],
-    decode=lambda run, seed: run.named("published", seed).generate_many,
-    seeded=True,
-    timed=("fast", "plain"),
-)
+METHOD = Method.named("published", seeded=True, timed=("fast", "plain"))

@@ -13,7 +13,7 @@ METHOD = Method(
     label="R2R's entropy switch",
     source=SOURCE,
     decode=lambda run, _: partial(
-        r2r, run.models.slm, run.models.llm, None, threshold=run.policy.threshold, mode="entropy", **run.batched
+        r2r, run.models.slm, run.models.llm, None, threshold=run.policy.threshold, **run.batched
     ),
     timed=("plain",),
 )

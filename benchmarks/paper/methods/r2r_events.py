@@ -14,7 +14,7 @@ from fb_core.apps.pipeline.models import Generate
 def decode(run: Context, seed: int) -> Generate:
     """Decoding with the seed's router, under the run's policy and event budget."""
     models, router = run.models, read_router(run.run, run.models, seed, run.compare.recall)
-    routed = partial(r2r, models.slm, models.llm, router.network, threshold=router.threshold, mode="events")
+    routed = partial(r2r, models.slm, models.llm, router.network, threshold=router.threshold)
     return partial(routed, policy=run.policy, max_events=run.settings.evaluate.max_events, **run.batched)
 
 

@@ -14,13 +14,10 @@ target and loss: `benchmarks.paper.s2t_local`.
 from __future__ import annotations
 
 from benchmarks.paper.methods import Method
-from fb_core.apps.pipeline.models import LABELS
 
-METHOD = Method(
-    name="s2t",
-    label=LABELS["s2t"],
+METHOD = Method.named(
+    "s2t",
     source='Ye et al., "Select to Think: Unlocking SLM Potential with Local Sufficiency", arXiv 2604.26940, '
     "YeRona/Select-to-Think",
-    decode=lambda run, seed: run.named("s2t", seed).generate_many,
     timed=("fast",),
 )

@@ -10,36 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.paper.methods import Context, Method
+from benchmarks.paper.methods import Context, CountedGeneration, Method
 from benchmarks.paper.methods.spec_reason import write_steps
 from fb_core.apps.pipeline.models import Generate, decoder_of
-from fb_core.decode.decoder import Generation, Usage
+from fb_core.decode.decoder import Usage
 from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import LLMPreference
 from fb_core.events import Event
 from fb_core.llm.local import LLM, LocalLLM
 from fb_core.models.facts import CausalLM, Tokenizer, max_positions
-from fb_core.models.tokens import check_max_new_tokens, checked_prompts
-
-
-@dataclass
-class SpanGeneration(Generation):
-    """A generation at whose events the LLM wrote more than the chosen token."""
-
-    written: int  # tokens of the LLM after those of the events
-    read: int  # positions after the prompt that the LLM computed
-
-    @property
-    def usage(self) -> Usage:
-        """A request for every event, to which the LLM's writing belongs."""
-        return super().usage._replace(suffix=self.written, read=self.read)
+from fb_core.models.tokens import checked_prompts
 
 
 def spans(
@@ -52,29 +39,14 @@ def spans(
     step_ends: Set[int],
     max_events: int = 8,
     **options: Any,
-) -> list[SpanGeneration]:
+) -> list[CountedGeneration]:
     """Decode many prompts together; at their first `max_events` admitted states the LLM writes to the end of the step.
 
-    Args:
-        slm: the small model, in eval mode.
-        llm: the large one.
-        policy: when the LLM is asked.
-        prompts: [P] int64 each.
-        max_new_tokens: maximum tokens of a generation, of both models together.
-        step_ends: ids that end a step, as from `ending_ids`.
-        max_events: maximum spans of a generation.
-        options: of a decoder: tokenizer, batch_tokens, max_length (None for the plain loop), max_batch.
-
-    Returns:
-        One generation per prompt, in order; the event of a span has the LLM's own pool, its first token chosen.
-
-    Raises:
-        TypeError: as `CollaborativeDecoder.generate`.
-        ValueError: as `CollaborativeDecoder` and its `generate`.
+    Ids in `step_ends` end a step; `options` are those of `CollaborativeDecoder`. The event of a span has the LLM's own
+    pool, its first token chosen.
     """
     decoder = decoder_of(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
     pair, large = decoder.pair, decoder.pair.large()
-    check_max_new_tokens(max_new_tokens)
     asked = [ids.tolist() for ids in checked_prompts("prompts", prompts, slm, room=1)]
     new: list[list[int]] = [[] for _ in asked]
     events: list[list[Event]] = [[] for _ in asked]
@@ -121,15 +93,12 @@ def spans(
     while rows := unfinished():
         go_on(rows)
     tokens = [torch.tensor(ids, dtype=torch.int64, device=slm.device) for ids in new]
-    return [SpanGeneration(*row) for row in zip(tokens, events, map(pair.text, tokens), written, read, strict=True)]
+    used = (Usage.of(own)._replace(suffix=s, read=r) for own, s, r in zip(events, written, read, strict=True))
+    return [CountedGeneration(*row) for row in zip(tokens, events, map(pair.text, tokens), used, strict=True)]
 
 
 def ending_ids(tokenizer: Tokenizer, delimiter: str) -> frozenset[int]:
-    """The ids whose text contains a delimiter.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The ids whose text contains a delimiter; none is an error."""
     vocabulary = sorted(set(tokenizer.get_vocab().values()))
     texts = tokenizer.batch_decode([[token] for token in vocabulary])
     ids = frozenset(token for token, text in zip(vocabulary, texts, strict=True) if delimiter in text)

@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, cast
+from typing import Literal
 
 import torch
-from fb_core._util import check_count
 from torch import Tensor
 
 from benchmarks.paper.methods import Context, Method
@@ -28,7 +27,7 @@ from fb_core.decode.decoder import Generation, Usage
 from fb_core.decode.pair import Pair
 from fb_core.llm.local import LLM, Ids, LocalLLM
 from fb_core.models.facts import CausalLM, Tokenizer, max_positions
-from fb_core.models.tokens import check_max_new_tokens, checked_prompts
+from fb_core.models.tokens import checked_prompts
 
 _INSTRUCTION = (
     "How good is the last step of the reasoning above? Look only at whether it is true and follows from what stands "
@@ -72,42 +71,16 @@ def spec_reason(
     *,
     tokenizer: Tokenizer,
     threshold: float = 7,
-    delimiter: str | Callable[[int], bool] = "\n\n",
+    delimiter: str = "\n\n",
     step_tokens: int = 512,
     judge_template: str = JUDGE,
 ) -> list[SpecReasonGeneration]:
-    r"""Decode many prompts step by step; all prompts draft, are scored and are rewritten together.
+    """Decode many prompts step by step; all prompts draft, are scored and are rewritten together.
 
-    Args:
-        slm: the small model, in eval mode.
-        llm: the large one.
-        prompts: [P] int64 each, of any lengths.
-        max_new_tokens: maximum tokens of a generation, of both models together; rejected drafts do not count.
-        tokenizer: the one both models use.
-        threshold: the lowest score that accepts a step; 10 leaves every step to the LLM.
-        delimiter: what ends a step: a text, found in the decoded step, or a predicate on its last token.
-        step_tokens: maximum tokens of a step.
-        judge_template: the prompt between a step and its score, special tokens included; `CHATML_JUDGE` makes it a turn
-            of its own for Qwen's chat models. An end-of-sequence token after the step is removed before it.
-
-    Returns:
-        One generation per prompt, in order, with its steps; `events` is empty.
-
-    Raises:
-        TypeError: ids, a limit or a threshold that is not a number of the right type.
-        ValueError: as `CollaborativeDecoder` and its `generate`; an empty delimiter or template, step_tokens below 1, a
-            tokenizer without single-token digits, or a judge's prompt too long for the LLM.
+    A threshold of 10 leaves every step to the LLM. The template stands between a step and its score, special tokens
+    included; an end-of-sequence token after the step is removed before it.
     """
     pair = Pair(slm, llm, tokenizer)
-    check_max_new_tokens(max_new_tokens)
-    if not isinstance(threshold, int | float) or isinstance(threshold, bool):
-        raise TypeError(f"threshold: expected a number, got {type(threshold).__name__}; the published value is 7")
-    check_count("step_tokens", step_tokens, 1, "the published limit is 512")
-    if not delimiter or not judge_template:
-        raise ValueError(
-            f"delimiter, judge_template: expected texts, got {delimiter!r} and {judge_template!r}; leave them out for "
-            "the defaults"
-        )
     digits = _digit_ids(tokenizer)
     question = _encoded(tokenizer, judge_template)
     large, small = pair.large(), LocalLLM(slm, tokenizer=tokenizer)
@@ -122,9 +95,7 @@ def spec_reason(
         return left if limit is None else min(left, limit - len(checked[row]) - len(written[row]))
 
     def ended(step: list[int]) -> bool:
-        if step[-1] in ends:
-            return True
-        return delimiter in _text(tokenizer, step) if isinstance(delimiter, str) else delimiter(step[-1])
+        return step[-1] in ends or delimiter in tokenizer.decode(step)
 
     live = list(range(len(checked)))
     while live:
@@ -192,10 +163,6 @@ def _digit_ids(tokenizer: Tokenizer) -> list[int]:
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    return cast(str, tokenizer.decode(tokens))
 
 
 def decode(run: Context, seed: int | None) -> Generate:

@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-from fb_core._util import check_count
 from torch import Tensor
 
-from benchmarks.paper.methods import Method
-from fb_core.decode.decoder import Generation, Usage
+from benchmarks.paper.methods import CountedGeneration, Method
+from fb_core.decode.decoder import Usage
 from fb_core.decode.pair import Pair
 from fb_core.llm.local import LLM, Ids, LocalLLM, check_finite
 from fb_core.models.facts import Cache, CausalLM, Tokenizer, max_positions
-from fb_core.models.tokens import check_max_new_tokens, checked_prompts
+from fb_core.models.tokens import checked_prompts
 from fb_core.runtime.plain import with_cache
 
 DRAFT = 5  # tokens per round
@@ -38,26 +36,6 @@ SOURCE = (
 )
 Accept = Callable[[Tensor, Tensor], Tensor]
 """From the LLM's logits float32 [n, V] and drafted ids int64 [n] to bool [n]."""
-
-
-@dataclass
-class SpeculativeGeneration(Generation):
-    """A generation without events.
-
-    Attributes:
-        rounds: forward passes of the LLM.
-        corrected: tokens that the LLM appended, one a round unless the draft ended the answer.
-        drafted: tokens of the SLM that the LLM read, kept or not.
-    """
-
-    rounds: int
-    corrected: int
-    drafted: int
-
-    @property
-    def usage(self) -> Usage:
-        """A call for every round, and the tokens that the LLM appended."""
-        return Usage(self.rounds, None, 0, self.corrected, self.drafted + self.rounds - 1)
 
 
 def exact(logits: Tensor, drafted: Tensor) -> Tensor:
@@ -112,32 +90,12 @@ def speculative(
     accept: Accept = exact,
     draft: int = DRAFT,
     tokenizer: Tokenizer | tuple[Tokenizer, Tokenizer] | None = None,
-) -> list[SpeculativeGeneration]:
-    """Decode prompts one after another.
-
-    Args:
-        slm: the small model, in eval mode.
-        llm: the large one, in this process.
-        prompts: [P] int64 each, of any lengths.
-        max_new_tokens: maximum tokens of a generation, of both models together.
-        accept: which tokens of a draft are kept.
-        draft: tokens that the SLM writes a round, 1 or more.
-        tokenizer: as in `CollaborativeDecoder`.
-
-    Returns:
-        One generation per prompt, in order; `events` is empty.
-
-    Raises:
-        TypeError: as `CollaborativeDecoder.generate`.
-        ValueError: as `CollaborativeDecoder` and its `generate`, NaN logits, a draft below 1, or an LLM on a server,
-            which gives no logits at the positions of a draft.
-    """
+) -> list[CountedGeneration]:
+    """Decode prompts one after another; the LLM must be in this process, since a server gives no logits of a draft."""
     pair = Pair(slm, llm, tokenizer)
     large = pair.large()
     if not isinstance(large, LocalLLM):
         raise ValueError(f"llm: expected a model in this process, got {type(large).__name__}; load it here")
-    check_count("draft", draft, 1, "5 is the default")
-    check_max_new_tokens(max_new_tokens)
     positions = min(max_positions(model) or math.inf for model in (slm, large.model))
     generations = []
     for ids in checked_prompts("prompts", prompts, slm, room=1):
@@ -159,7 +117,8 @@ def speculative(
             if text[-1] in pair.ends:
                 break
         new = torch.tensor(text[start:], dtype=torch.int64, device=slm.device)
-        generations.append(SpeculativeGeneration(new, [], pair.text(new), rounds, corrected, total))
+        used = Usage(rounds, None, 0, corrected, total + rounds - 1)  # the LLM reads each draft whole
+        generations.append(CountedGeneration(new, [], pair.text(new), used))
     return generations
 
 

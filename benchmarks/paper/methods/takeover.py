@@ -31,39 +31,14 @@ class TakeoverGeneration(Generation):
         return Usage(taken, None, taken, tokens - self.events[0].step - 1 if taken else 0, tokens - 1 if taken else 0)
 
 
-def takeover(
-    slm: CausalLM,
-    llm: LLM | CausalLM,
-    policy: RequestPolicy,
-    prompts: Sequence[Tensor | Sequence[int]],
-    max_new_tokens: int = 4096,
-    **options: Any,
-) -> list[TakeoverGeneration]:
-    """The SLM decodes greedily up to its first admitted state; from there on the LLM does.
-
-    Args:
-        slm: the small model, in eval mode.
-        llm: the large one.
-        policy: when the SLM would ask.
-        prompts: [P] int64 each.
-        max_new_tokens: maximum tokens of a generation, of both models together.
-        options: of a decoder: tokenizer, batch_tokens, max_length (None for the plain loop), max_batch.
-
-    Returns:
-        One generation per prompt, in order, with one event (the LLM's own pool, its first token chosen) if the LLM took
-        over, and none if the SLM finished alone.
-
-    Raises:
-        TypeError: as `CollaborativeDecoder.generate`.
-        ValueError: as `CollaborativeDecoder` and its `generate`.
-    """
-    return taking_over(slm, llm, policy, **options)(prompts, max_new_tokens)
-
-
 def taking_over(
     slm: CausalLM, llm: LLM | CausalLM, policy: RequestPolicy, **options: Any
 ) -> Callable[[Sequence[Tensor | Sequence[int]], int], list[TakeoverGeneration]]:
-    """`takeover` of prompts and a maximum of new tokens; with `max_length` both models decode in the fast loop."""
+    """The SLM decodes greedily up to its first admitted state; from there on the LLM does.
+
+    The result decodes prompts up to a maximum of new tokens; with `max_length` both models do so in the fast loop. A
+    generation has one event (the LLM's own pool, its first token chosen) if the LLM took over, else none.
+    """
     decoder = decoder_of(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
     pair, large = decoder.pair, decoder.pair.large()
     model = large.model if isinstance(large, LocalLLM) else None

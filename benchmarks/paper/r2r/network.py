@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
-from numbers import Integral
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from fb_core.llm.local import Ids
 from fb_core.models import facts as models
-from fb_core.models.facts import CausalLM, fingerprint, lm_head
+from fb_core.models.facts import CausalLM, lm_head
 from fb_core.models.tokens import checked_prompts, token_ids
 from fb_core.runtime.plain import MAX_ROWS, batches, check_decodable
 
-WEIGHTS, DESCRIPTION, FORMAT = "router.safetensors", "router.json", 2
-LARGEST = {"logits_size": 1 << 20, "width": 1 << 16, "blocks": 256}
 EXPANSION = 4  # inner width of a block, as a multiple of its width
 
 
@@ -36,20 +28,7 @@ class RouterFeatures(NamedTuple):
 
 
 class R2RRouter(nn.Module):
-    """The probability that the SLM's next token is divergent: float32, made on the CPU.
-
-    Args:
-        slm: the small model whose features it reads; only sizes and a fingerprint are kept.
-        logits_size: number of largest logits, clamped to the vocabulary.
-        width: of the residual blocks.
-        blocks: their number.
-        dropout: while training.
-        seed: of the initial weights; the global generator is left as it was.
-
-    Raises:
-        TypeError: `slm` is not a transformers model.
-        ValueError: a model in training mode, or a size out of range.
-    """
+    """The probability that the SLM's next token is divergent: float32; the global generator is left as it was."""
 
     def __init__(
         self,
@@ -63,15 +42,7 @@ class R2RRouter(nn.Module):
     ) -> None:
         super().__init__()
         check_decodable("slm", slm)
-        sizes = {"logits_size": logits_size, "width": width, "blocks": blocks}
-        for name, size in sizes.items():
-            if not isinstance(size, Integral) or not 1 <= size <= LARGEST[name]:
-                raise ValueError(f"{name}: expected 1 to {LARGEST[name]}, got {size}; leave it out for the default")
-        if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout: expected 0 or more and below 1, got {dropout}; the published value is 0.1")
         self.logits_size = min(logits_size, models.vocabulary(slm))
-        self.settings = {**sizes, "logits_size": self.logits_size, "dropout": dropout}
-        self.base = fingerprint(slm)
         hidden, embedding = lm_head(slm).weight.shape[1], slm.get_input_embeddings().weight.shape[1]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -103,61 +74,6 @@ class R2RRouter(nn.Module):
         """float32 [n]: that the SLM's token is divergent."""
         return self(features).sigmoid()
 
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write router.safetensors and router.json, to temporary names first."""
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        description = {"format": FORMAT, "base": self.base, "settings": self.settings}
-        weights, about = folder / f".{WEIGHTS}.{os.getpid()}", folder / f".{DESCRIPTION}.{os.getpid()}"
-        save_file({name: value.contiguous() for name, value in self.state_dict().items()}, weights)
-        about.write_text(json.dumps(description, indent=2))
-        os.replace(weights, folder / WEIGHTS)
-        os.replace(about, folder / DESCRIPTION)
-
-    @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike[str], slm: CausalLM) -> R2RRouter:
-        """Load what `save_pretrained` wrote, in eval mode on the device of the SLM that it was trained with.
-
-        Raises:
-            TypeError: `slm` is not a transformers model.
-            ValueError: missing or damaged files, or another SLM.
-        """
-        folder = Path(directory)
-        try:
-            if (size := (folder / DESCRIPTION).stat().st_size) > 1 << 20:
-                raise ValueError(f"a description of {size} bytes")
-            description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-            tensors = load_file(folder / WEIGHTS)
-        except (OSError, ValueError, RecursionError, SafetensorError) as problem:
-            raise ValueError(f"{folder}: expected a router's two files, got {problem}; save it again") from problem
-        settings = description.get("settings") if isinstance(description, dict) else None
-        if (
-            not isinstance(settings, dict)
-            or description.get("format") != FORMAT
-            or set(settings) != {*LARGEST, "dropout"}
-        ):
-            raise ValueError(
-                f"{folder / DESCRIPTION}: expected format {FORMAT} with its settings, got something else; load it with "
-                "the version that wrote it"
-            )
-        with torch.device("meta"):  # no memory is allocated before the weights match the stated sizes
-            router = cls(slm, **settings)
-        if description.get("base") != router.base:
-            raise ValueError(
-                f"slm: expected the model that the router in {folder} was trained with, got a {type(slm).__name__} "
-                "with other weights or architecture; load that model"
-            )
-        try:
-            router.load_state_dict(tensors, assign=True)
-        except RuntimeError as problem:
-            raise ValueError(
-                f"{folder / WEIGHTS}: expected the weights of its settings, got {' '.join(str(problem).split())}; save "
-                "the router again"
-            ) from problem
-        if any(value.dtype != torch.float32 or not bool(value.isfinite().all()) for value in tensors.values()):
-            raise ValueError(f"{folder / WEIGHTS}: expected finite float32 weights, got others; save the router again")
-        return router.to(slm.device).eval()
-
 
 @torch.no_grad()
 def router_features(
@@ -170,20 +86,7 @@ def router_features(
 ) -> list[RouterFeatures]:
     """What the router would see before every token of many responses, teacher-forced in right-padded batches.
 
-    Args:
-        slm: the small model, in eval mode.
-        trajectories: (prompt [P], response [n]) token ids of each.
-        logits_size: number of largest logits, clamped to the vocabulary.
-        vocabulary: ids from this one on never count; None if all of the model's do.
-        batch_tokens: maximum tokens of one batch, padding included.
-
-    Returns:
-        The n rows of every trajectory, row i before response[i].
-
-    Raises:
-        TypeError: ids that are not integers, or `slm` is not a transformers model.
-        ValueError: no prompt, an id outside the vocabulary, another device or shape, too many tokens for the model, or
-            a model in training mode.
+    Trajectories are (prompt [P], response [n]). Ids from `vocabulary` on never count. Row i is before response[i].
     """
     check_decodable("slm", slm)
     prompts = checked_prompts("prompt", [prompt for prompt, _ in trajectories], slm, room=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from fb_core.apps.pipeline.records import IDS
 from fb_core.apps.pipeline.run import Output, Stage
 
 LABELS = {"prompt": IDS, "solution": IDS, "differs": pa.list_(pa.bool_()), "divergent": pa.list_(pa.bool_())}
+WEIGHTS = "router."  # before the names of its weights in a shard
 HELD_OUT = 5  # every fifth solution is held out to set the threshold
 
 
@@ -121,11 +121,8 @@ class RouterStage(Stage):
         actual = torch.cat([divergent[index] for index in sorted(held)])
         probability = torch.cat(judged)
         recall_threshold(probability, actual)  # raises here if no held-out token is divergent
-        with tempfile.TemporaryDirectory() as folder:
-            router.save_pretrained(folder)
-            files = {f"{shard}/{path.name}": path.read_bytes() for path in sorted(Path(folder).iterdir())}
-        files[f"{shard}.safetensors"] = tensor_bytes({"probability": probability, "divergent": actual})
-        return Output(files, {"routers": 1})
+        tensors = {"probability": probability, "divergent": actual, **router.state_dict(prefix=WEIGHTS)}
+        return Output({f"{shard}.safetensors": tensor_bytes(tensors)}, {"routers": 1})
 
 
 class Router(NamedTuple):
@@ -140,5 +137,10 @@ def read_router(run: Path, models: Models, seed: int, recall: float) -> Router:
     folder, shard = Artefact(run, RouterStage.name), f"seed-{seed}"
     if folder.receipt(shard) is None:
         raise ValueError(f"{folder.path}: expected {shard}, got none; run `python -m benchmarks.paper tables methods`")
-    held_out, network = folder.tensors(shard), R2RRouter.from_pretrained(folder.path / shard, models.slm)
-    return Router(network, recall_threshold(held_out["probability"], held_out["divergent"], recall))
+    tensors = folder.tensors(shard)
+    weights = {name.removeprefix(WEIGHTS): value for name, value in tensors.items() if name.startswith(WEIGHTS)}
+    blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+    network = R2RRouter(models.slm, width=len(weights["projection.weight"]), blocks=len(blocks))
+    network.load_state_dict(weights)
+    threshold = recall_threshold(tensors["probability"], tensors["divergent"], recall)
+    return Router(network.to(models.slm.device).eval(), threshold)

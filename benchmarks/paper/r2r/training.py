@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from fb_core._util import check_count
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,7 +13,6 @@ from benchmarks.paper.r2r.network import R2RRouter, RouterFeatures, concatenated
 from fb_core.decode.pair import Pair
 from fb_core.llm.local import LLM, Ids
 from fb_core.models.facts import CausalLM, Tokenizer
-from fb_core.models.tokens import check_max_new_tokens
 from fb_core.verify.verifier import Verifier
 
 
@@ -37,30 +34,10 @@ def divergence_labels(
 ) -> list[Divergence]:
     """Where taking the SLM's token instead of the LLM's costs the right answer.
 
-    The LLM gives its token at every position of a response. Where the SLM's token differs, the LLM continues after the
-    SLM's token; where that answer is wrong, it also continues after its own.
-
-    Args:
-        slm: the small model, in eval mode.
-        llm: the large one.
-        trajectories: (prompt [P], response [n]) token ids; the published method takes the LLM's own responses.
-        golds: the right answer of each.
-        tokenizer: the one both models use.
-        verifier: judges the answers.
-        max_new_tokens: maximum tokens of an answer, the response up to the position included.
-
-    Returns:
-        The labels of every trajectory, in order.
-
-    Raises:
-        TypeError: as `router_features`.
-        ValueError: as `router_features`, not one gold for each trajectory, or max_new_tokens below 1.
+    The LLM gives its token at every position of a response [n] after its prompt [P]; the published method takes the
+    LLM's own responses. Where the SLM's token differs, the LLM continues after the SLM's token; where that answer is
+    wrong, it also continues after its own. An answer has at most `max_new_tokens` in all.
     """
-    check_max_new_tokens(max_new_tokens)
-    if len(golds) != len(trajectories):
-        raise ValueError(
-            f"golds: expected one for each of {len(trajectories)} trajectories, got {len(golds)}; pass them in order"
-        )
     pair = Pair(slm, llm, tokenizer)
     features = router_features(slm, trajectories, logits_size=1, vocabulary=pair.vocabulary)
     ends = pair.ends
@@ -107,37 +84,11 @@ def train_router(
     recall_factor: float = 1.0,
     seed: int = 0,
 ) -> list[float]:
-    """Train in place; the result is a function of the arguments, and the global generator is left as it was.
+    """Train in place; returns the mean loss of every epoch. The global generator is left as it was.
 
-    Args:
-        router: trained and left in eval mode.
-        features: as from `router_features`.
-        labels: [n] bool of each, true where the position is divergent.
-        epochs: passes over all positions.
-        batch_size: positions of one step.
-        learning_rate: of AdamW.
-        weight_decay: of AdamW.
-        recall_factor: the weight of a positive is this times negatives / positives.
-        seed: of the order and of dropout.
-
-    Returns:
-        The mean loss of every epoch.
-
-    Raises:
-        ValueError: not one label for each row, labels all alike, or a setting out of range.
+    The labels [n] of each trajectory are true where the position is divergent. A positive weighs `recall_factor` times
+    negatives / positives. The seed is of the order and of dropout.
     """
-    for name, count in (("epochs", epochs), ("batch_size", batch_size)):
-        check_count(name, count, 1, "leave it out for the published value")
-    for name, value in (
-        ("learning_rate", learning_rate),
-        ("weight_decay", weight_decay),
-        ("recall_factor", recall_factor),
-    ):
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"{name}: expected 0 or more, got {value}; leave it out for the published value")
-    rows, marks = [len(inputs.token) for inputs in features], [len(flags) for flags in labels]
-    if rows != marks:
-        raise ValueError(f"labels: expected one for each row of features {rows}, got {marks}; pass them in order")
     device = router.projection.weight.device
     target = torch.cat(list(labels)).to(device, torch.float32) if labels else torch.zeros(0)
     positives = int(target.sum())
@@ -168,26 +119,10 @@ def train_router(
 
 
 def recall_threshold(probability: Tensor, divergent: Tensor, min_recall: float = 0.95) -> float:
-    """The highest threshold that routes enough of the divergent positions; equality routes.
+    """The highest threshold that routes at least a share of the divergent of n held-out positions.
 
-    Args:
-        probability: [n] the router's at held-out positions.
-        divergent: [n] bool, their labels.
-        min_recall: minimum share of divergent positions that are routed, above 0 and at most 1.
-
-    Returns:
-        one of the probabilities; every position that reaches it is routed, tied ones included.
-
-    Raises:
-        ValueError: not one label for each probability, none divergent, a NaN, or min_recall out of range.
+    It is one of the probabilities; every position that reaches it is routed, tied ones included.
     """
-    if probability.ndim != 1 or divergent.shape != probability.shape or divergent.dtype != torch.bool:
-        raise ValueError(
-            f"divergent: expected one bool for each probability [n], got {divergent.dtype} {list(divergent.shape)} for "
-            f"{list(probability.shape)}; pass the labels in order"
-        )
-    if not 0.0 < min_recall <= 1.0:
-        raise ValueError(f"min_recall: expected above 0 and at most 1, got {min_recall}; the published value is 0.95")
     positives = probability[divergent].sort(descending=True).values
     if not len(positives) or bool(probability.isnan().any()):
         raise ValueError(

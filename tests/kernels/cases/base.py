@@ -99,6 +99,10 @@ class Op:
         """An implementation by its own name, or by its kind where that is declared for all of them."""
         return self.ways.get(name) or self.ways[name.partition(" ")[0]]
 
+    def example(self, **sizes: Any) -> Callable[[], Case]:
+        """Makes a call of these sizes in float32."""
+        return lambda: self.cast(self.make(**sizes), torch.float32)
+
     def cast(self, case: Case, dtype: torch.dtype) -> Case:
         """The case with its floats in a dtype."""
         return replace(case, least=dict.fromkeys(self.wide, torch.float32) | case.least).cast(dtype)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases import branch_attention
-from cases.base import CONTIGUOUS, LOW, Case, Op, Way, definition, generator, ids, normal, randn, seeds, single
-from cases.qk_norm_rope import heads
+from cases.base import CONTIGUOUS, LOW, Case, Op, Way, definition, generator, ids, normal, seeds, single
 from fb_kernels import BranchLayout
 from fb_kernels._runtime.precision import accumulation_dtype
 from fb_kernels.qk_norm_rope.naive import qk_norm_rope
@@ -318,37 +317,28 @@ OP = Op(
     which_strange=False,
     wrong=[
         ("qkv", {"qkv": torch.ones(6, 5)}, ValueError),
-        ("qkv", {"qkv": 1}, TypeError),
         ("qkv", {"qkv": torch.ones(6, 512, requires_grad=True)}, ValueError),
         ("cos", {"cos": torch.ones(3, 7), "sin": torch.ones(3, 7)}, ValueError),
         ("num_heads", {"num_heads": 3}, ValueError),
         ("num_heads", {"num_heads": 0, "qkv": torch.ones(6, 256)}, ValueError),
         ("q_weight", {"q_weight": torch.ones(7)}, ValueError),
         ("positions", {"positions": ids(0, 1)}, ValueError),
-        ("positions", {"positions": OTHER + 7}, ValueError),
+        *(("positions", {"positions": OTHER + shift}, ValueError) for shift in (7, -1)),
         ("k_cache", {"k_cache": torch.ones(13, 128)}, ValueError),
         ("v_cache", {"v_cache": torch.ones(12, 2, 64)}, ValueError),
-        ("v_cache", {"v_cache": torch.ones(13, 2, 64).double()}, TypeError),
         ("held", {"held": torch.tensor(5)}, ValueError),
-        ("held", {"held": ids(14)}, ValueError),
+        *(("held", {"held": ids(value)}, ValueError) for value in (14, -9)),
         ("slots", {"slots": ids(5, 6)}, ValueError),
         *(("slots", {"slots": ids(5, other, 7, 8, 9, 10)}, ValueError) for other in (4, 13, 5)),
         ("window", {"window": 0}, ValueError),
-        ("scale", {"scale": math.nan}, ValueError),
         ("eps", {"eps": 0.0}, ValueError),
         *wrong_pages(2, 64),
     ],
 )
 
 
-def arguments(rows: int) -> dict[str, Any]:
-    return heads(rows) | {"k_cache": randn(9, 2, 8, seed=5), "v_cache": randn(9, 2, 8, seed=6), "held": ids(5)}
-
-
 EXAMPLES = {
-    "branch_attention_qkv": lambda: Case("branch_attention_qkv", arguments(1)),
-    "branch_attention_qkv, written": lambda: Case(
-        "branch_attention_qkv", arguments(4) | {"slots": ids(6, 5, 8, 7), "window": 4}, written=CACHES
-    ),
-    "branch_attention_qkv, in pages": lambda: single(make(2, held=7, page=3, sequences=2, seed=7, wide_tables=True)),
+    "branch_attention_qkv": OP.example(rows=1, keep="none", unheld=0.5),
+    "branch_attention_qkv, written": OP.example(rows=4, window=4, unheld=0.5),
+    "branch_attention_qkv, in pages": OP.example(rows=2, held=7, page=3, sequences=2, seed=7),
 }

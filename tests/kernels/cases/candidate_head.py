@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
@@ -11,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import ROWS, WIDTHS, Case, Op, Way, ids, launched, normal, randn, seeds, single
+from cases.base import ROWS, WIDTHS, Case, Op, Way, ids, launched, normal, seeds, single
 from fb_kernels.candidate_head import cpu, cuda
 from fb_kernels.candidate_head.naive import candidate_head as naive
 from fb_kernels.testing import magnitude
@@ -160,41 +159,16 @@ OP = Op(
     gradient_scales=gradient_scales,
     rows={"hidden": 0},
     wrong=[
-        ("hidden", {"hidden": [1.0]}, TypeError),
-        ("hidden", {"hidden": torch.ones(9, 21).long()}, TypeError),
         ("hidden", {"hidden": torch.ones(1, 9, 21)}, ValueError),
-        ("norm_weight", {"norm_weight": W.double()}, TypeError),
         ("norm_weight", {"norm_weight": W[:2]}, ValueError),
-        ("head_weight", {"head_weight": None}, TypeError),
-        ("head_weight", {"head_weight": W.double()}, TypeError),
-        ("head_weight", {"head_weight": W.bfloat16()}, TypeError),
         ("head_weight", {"head_weight": W[None]}, ValueError),
-        ("head_weight", {"head_weight": W.to("meta")}, ValueError),
-        ("head_bias", {"head_bias": 0.5}, TypeError),
         ("head_bias", {"head_bias": W}, ValueError),
-        ("cu_group", {"cu_group": [0, 9]}, TypeError),
-        ("cu_group", {"cu_group": CU.float()}, TypeError),
         ("cu_group", {"cu_group": CU[None]}, ValueError),
         ("cu_group", {"cu_group": CU[:0]}, ValueError),
         ("cu_group", {"cu_group": ids(0, 3, 2)}, ValueError),
         ("cu_group", {"cu_group": ids(1, 4)}, ValueError),
         ("cu_group", {"cu_group": ids(0, 10)}, ValueError),
         ("eps", {"eps": -1.0}, ValueError),
-        ("eps", {"eps": math.nan}, ValueError),
-        ("eps", {"eps": None}, TypeError),
     ],
 )
-EXAMPLES = {
-    "candidate_head": lambda: Case(
-        "candidate_head",
-        {
-            "hidden": randn(7, 16),
-            "norm_weight": randn(16),
-            "head_weight": randn(16, seed=1),
-            "cu_group": ids(0, 3, 3, 6),
-            "eps": EPS,
-            "head_bias": randn(1),
-        },
-        gradients=("hidden", "norm_weight", "head_weight", "head_bias"),
-    )
-}
+EXAMPLES = {"candidate_head": OP.example(groups=(3, 0, 3), tail=1, width=16)}

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import ROWS, Case, Op, Way, definition, generator, ids, seeds
+from cases.base import ROWS, Case, Op, Way, definition, generator, seeds
 from fb_kernels import DecodeState
 
 WRITTEN = ("state.tokens", "state.length", "state.halt")
@@ -110,33 +110,15 @@ OP = Op(
         ("state.halt", {"state.halt": ONE.int()[1:]}, ValueError),
         ("state.budget", {"state.budget": 3}, TypeError),
         ("state.budget", {"state.budget": ONE.int().to("meta")}, ValueError),
-        ("token", {"token": torch.ones(7)}, TypeError),
         ("token", {"token": torch.tensor(1)}, ValueError),
-        ("entropy", {"entropy": ONE}, TypeError),
         ("entropy", {"entropy": torch.ones(2)}, ValueError),
-        ("threshold", {"threshold": 1.0}, TypeError),
         ("threshold", {"threshold": torch.ones(2)}, ValueError),
-        ("threshold", {"threshold": torch.tensor(math.nan)}, ValueError),
+        *(("threshold", {"threshold": torch.full(shape, math.nan)}, ValueError) for shape in ((), (7,))),
         ("eos_ids", {"eos_ids": torch.tensor(7)}, ValueError),
-        ("eos_ids", {"eos_ids": torch.ones(1)}, TypeError),
-        ("max_length", {"max_length": 6}, TypeError),
         ("max_length", {"max_length": ONE[:, None]}, ValueError),
         ("outcome", {"outcome": torch.ones(7, 3).half()}, TypeError),
         ("outcome", {"outcome": torch.ones(7, 2)}, ValueError),
         ("outcome", {"outcome": [0.0]}, TypeError),
     ],
 )
-EXAMPLES = {
-    "commit_": lambda: Case(
-        "commit_",
-        {
-            "state": DecodeState(torch.arange(28).view(4, 7), ids(3, 4, 2, 7), ids(0, 0, 3, 0), ids(1, 0, 2, 1)),
-            "token": ids(9, 5, 6, 8),
-            "entropy": torch.tensor([0.5, 2.0, 0.1, 0.2]),
-            "threshold": torch.tensor([1.0, 1.0, 1.0, 1.0]),
-            "eos_ids": ids(7, 8, 2),
-            "max_length": ids(6, 6, 6, 6),
-        },
-        written=WRITTEN,
-    )
-}
+EXAMPLES = {"commit_": OP.example(rows=4, slots=7, ends=3, told=False)}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import LOW, Case, Op, Sizes, Way, generator, ids, offsets, randn, seeds
+from cases.base import LOW, Case, Op, Sizes, Way, generator, ids, offsets, seeds
 from fb_kernels.compatibility_targets.naive import compatibility_targets as naive
 from fb_kernels.testing import magnitude
 
@@ -73,40 +72,20 @@ OP = Op(
     widened=(0, 1),
     hostile=("logprob", "local"),
     wrong=[
-        ("logprob", {"logprob": [1.0]}, TypeError),
-        ("logprob", {"logprob": GOOD["logprob"].long()}, TypeError),
         ("logprob", {"logprob": LOCAL}, ValueError),
-        ("cu_group", {"cu_group": GOOD["cu_group"].float()}, TypeError),
         ("cu_group", {"cu_group": ids()}, ValueError),
-        ("cu_group", {"cu_group": GOOD["cu_group"].to("meta")}, ValueError),
         ("cu_group", {"cu_group": ids(0, 3, 2)}, ValueError),
         ("cu_group", {"cu_group": ids(1, 4)}, ValueError),
         ("cu_group", {"cu_group": ids(0, 8)}, ValueError),
         ("horizons", {"horizons": 3}, TypeError),
-        ("horizons", {"horizons": [1.0]}, TypeError),
+        *[("horizons", {"horizons": value}, TypeError) for value in ([1.0], [True])],
         ("horizons", {"horizons": ids(1)}, TypeError),
-        *[("horizons", {"horizons": value}, ValueError) for value in ([], [0], [1, 6])],
-        *[("temperature", {"temperature": value}, ValueError) for value in (0.0, math.nan)],
-        ("temperature", {"temperature": "1"}, TypeError),
+        *[("horizons", {"horizons": value}, ValueError) for value in ([], [0], [1, 6], [10**5000])],
+        ("temperature", {"temperature": 0.0}, ValueError),
         ("eps", {"eps": -1.0}, ValueError),
-        ("eps", {"eps": None}, TypeError),
-        ("alpha", {"alpha": "1"}, TypeError),
-        *[("alpha", {"alpha": value}, ValueError) for value in (math.nan, 1.5)],
+        ("alpha", {"alpha": 1.5}, ValueError),
         ("local", {"local": None}, ValueError),
-        ("local", {"local": LOCAL.double()}, TypeError),
         ("local", {"local": LOCAL[:3]}, ValueError),
-        ("local", {"local": [1.0]}, TypeError),
     ],
 )
-EXAMPLES = {
-    "compatibility_targets": lambda: Case(
-        "compatibility_targets",
-        {
-            "logprob": -randn(7, 5).square(),
-            "cu_group": ids(0, 3, 3, 6),
-            "horizons": [2, 5],
-            "local": -randn(7).square(),
-            "alpha": 0.5,
-        },
-    )
-}
+EXAMPLES = {"compatibility_targets": OP.example(**OP.typical)}

@@ -184,7 +184,6 @@ OP = Op(
     which_strange=False,
     wrong=[
         ("hidden", {"hidden": torch.ones(6, 12, 1)}, ValueError),
-        ("hidden", {"hidden": [1.0]}, TypeError),
         ("hidden", {"hidden": torch.ones(6, 12, requires_grad=True)}, ValueError),
         ("weights", {"weights": tuple(TYPICAL.arguments["weights"])}, TypeError),
         ("weights.qkv", {"weights.qkv": torch.ones(63, 12)}, ValueError),
@@ -205,19 +204,14 @@ OP = Op(
         ("held", {"held": ids(14)}, ValueError),
         *(("slots", {"slots": ids(5, other, 7, 8, 9, 10)}, ValueError) for other in (4, 13, 5)),
         ("window", {"window": 0}, ValueError),
-        ("scale", {"scale": math.nan}, ValueError),
         ("eps", {"eps": 0.0}, ValueError),
         *wrong_pages(2, 8),
     ],
 )
 
 
-def _example(rows: int, **options: Any) -> Case:
-    return single(make(rows, seed=7, wide_tables=True, **options))
-
-
 EXAMPLES = {
-    "decoder_layer": lambda: _example(1, keep="none"),
-    "decoder_layer, written": lambda: _example(4, window=4, normed=False, biased=False),
-    "decoder_layer, in pages": lambda: _example(2, held=7, page=3, sequences=2),
+    "decoder_layer": OP.example(rows=1, keep="none", seed=7),
+    "decoder_layer, written": OP.example(rows=4, window=4, normed=False, biased=False, seed=7),
+    "decoder_layer, in pages": OP.example(rows=2, held=7, page=3, sequences=2, seed=7),
 }

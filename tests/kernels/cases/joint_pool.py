@@ -40,12 +40,7 @@ OP = Op(
     result_rows=(0, 0, 0),
     alone=True,
     wrong=[
-        ("slm_ids", {"slm_ids": [1, 2]}, TypeError),
-        ("llm_ids", {"llm_ids": [1, 2]}, TypeError),
-        ("slm_ids", {"slm_ids": IDS.float()}, TypeError),
-        ("llm_ids", {"llm_ids": IDS.float()}, TypeError),
         ("llm_ids", {"llm_ids": IDS.int()}, TypeError),
-        ("llm_ids", {"llm_ids": IDS.to("meta")}, ValueError),
         ("slm_ids", {"slm_ids": torch.tensor(1)}, ValueError),
         ("llm_ids", {"llm_ids": torch.tensor(1)}, ValueError),
         ("llm_ids", {"llm_ids": IDS[:1]}, ValueError),

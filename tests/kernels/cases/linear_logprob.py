@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,6 @@ from cases.base import (
     ids,
     launched,
     normal,
-    randn,
     seeds,
     single,
 )
@@ -224,30 +223,17 @@ GOOD = single(make(**TYPICAL)).tensors
 NUMBERS = [
     ("softcap", {"softcap": 0.0}, ValueError),
     ("temperature", {"temperature": -1.0}, ValueError),
-    ("temperature", {"temperature": math.inf}, ValueError),
-    ("temperature", {"temperature": None}, TypeError),
-    ("logit_scale", {"logit_scale": math.nan}, ValueError),
-    ("logit_scale", {"logit_scale": "1"}, TypeError),
-    ("ignore_index", {"ignore_index": None}, TypeError),
-    ("valid_vocab", {"valid_vocab": 1.5}, TypeError),
     ("valid_vocab", {"valid_vocab": -1}, ValueError),
 ]
 
 
 def wrong_tensors(weight: str, bad_ids: Sequence[int]) -> list[tuple[str, dict[str, Any], type[Exception]]]:
     return [
-        ("hidden", {"hidden": None}, TypeError),
-        ("hidden", {"hidden": torch.ones(6, 16, dtype=torch.int64)}, TypeError),
         ("hidden", {"hidden": torch.tensor(1.0)}, ValueError),
-        ("hidden", {"hidden": torch.ones(6, 16).to_sparse()}, ValueError),
         (weight, {weight: torch.ones(102, 15)}, ValueError),
-        (weight, {weight: torch.ones(102, 16).bfloat16()}, TypeError),
-        (weight, {weight: torch.ones(102, 16, device="meta")}, ValueError),
-        ("target", {"target": torch.ones(6)}, TypeError),
         ("target", {"target": ids(0, 1, 2)}, ValueError),
         *[("target", {"target": ids(0, 1, 2, 3, 4, bad)}, ValueError) for bad in bad_ids],
         ("bias", {"bias": torch.ones(101)}, ValueError),
-        ("bias", {"bias": torch.ones(102).double()}, TypeError),
         *NUMBERS,
     ]
 
@@ -321,7 +307,6 @@ PARTIALS = Op(
         *wrong_tensors("weight_shard", [-1]),
         ("target", {"target": ids(0, 1, 2, 3, 4, 20), "valid_vocab": 20}, ValueError),
         ("vocab_start", {"vocab_start": -1}, ValueError),
-        ("vocab_start", {"vocab_start": 1.5}, TypeError),
     ],
 )
 PARTS = {name: torch.ones(3, 6) for name in ("max", "sumexp", "target_logit")}
@@ -349,41 +334,16 @@ COMBINATION = Op(
     rows=dict.fromkeys(PARTS, 1),
     hostile=("target_logit",),
     wrong=[
-        ("max", {"max": PARTS["max"].long()}, TypeError),
         ("max", {"max": PARTS["max"][0]}, ValueError),
-        ("max", {"max": PARTS["max"].bfloat16()}, TypeError),
         ("sumexp", {"sumexp": torch.ones(3, 7)}, ValueError),
-        ("target_logit", {"target_logit": PARTS["max"].double()}, TypeError),
-        ("target_logit", {"target_logit": [1.0]}, TypeError),
     ],
     result_rows=(0, 0),
 )
 
 
-def _head(rows: int = 6, vocabulary: int = 11) -> dict[str, Any]:
-    target = ids(*(3, 0, 10, -100, 7, 5)[:rows], dtype=torch.int64)
-    return {"hidden": randn(rows, 8), "target": target, "bias": randn(vocabulary, seed=1)}
-
-
-EXAMPLES: dict[str, Callable[[], Case]] = {
-    "linear_logprob": lambda: Case(
-        "linear_logprob", _head() | {"weight": randn(11, 8)} | ALL, gradients=FLOATS, outputs=(0, 1)
-    ),
-    "linear_logprob, three dimensions": lambda: Case(
-        "linear_logprob",
-        {"hidden": randn(2, 3, 8), "weight": randn(11, 8), "target": ids(1, 2, 3, 4, 5, 6).view(2, 3)},
-        gradients=("hidden", "weight"),
-    ),
-    "linear_logprob_partials": lambda: Case(
-        "linear_logprob_partials",
-        _head() | {"weight_shard": randn(11, 8), "vocab_start": 2},
-        gradients=("hidden", "weight_shard", "bias"),
-        outputs=(1, 2),
-    ),
-    "combine_logprob_partials": lambda: Case(
-        "combine_logprob_partials",
-        {"max": randn(3, 5), "sumexp": randn(3, 5, seed=1).square() + 1, "target_logit": randn(3, 5, seed=2)},
-        gradients=("sumexp", "target_logit"),
-        outputs=(0, 1),
-    ),
+EXAMPLES = {
+    "linear_logprob": OP.example(rows=(6,), width=8, vocabulary=11),
+    "linear_logprob, three dimensions": OP.example(rows=(2, 3), width=8, vocabulary=11, bias=False, index=torch.int32),
+    "linear_logprob_partials": PARTIALS.example(rows=(6,), width=8, vocabulary=11, vocab_start=2),
+    "combine_logprob_partials": COMBINATION.example(shards=3, rows=5),
 }

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import ROWS, WIDTHS, Case, Op, Sizes, Way, definition, normal, randn, seeds, single
+from cases.base import ROWS, WIDTHS, Case, Op, Sizes, Way, definition, normal, seeds, single
 from fb_kernels._runtime import cpu, cuda
 from fb_kernels.rms_norm.naive import rms_norm
 from fb_kernels.testing import magnitude
@@ -121,10 +121,9 @@ OP = Op(
             layouts=ROWS,
             small=wide_chip,
             also=[  # 16-byte loads with a tail, without one, element by element
-                {"rows": rows, "width": width, "outputs": 20} | options
-                for rows in (1, 8, 9, 16, 17, 26, 32)
-                for width in (264, 2048, 33)
-                for options in VARIANTS
+                {"rows": rows, "width": width, "outputs": 20} | VARIANTS[(turn + place) % 3]
+                for turn, rows in enumerate((1, 8, 9, 16, 17, 26, 32))
+                for place, width in enumerate((264, 2048, 33))
             ],
             refused=[
                 lambda: single(plain(20)),
@@ -163,8 +162,6 @@ OP = Op(
     which_strange=False,
     wrong=[
         ("x", {"x": torch.zeros(2, 3, 40)}, ValueError),
-        ("x", {"x": [1.0]}, TypeError),
-        ("weight", {"weight": torch.zeros(10, 40).double()}, TypeError),
         ("weight", {"weight": torch.zeros(10, 39)}, ValueError),
         ("weight", {"weight": torch.zeros(9, 40), "bias": None, "residual": None, "swiglu": True}, ValueError),
         ("weight", {"weight": torch.zeros(10, 40, requires_grad=True)}, ValueError),
@@ -177,21 +174,11 @@ OP = Op(
 )
 
 
-def _example(rows: int, *options: str) -> Case:
-    given = {
-        "bias": randn(12, seed=1),
-        "norm_weight": randn(16, seed=2),
-        "residual": randn(rows, 12, seed=3),
-        "swiglu": True,
-    }
-    built = {"x": randn(rows, 16), "weight": randn(12, 16)}
-    return Case("skinny_linear", built | {name: given[name] for name in options})
-
-
+FEW = {"width": 16, "outputs": 12}
 EXAMPLES = {
-    "skinny_linear": lambda: _example(3, "bias", "norm_weight"),
-    "skinny_linear, one row": lambda: _example(1, "residual"),
-    "skinny_linear, residual": lambda: _example(3, "bias", "residual"),
-    "skinny_linear, gated": lambda: _example(3, "bias", "swiglu"),
-    "skinny_linear, many rows": lambda: _example(20, "bias", "norm_weight", "residual"),
+    "skinny_linear": OP.example(rows=3, **FEW, given=BOTH),
+    "skinny_linear, one row": OP.example(rows=1, **FEW, behind="residual"),
+    "skinny_linear, residual": OP.example(rows=3, **FEW, given=("bias",), behind="residual"),
+    "skinny_linear, gated": OP.example(rows=3, width=16, outputs=6, given=("bias",), behind="swiglu"),
+    "skinny_linear, many rows": OP.example(rows=20, **FEW, given=BOTH, behind="residual"),
 }

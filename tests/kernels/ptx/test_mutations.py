@@ -100,12 +100,14 @@ def test_without_a_mistake_nothing_is_seen() -> None:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.sweep(4)
 def test_a_mistake_in_hoppers_attention_is_seen(mistake: str) -> None:
     with pytest.raises(AssertionError):
         attend(attention(), mistaken(*MISTAKES[mistake]))
 
 
 @pytest.mark.parametrize("mistake", HEAD_MISTAKES)
+@pytest.mark.sweep(4)
 def test_a_mistake_in_hoppers_head_is_seen(mistake: str) -> None:
     with pytest.raises(AssertionError):
         score(log_probs("past the ring"), mistaken(*HEAD_MISTAKES[mistake]))
