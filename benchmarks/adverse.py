@@ -29,7 +29,8 @@ from fb_core.apps.demo import Part
 from fb_core.apps.demo.pairs import Pretraining, train_model
 from fb_core.apps.demo.worlds import END, Role, World, WorldProblem, step_text
 from fb_core.apps.pipeline.page import markdown_table
-from fb_core.apps.settings.config import RunSettings, changed
+from fb_core.apps.settings.base import change
+from fb_core.apps.settings.run import RunSettings
 
 SEEDS = tuple(range(97_001, 97_051))  # of problems, training sets and rerankers; fixed before the run
 QUANTILE, PROBLEMS = 0.92, 800
@@ -111,7 +112,7 @@ def settings_of(world: str, seed: int, out: Path) -> RunSettings:
     """The settings of a run: those of the demo's worlds, one reranker, at the horizon that is scored."""
     shipped, files = RunSettings.load("tiny-control"), problems(seed, out)
     longest = {"max_new_tokens": FORGETFUL.max_new_tokens}
-    return changed(
+    return change(
         shipped,
         {
             "models": {part: str(out / "models" / MODELS[world, part]) for part in ("slm", "llm")},

@@ -43,7 +43,8 @@ from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.pipeline.run import run_stage
 from fb_core.apps.pipeline.statistics import Interval
 from fb_core.apps.processes import processes
-from fb_core.apps.settings.config import RunSettings, changed
+from fb_core.apps.settings.base import change
+from fb_core.apps.settings.run import RunSettings
 from fb_core.decode.deployment import LABELS, RecipeName
 from fb_core.decode.selectors import ScoringSelector, State, ValueSelector
 from fb_core.events import Pool
@@ -73,7 +74,7 @@ Outcomes = NDArray[np.float64]
 def settings_of(world: str, seed: int, quantile: float, problems: int = PROBLEMS) -> RunSettings:
     """The shipped settings of a world at a seed and a quantile: one reranker, at the horizon that is scored."""
     shipped = RunSettings.load(SETTINGS[world])
-    return changed(
+    return change(
         shipped,
         {
             "problems": {"seed": seed},

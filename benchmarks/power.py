@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from benchmarks import command
 from benchmarks.pages.figures import ROOT, replace_block
 from fb_core._util import write_file
-from fb_core.apps.pipeline.choose import Tried, decide
+from fb_core.apps.pipeline.choose import Results, decide
 from fb_core.apps.pipeline.page import markdown_table
-from fb_core.apps.settings.config import ChoiceSettings
+from fb_core.apps.settings.run import ChoiceSettings
 from fb_core.decode.deployment import RecipeName
 
 DIFFERING, CHANGED = 0.30, 0.20  # shares of the problems
@@ -25,7 +25,7 @@ PAGE = ROOT / "docs" / "choice.md"
 Outcomes = NDArray[np.float64]
 
 
-def drawn(rng: np.random.Generator, problems: int, better: float, gain: float) -> list[Tried]:
+def drawn(rng: np.random.Generator, problems: int, better: float, gain: float) -> list[Results]:
     """Outcomes of the four recipes: the direct score is `better` than greedy decoding, the others by `gain` than it."""
     kind = rng.random(problems)
     only_greedy = kind < (DIFFERING - better) / 2
@@ -41,7 +41,7 @@ def drawn(rng: np.random.Generator, problems: int, better: float, gain: float) -
         flipped = rng.random(problems)  # about half of the problems are right, so shares of these are twice as large
         lost, won = (flipped < CHANGED + sign * gain for sign in (-1, 1))
         tested.append((recipe, (direct & ~lost) | (~direct & won), 1))
-    return [Tried(recipe, correct.astype(np.float64), calls, calls) for recipe, correct, calls in tested]
+    return [Results(recipe, correct.astype(np.float64), calls, calls) for recipe, correct, calls in tested]
 
 
 def shares(problems: int, better: float, gain: float, draws: int = DRAWS) -> dict[str, float]:

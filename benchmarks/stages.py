@@ -17,7 +17,7 @@ from fb_core.apps.pipeline.collect import TrajectoryStage
 from fb_core.apps.pipeline.commands import COMMANDS, run_command, stages_of
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.pipeline.records import Examples
-from fb_core.apps.settings.config import RunSettings
+from fb_core.apps.settings.run import RunSettings
 from fb_core.models.facts import CausalLM
 
 GROUPS = 100  # scored one candidate at a time

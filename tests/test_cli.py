@@ -20,7 +20,8 @@ from limits import HANG
 from warm import futurebridge as run
 
 from fb_core.apps.cli.main import _folder
-from fb_core.apps.settings.config import SHIPPED, PairSettings, RunSettings, ServeSettings, as_yaml, settings_of
+from fb_core.apps.settings.pair import PairSettings, ServeSettings
+from fb_core.apps.settings.run import SHIPPED, RunSettings, as_yaml, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -23,7 +23,8 @@ import fb_kernels
 from benchmarks.pages import figures, reference
 from docs import signatures
 from fb_core.apps.cli.main import app
-from fb_core.apps.settings.config import PairSettings, RunSettings
+from fb_core.apps.settings.pair import PairSettings
+from fb_core.apps.settings.run import RunSettings
 from fb_kernels import bench, calls
 from fb_kernels._runtime import backend, cpu
 

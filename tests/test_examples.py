@@ -28,7 +28,7 @@ from warm import futurebridge
 from benchmarks.paper.settings import PaperSettings
 from fb_core.apps.pipeline.commands import run_command
 from fb_core.apps.pipeline.files import Artefact
-from fb_core.apps.settings.config import RunSettings
+from fb_core.apps.settings.run import RunSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

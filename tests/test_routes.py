@@ -24,7 +24,7 @@ from fb_core import (
 )
 from fb_core.apps.demo.pairs import DemoPair, load_pair
 from fb_core.apps.serve.run import Server, listen, load_server
-from fb_core.apps.settings.config import ServeSettings
+from fb_core.apps.settings.pair import ServeSettings
 
 ROOT = Path(fb_core.__file__).parent
 PAGE = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fb_core.apps.pipeline.page import markdown_table
-from fb_core.apps.settings.config import RolloutSettings
+from fb_core.apps.settings.run import RolloutSettings
 
 FLOPS, COPY, MEMORY = 790e12, 3.0e12, 80e9 * 0.9  # H100: dense bf16 FLOP/s, bytes/s, bytes for a server
 MOST = 256  # sequences in a batch

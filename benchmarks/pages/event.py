@@ -31,7 +31,7 @@ def made(run: Path, problem_id: str) -> dict[str, Any]:
 
     from fb_core import CollaborativeDecoder, RequestPolicy
     from fb_core.apps.pipeline.models import benchmark_problems, models_of
-    from fb_core.apps.settings.config import RunSettings
+    from fb_core.apps.settings.run import RunSettings
     from fb_core.verify.verifier import Verifier
 
     settings = RunSettings.model_validate_json((run / "settings.json").read_text())
@@ -46,7 +46,7 @@ def made(run: Path, problem_id: str) -> dict[str, Any]:
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     row = next(row for row in rows if row["problem"] == problem_id)  # of the first seed
     event = row["events"][0]
-    (prompt,) = models.prompts([problem], settings.problems.prompt, settings.problems.thinking)
+    (prompt,) = models.prompts([problem], settings.problems)
     prefix = [*prompt.tolist(), *row["tokens"][: event["step"]]]
     greedy = CollaborativeDecoder(models.slm, None, None, RequestPolicy(0.0), max_events=0, tokenizer=models.tokenizer)
     share = torch.tensor(event["scores"]).softmax(0).tolist()

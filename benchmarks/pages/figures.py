@@ -29,7 +29,7 @@ from benchmarks.servers import serving, soak
 from fb_core._util import write_file
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline.page import markdown_table
-from fb_core.apps.settings.config import RunSettings
+from fb_core.apps.settings.run import RunSettings
 
 ROOT = Path(__file__).parents[2]
 TABLES = Path("docs", "experiments", "tables.json")  # as `python -m benchmarks.paper report` writes it

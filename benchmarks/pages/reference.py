@@ -15,7 +15,8 @@ from pydantic.fields import FieldInfo
 
 from benchmarks.gpu.roofline import GREY
 from fb_core.apps.pipeline.page import markdown_table
-from fb_core.apps.settings.config import PairSettings, RunSettings, ServeSettings
+from fb_core.apps.settings.pair import PairSettings, ServeSettings
+from fb_core.apps.settings.run import RunSettings
 from fb_kernels import BranchLayout, bench, branch_attention, calls
 from fb_kernels._runtime.op import Op
 from fb_kernels.calls import Call

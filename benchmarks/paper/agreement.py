@@ -19,7 +19,7 @@ from benchmarks.paper.cells import table
 from benchmarks.paper.rollouts import HeldOutRolloutStage, token_kind
 from benchmarks.paper.rows import finished
 from fb_core.apps.pipeline import statistics
-from fb_core.apps.pipeline.choose import RerankerStage, reranked
+from fb_core.apps.pipeline.choose import RerankerStage, rerank_states
 from fb_core.apps.pipeline.collect import StateStage, TrajectoryStage
 from fb_core.apps.pipeline.files import Artefact, table_bytes
 from fb_core.apps.pipeline.models import chosen_reranker, models_of
@@ -27,7 +27,7 @@ from fb_core.apps.pipeline.records import NATS, Examples, Group, Rollout
 from fb_core.apps.pipeline.run import Output, Stage, run_stage
 from fb_core.apps.pipeline.scores import ScoreStage
 from fb_core.apps.pipeline.statistics import Interval
-from fb_core.apps.settings.config import RunSettings
+from fb_core.apps.settings.run import RunSettings
 from fb_core.events import LARGE, SLM
 from fb_core.rerank.reranker import TokenReranker
 from fb_core.score.targets import pairwise_agreement
@@ -60,7 +60,7 @@ class AgreementStage(Stage):
         rollouts = Examples(self.run, shard, slm.device).rollouts(HeldOutRolloutStage.name)
         states = [rollout.state for rollout in rollouts.values()]
         rows: dict[str, dict[str, Any]] = {state.id: {"state": state.id} for state in states}
-        for done, (state, seed, scores) in enumerate(reranked(slm, self._rerankers, states)):
+        for done, (state, seed, scores) in enumerate(rerank_states(slm, self._rerankers, states)):
             self.on_progress(done // len(self._rerankers))
             rows[state.id][f"seed-{seed}"] = scores.tolist()
         columns = {"state": pa.string()} | {f"seed-{seed}": NATS for seed in self._rerankers}

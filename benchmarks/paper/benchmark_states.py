@@ -15,7 +15,7 @@ from fb_core.apps.pipeline.collect import PolicyStage, StateStage, TrajectorySta
 from fb_core.apps.pipeline.commands import Command, stages_of
 from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.models import POLICY, RERANKER, benchmark_problems, file_stem, frozen_policy
-from fb_core.apps.pipeline.problems import Problem, drawn
+from fb_core.apps.pipeline.problems import Problem, draw_problems
 from fb_core.apps.pipeline.run import Output, Stage, run_stage
 
 BEFORE: tuple[Command, ...] = ("collect", "futures", "score")  # whose stages come before the rollouts
@@ -35,7 +35,7 @@ class BenchmarkTrajectoryStage(TrajectoryStage):
     def splits(self) -> dict[str, list[Problem]]:
         few, seed = self.settings.experiment.benchmark_problems, self.settings.problems.seed
         benchmarks = benchmark_problems(self.settings).values()
-        return {"validation": [problem for problems in benchmarks for problem in drawn(problems, few, seed)]}
+        return {"validation": [problem for problems in benchmarks for problem in draw_problems(problems, few, seed)]}
 
 
 class BenchmarkPolicyStage(PolicyStage):

@@ -26,7 +26,7 @@ from fb_core.apps.pipeline.models import (
     file_stem,
     problems_hash,
 )
-from fb_core.apps.pipeline.problems import Problem, drawn
+from fb_core.apps.pipeline.problems import Problem, draw_problems
 from fb_core.apps.pipeline.run import Stage
 from fb_core.models.checkpoints import checkpoint_hash
 
@@ -115,7 +115,9 @@ class DeploymentStage(DecodeStage):
     @cached_property
     def _problems(self) -> dict[str, list[Problem]]:
         count, seed = self.settings.compare.timed, self.settings.problems.seed
-        return {name: drawn(problems, count, seed) for name, problems in benchmark_problems(self.settings).items()}
+        return {
+            name: draw_problems(problems, count, seed) for name, problems in benchmark_problems(self.settings).items()
+        }
 
     @cached_property
     def trials(self) -> dict[str, Trial]:
@@ -146,7 +148,7 @@ class DeploymentStage(DecodeStage):
         length = max_length if trial.loop == "fast" else None
         return generator(trial.method, self.settings, self.run, trial.seed, length)
 
-    def decoded(self, trial: Trial, prompts: Sequence[Tensor]) -> list[Decoded]:
+    def decode(self, trial: Trial, prompts: Sequence[Tensor]) -> list[Decoded]:
         """The prompts decoded one at a time, each with its time and its peak of memory."""
         generate = self.generator(trial)
         for prompt in prompts[:WARM_UP]:

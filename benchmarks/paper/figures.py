@@ -18,7 +18,7 @@ from benchmarks.paper.rows import DEPLOYED, Result, Run, Timed, in_order
 from benchmarks.paper.tables import PUBLISHED
 from fb_core._util import escaped
 from fb_core.apps.pipeline.statistics import Interval
-from fb_core.apps.settings.config import AVERAGE
+from fb_core.apps.settings.run import AVERAGE
 
 WIDTH = 8.4  # inches, the width of the text on a desktop page
 LONGEST_LABEL, LONGEST_METHOD = 50, 36  # characters

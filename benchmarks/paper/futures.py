@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.settings import PaperSettings
-from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStage, judged
+from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStage, judge_solutions
 from fb_core.apps.pipeline.files import Artefact, table_bytes
-from fb_core.apps.pipeline.futures import FutureStage, usable, verified
+from fb_core.apps.pipeline.futures import FutureStage, filter_futures, judge_futures
 from fb_core.apps.pipeline.models import verifier_of
 from fb_core.apps.pipeline.records import IDS, Examples, Future, example_files
 from fb_core.apps.pipeline.run import Output, Stage
-from fb_core.apps.pipeline.scores import ScoreStage, in_parts
+from fb_core.apps.pipeline.scores import ScoreStage, reduce_pools
 from fb_core.runtime.sampling import seeded
 
 SAMPLED, UNVERIFIED, INCORRECT = "sampled", "unverified", "incorrect"  # columns: first right sample, first, first wrong
@@ -54,7 +54,7 @@ class OwnFutureStage(OverStates):
             seed=settings.seed,
         )
         samples = ([written[n] for written in drawn] for n in range(settings.slm))
-        tried = [verified(states, written, self.models.tokenizer, verifier)[1] for written in samples]
+        tried = [judge_futures(states, written, self.models.tokenizer, verifier)[1] for written in samples]
         own = [
             next((future for future in of_state if future.verdict == "correct"), of_state[0])
             for of_state in zip(*tried, strict=True)
@@ -88,8 +88,8 @@ class SampleStage(OverStates):
 
     def work(self, shard: str) -> Output:
         examples, llm, settings = Examples(self.run, shard), self.models.llm, self.settings.samples
-        futures = in_parts(examples.futures().values(), self.settings.collect.slm_k)
-        left = [future.state for future in usable(futures, self.settings.score.horizon)[0]]
+        futures = reduce_pools(examples.futures().values(), self.settings.collect.slm_k)
+        left = [future.state for future in filter_futures(futures, self.settings.score.horizon)[0]]
         samples: dict[str, dict[str, Tensor]] = {SAMPLED: {}, UNVERIFIED: {}, INCORRECT: {}}
         for draw in range(settings.llm):
             if not left:
@@ -104,7 +104,7 @@ class SampleStage(OverStates):
                 seed=settings.seed + draw,
             )
             written = [new[0].cpu() for new in drawn]
-            _, verdicts = judged(left, written, self.models.tokenizer, verifier_of(self.settings.verify))
+            _, verdicts = judge_solutions(left, written, self.models.tokenizer, verifier_of(self.settings.verify))
             for state, new, verdict in zip(left, written, verdicts, strict=True):
                 if draw == 0:
                     samples[UNVERIFIED][state.id] = new
@@ -141,7 +141,7 @@ class OtherScoreStage(ScoreStage):
         futures = super().futures(examples)
         if kind == "greedy":
             return [replace(future, verdict="correct") for future in futures]  # so that they pass the filter
-        used, _ = usable(in_parts(futures, self.settings.collect.slm_k), horizon)
+        used, _ = filter_futures(reduce_pools(futures, self.settings.collect.slm_k), horizon)
         sampled = read_samples(self.input(SampleStage).folder, examples.shard)
         return futures_of_quality(kind, futures, [future.state.id for future in used], sampled, horizon, examples.shard)
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.run import Stage, run_stage
-from fb_core.apps.settings.config import RunSettings
+from fb_core.apps.settings.run import RunSettings
 
 FOLDER = "variants"  # inside a run's
 

@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import PUBLISHED
-from fb_core.apps.settings.config import AVERAGE, ModelSettings
+from fb_core.apps.settings.run import AVERAGE, ModelSettings
 
 LLM = "Qwen/Qwen3-32B"
 SLMS = {"Qwen/Qwen3-1.7B": "qwen3-1.7b", "Qwen/Qwen3-0.6B": "qwen3-0.6b"}

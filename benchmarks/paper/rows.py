@@ -24,7 +24,7 @@ from fb_core.apps.pipeline.decode import Row
 from fb_core.apps.pipeline.files import Artefact, table_bytes
 from fb_core.apps.pipeline.models import frozen_policy
 from fb_core.apps.pipeline.statistics import Interval
-from fb_core.apps.settings.config import AVERAGE
+from fb_core.apps.settings.run import AVERAGE
 
 DEPLOYED = "deployed"  # key of the recipe that the run chose
 FIRST = ("greedy", "majority", "random", "slm-preference", "s2t", "direct", "one-token-takeover")

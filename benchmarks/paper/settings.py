@@ -13,7 +13,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
 from fb_core._util import write_file
-from fb_core.apps.settings.config import RunSettings, Section, checked
+from fb_core.apps.settings.base import Section, validate
+from fb_core.apps.settings.run import RunSettings
 
 FILE = "paper.json"  # in a run's folder: the settings of its last tables
 CONFIGS = Path(__file__).parent / "configs"
@@ -161,7 +162,7 @@ class PaperSettings(RunSettings):
             values = json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError) as problem:
             raise ValueError(f"{path}: expected a run's settings, got {problem}; make its tables first") from None
-        return checked(cls, values, str(path))
+        return validate(cls, values, str(path))
 
     def keep(self, run: Path) -> None:
         """Write them for `of_run`."""

@@ -11,7 +11,7 @@ from benchmarks.paper.methods import label_of
 from benchmarks.paper.nested_runs import FOLDER
 from benchmarks.paper.settings import EXTERNAL, PaperSettings
 from fb_core.apps.pipeline.files import Artefact
-from fb_core.apps.settings.config import Changes, changed
+from fb_core.apps.settings.base import Changes, change
 
 PUBLISHED = "published"  # key of the published recipe with the run's own reranker
 PROBLEM = "problem.json"  # why a variant could not be made, in its folder
@@ -113,7 +113,7 @@ def settings_of_variant(settings: PaperSettings, variant: Variant) -> PaperSetti
     name = method.removeprefix(EXTERNAL)
     external = {name: settings.compare.external[name]} if method.startswith(EXTERNAL) else {}
     compare = {"methods": (method,) if method and not external else (), "external": external}
-    return changed(settings, {**variant.changes, "compare": {**variant.changes.get("compare", {}), **compare}})
+    return change(settings, {**variant.changes, "compare": {**variant.changes.get("compare", {}), **compare}})
 
 
 def _methods(plan: Plan) -> list[Variant]:

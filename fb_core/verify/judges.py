@@ -121,7 +121,7 @@ class Judge:
         """A gold answer as it is compared; None if no answer is right by it."""
         return text.strip() or None
 
-    def stating(self, gold: str) -> str | None:
+    def state(self, gold: str) -> str | None:
         """A text that states this answer; None if that depends on the user's pattern or function."""
         return None if self.statement is None else self.statement.format(gold)
 
@@ -163,7 +163,7 @@ class Boxed(Judge):
     def read(self, answer: str) -> str | None:
         content = boxed(answer)
         if content is not None:
-            return self.stating(_tidy(content)) if content else None
+            return self.state(_tidy(content)) if content else None
         return None if self._require_boxed else answer[-LONGEST_CONTENT:].strip() or None
 
     def gold(self, text: str) -> str | None:
@@ -332,7 +332,7 @@ NAMED: dict[str, type[Judge]] = {kind.name: kind for kind in (Boxed, Exact, Choi
 FAULTS = {name: fault for kind in NAMED.values() for name, fault in kind.faults.items()}
 
 
-def described() -> str:
+def describe_judges() -> str:
     """Every judge in a sentence."""
     kinds: list[type[Judge]] = [*NAMED.values(), Function]
     parts = " ".join(f'"{kind.name}": {inspect.getdoc(kind)}' for kind in kinds)
@@ -403,15 +403,12 @@ def _compare_exactly() -> None:
     def equal(a: Any, b: Any, *rounding: Any) -> bool:
         if not roughly(a, b, *rounding):
             return False
-        if all(grader.is_atomic_or_pct_atomic(each, Integer) for each in (a, b)) or not hasattr(a - b, "is_number"):
-            return True  # 50% and 50, matrices
+        both = (a, b)
+        is_number = all(getattr(own, "is_number", False) for own in both)
+        if not is_number or all(grader.is_atomic_or_pct_atomic(own, Integer) for own in both):
+            return True  # letters, matrices, 50% and 50
         a, b = grader.safe_sympy_doit(a), grader.safe_sympy_doit(b)
-        decimals = a.has(Float) + b.has(Float)
-        if not (a.is_number and b.is_number):
-            return bool(decimals or (a - b).evalf(DIGITS, chop=True) == 0)
-        if a.is_Rational and b.is_Rational:
-            return bool(a == b)
-        return _near(a.evalf(DIGITS), b.evalf(DIGITS), (TINY, ROUGH, PRECISE)[decimals])
+        return _near(a.evalf(DIGITS), b.evalf(DIGITS), (TINY, ROUGH, PRECISE)[a.has(Float) + b.has(Float)])
 
     def equal_solutions(gold: Any, said: Any, *rounding: Any) -> bool:
         return solve(gold, gold.free_symbols) != [] and solved(gold, said, *rounding)
@@ -423,12 +420,11 @@ def _undefined(text: str, expressions: Sequence[Any]) -> bool:
     """Whether a text has no value: NaN, or a division by zero anywhere in it."""
     from sympy import Pow, nan, zoo  # type: ignore[import-untyped]
 
-    inverted = {power.base for each in expressions for power in each.atoms(Pow) if power.exp.is_negative}
+    inverted = {power.base for expression in expressions for power in expression.atoms(Pow) if power.exp.is_negative}
     values = [base.evalf() for base in inverted if base.is_number]
     return (
-        re.search(r"/\s*0(?![\d.!])", text) is not None
-        or WORDS.sub(r"\1", text).strip().lower() == "nan"
-        or any(each.has(nan, zoo) for each in (*expressions, *values))
+        WORDS.sub(r"\1", text).strip().lower() == "nan"
+        or any(expression.has(nan, zoo) for expression in (*expressions, *values))
         or any(abs(value) < 1e-100 for value in values)
     )
 
@@ -452,7 +448,7 @@ def _unread(text: str, equation: bool) -> list[str]:
     def reading(text: str) -> Any:
         return parse(f"\\boxed{{{text}}}", parsing_timeout=None)[:1]
 
-    text = WORDS.sub(lambda words: re.sub("[-+]", " ", words[0]), BASE_TEN.sub("", UNIT_POWER.sub(r"\1", text)))
+    text = WORDS.sub(lambda words: re.sub("[-+]", " ", words[0]), BASE_TEN.sub("", text))
     start, whole = 0 if equation else text.rfind("=") + 1, reading(text)
     shown = Counter(MEANT.findall(str(whole)))
     for token in MEANT.finditer(text, start):
@@ -471,12 +467,12 @@ def _holds(text: str, expressions: Sequence[Any]) -> bool:
 
     if re.search("[A-Za-z]", re.sub(r"\\(?!text|mathrm|mbox)[A-Za-z]+", "", text)):
         return True  # letters are quantities and units
-    equations = {equation for each in expressions for equation in each.atoms(Eq)}
+    equations = {(equation.lhs, equation.rhs) for own in expressions for equation in own.atoms(Eq)}
     return all(
-        verify(each.lhs, each.rhs, timeout_seconds=None)
-        or (each.has(Float) and abs(complex(each.lhs) - complex(each.rhs)) <= 0.01 * abs(complex(each.rhs)))
-        for each in equations
-        if each.lhs.is_number and each.rhs.is_number
+        verify(left, right, timeout_seconds=None)
+        or ((left.has(Float) or right.has(Float)) and abs(complex(left) - complex(right)) <= 0.01 * abs(complex(right)))
+        for left, right in equations
+        if left.is_number and right.is_number
     )
 
 

@@ -43,10 +43,10 @@ def tally_words(counts: Mapping[str, int]) -> str:
     """The nonzero counts of `Verifier.tally` as one line; "" if there are none."""
     parts = []
     for verdict in filter(counts.get, get_args(Verdict)):
-        faults = [
-            f" ({counts[name]} {words})" for name, (of, words) in FAULTS.items() if of == verdict and counts.get(name)
-        ]
-        parts.append(f"{counts[verdict]} {verdict}" + "".join(faults))
+        faults = [(counts.get(name), words) for name, (of, words) in FAULTS.items() if of == verdict]
+        parts.append(
+            f"{counts[verdict]} {verdict}" + "".join(f" ({count} {words})" for count, words in faults if count)
+        )
     return ", ".join(parts)
 
 
@@ -68,69 +68,56 @@ class Verifier(contextlib.AbstractContextManager["Verifier"]):
         pattern: str | None = None,
         require_boxed: bool | None = None,
     ) -> None:
-        r"""Start no worker yet.
+        r"""Start no worker yet; TypeError or ValueError for an argument that does not fit.
 
         Args:
             workers: maximum number of processes.
-            timeout: seconds of CPU time for one answer, without the start of a worker. On a busy machine an answer may
-                wait for a CPU, so the limit in wall-clock time is 20 times that, and at least a minute.
+            timeout: seconds of CPU time for one answer, a day at most, without the start of a worker. An answer may
+                have to wait for a CPU, so the limit in wall-clock time is 20 times that, and at least a minute.
             memory_bytes: address space of one worker, if the system can limit it; 256 MiB or more.
             judge: a name in `fb_core.verify.judges.NAMED`, or the import path "module:function" of your own: it takes
                 the whole text and the gold answer, and returns True, False, or None where the text has no answer.
             pattern: for "number" a regular expression whose last match, or its first group, is the number.
             require_boxed: for "boxed", whether an answer without `\boxed{...}` is "unparsable" (as if left out);
                 otherwise math-verify searches its last 10,000 characters, and finds a 5 in "so=5.".
-
-        Raises:
-            TypeError: an argument is not a number.
-            ValueError: an argument is too small, the timeout is longer than a day, or there is no such judge.
         """
         _check_number("workers", workers, int, 1)
         _check_number("timeout", timeout, (int, float), 0.01, LONGEST_TIMEOUT)
         _check_number("memory_bytes", memory_bytes, int, SMALLEST_MEMORY)
-        asked: dict[str, Any] = {"name": judge, "pattern": pattern, "require_boxed": require_boxed}
-        self.judge = judge_of(**asked)
-        self._workers = [_Worker(self.judge, timeout, memory_bytes, asked) for _ in range(workers)]
+        options: dict[str, Any] = {"name": judge, "pattern": pattern, "require_boxed": require_boxed}
+        self.judge = judge_of(**options)
+        self._workers = [_Worker(self.judge, timeout, memory_bytes, options) for _ in range(workers)]
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # last in, first out: those already started first
         for worker in self._workers:
             self._idle.put(worker)
-        self._owner = os.getpid()
-        self._closed = False
+        self._owner, self._closed = os.getpid(), False
         self._closing = threading.Lock()  # a second close waits for the first
-        self._lock = threading.Lock()  # guards what is known
-        self._known: dict[Pair, str] = {}
+        self._lock = threading.Lock()  # guards the cache
+        self._known: dict[Pair, str] = {}  # the cache
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def verify(self, answer: str, gold: str) -> Verdict:
-        r"""Judge one answer.
+        r"""Judge one answer, a model's whole text, against the right one, bare or inside `\boxed{}` or dollars.
 
-        Args:
-            answer: the model's whole text; the judge reads it, "boxed" its last `\boxed{...}`.
-            gold: the right answer, bare ("15", "\\frac{1}{2}") or inside `\boxed{}` or dollars.
-
-        Returns:
-            "correct", "wrong", "unparsable" (with "boxed": no closed box, or nothing mathematical in it), or "timeout"
-            (not finished within the limits of time and memory). With "boxed", math-verify decides what is equal: it
-            ignores \text{...} and the units that it knows ("34\text{ cows}", "34 cm"). It reads other bare words as
-            products of letters, so "34 cows" is wrong against 34. What it leaves out must be the same in both: number
-            bases, negations, relations without a left side ("15_8", "> 15" against 15), a.m. against p.m., and every
-            number and sign ("3\text{ hours }20\text{ minutes}"); known units may be left out in one, not differ. An
-            equation between numbers must hold ("16 = 15"). Numbers are compared exactly, a decimal with another number
-            to its six decimals and at least three digits. NaN and divisions by zero are unparsable.
+        Returns "correct", "wrong", "unparsable" (with "boxed": no closed box, or nothing mathematical in it), or
+        "timeout" (not finished within the limits of time and memory). With "boxed", math-verify decides what is equal:
+        it ignores \text{...} and the units that it knows ("34\text{ cows}", "34 cm"). It reads other bare words as
+        products of letters, so "34 cows" is wrong against 34. What it leaves out must be the same in both: number
+        bases, negations, relations without a left side ("15_8", "> 15" against 15), a.m. against p.m., and every number
+        and sign ("3\text{ hours }20\text{ minutes}"); known units may be left out in one, not differ. An equation
+        between numbers must hold ("16 = 15"). Numbers are compared exactly, a decimal with another number to its six
+        decimals and at least three digits. NaN and divisions by zero are unparsable.
         """
         return self.verify_many([answer], [gold])[0]
 
     def verify_many(
         self, answers: Sequence[str], golds: Sequence[str], *, bad_golds: Literal["raise", "unparsable"] = "raise"
     ) -> list[Verdict]:
-        """Judge many answers, spread over the workers; verdicts come in the order of the answers.
+        """Judge many answers, each against its gold answer, spread over the workers; verdicts come in their order.
 
-        Args:
-            answers: as in `verify`.
-            golds: one for each answer.
-            bad_golds: what to do about a gold answer that cannot be parsed: raise, or give the verdict "unparsable".
+        A gold answer that cannot be parsed raises, or gives the verdict "unparsable", as `bad_golds` says.
 
         Raises:
             TypeError: an argument is not a sequence of strings.
@@ -143,10 +130,9 @@ class Verifier(contextlib.AbstractContextManager["Verifier"]):
                 kind = type(texts).__name__
                 raise TypeError(f"verify_many: {name} must be a sequence of strings, got {kind}; pass a list.")
         if len(answers) != len(golds):
-            raise ValueError(
-                f"verify_many: expected one gold for each answer, got {len(answers)} answers and {len(golds)} golds; "
-                "repeat the gold of a problem with several answers."
-            )
+            got = f"{len(answers)} answers and {len(golds)} golds"
+            remedy = "repeat the gold of a problem with several answers."
+            raise ValueError(f"verify_many: expected one gold for each answer, got {got}; {remedy}")
         outcomes = self._outcomes(answers, golds)
         for gold, outcome in zip(golds, outcomes, strict=True):
             if outcome == BAD_GOLD and bad_golds == "raise":
@@ -155,13 +141,12 @@ class Verifier(contextlib.AbstractContextManager["Verifier"]):
                 log.warning("unparsable: the gold answer %r cannot be read, so no answer matches it", gold[:80])
         return ["unparsable" if outcome == BAD_GOLD else cast(Verdict, outcome) for outcome in outcomes]
 
-    def judged_by_themselves(self, golds: Sequence[str]) -> list[Verdict]:
-        """The verdicts on answers that state these gold answers; "correct" where nobody can say how to state one."""
-        stated = {gold: text for gold in golds if (text := self.judge.stating(gold)) is not None}
-        verdicts = dict(
-            zip(stated, self.verify_many([*stated.values()], [*stated], bad_golds="unparsable"), strict=True)
-        )
-        return [verdicts.get(gold, "unparsable" if self.judge.gold(gold) is None else "correct") for gold in golds]
+    def judge_golds(self, golds: Sequence[str]) -> list[Verdict]:
+        """The verdicts on answers that state these gold answers; "correct" if the judge cannot state one."""
+        stated = {gold: text for gold in golds if (text := self.judge.state(gold)) is not None}
+        verdicts = self.verify_many([*stated.values()], [*stated], bad_golds="unparsable")
+        by_gold = dict(zip(stated, verdicts, strict=True))
+        return [by_gold.get(gold, "unparsable" if self.judge.gold(gold) is None else "correct") for gold in golds]
 
     def prepare(self) -> None:
         """Start a worker, so that the user's function is known to be there; raises ValueError if it is not."""
@@ -173,12 +158,7 @@ class Verifier(contextlib.AbstractContextManager["Verifier"]):
                 self._idle.put(worker)
 
     def tally(self, answers: Sequence[str], verdicts: Sequence[Verdict]) -> dict[str, int]:
-        """How many answers got each verdict, and how many have each of the judge's faults that a better prompt mends.
-
-        Args:
-            answers: the models' whole texts.
-            verdicts: one for each.
-        """
+        """How many answers, whole texts, got each verdict, and how many have each fault that a better prompt mends."""
         counts = {verdict: verdicts.count(verdict) for verdict in get_args(Verdict)}
         found = [self.judge.fault(answer, verdict) for answer, verdict in zip(answers, verdicts, strict=True)]
         return counts | {fault: found.count(fault) for fault in self.judge.faults}
@@ -192,7 +172,7 @@ class Verifier(contextlib.AbstractContextManager["Verifier"]):
         if first == second:
             return True
         for said, gold in ((second, first), (first, second)):
-            text = self.judge.stating(said)
+            text = self.judge.state(said)
             outcome = "unparsable" if text is None else self._outcomes([text], [gold])[0]
             if outcome != "wrong":
                 return outcome == "correct"
@@ -219,7 +199,7 @@ class Verifier(contextlib.AbstractContextManager["Verifier"]):
             check_text("verify", "gold", text)
         bare_golds = {gold: self.judge.gold(gold) for gold in golds}
         pairs = [(self._read(answer), bare_golds[gold]) for answer, gold in zip(answers, golds, strict=True)]
-        outcomes = {pair: self._at_once(*pair) for pair in pairs}
+        outcomes = {pair: self._judge_at_once(*pair) for pair in pairs}
         todo = [cast(Pair, pair) for pair, outcome in outcomes.items() if outcome is None]
         if min(len(todo), len(self._workers)) < 2:  # without a thread, so that Ctrl-C ends it at once
             outcomes |= {pair: self._ask(pair) for pair in todo}
@@ -235,8 +215,8 @@ class Verifier(contextlib.AbstractContextManager["Verifier"]):
             log.info("unparsable: expected %s, got none in an answer ending in %r", self.judge.form, answer[-80:])
         return said
 
-    def _at_once(self, said: str | None, gold: str | None) -> str | None:
-        """The outcome without a worker, if it needs none or is known."""
+    def _judge_at_once(self, said: str | None, gold: str | None) -> str | None:
+        """The outcome, if it needs no worker or is cached."""
         if gold is None:
             return BAD_GOLD
         return "unparsable" if said is None else self.judge.at_once(said, gold) or self._known.get((said, gold))
@@ -248,9 +228,9 @@ class Verifier(contextlib.AbstractContextManager["Verifier"]):
             outcome = worker.ask(pair)
         finally:
             self._idle.put(worker)
-        (said, gold), failure = pair, outcome.removeprefix(FAILED)
-        if failure != outcome:
-            raise ValueError(f"verify.judge: {failure}, for an answer ending in {said[-80:]!r}")
+        said, gold = pair
+        if outcome.startswith(FAILED):
+            raise ValueError(f"verify.judge: {outcome.removeprefix(FAILED)}, for an answer ending in {said[-80:]!r}")
         if outcome in ("unparsable", "timeout"):
             level = logging.WARNING if outcome == "timeout" else logging.INFO
             log.log(level, "%s: %r against %r", outcome, said[:80], gold[:80])
@@ -265,11 +245,10 @@ class Verifier(contextlib.AbstractContextManager["Verifier"]):
 class _Worker:
     """One process at a time that judges; used by one thread at a time."""
 
-    def __init__(self, judge: Judge, timeout: float, memory_bytes: int, asked: Mapping[str, Any]) -> None:
-        self._judge = judge
+    def __init__(self, judge: Judge, timeout: float, memory_bytes: int, options: Mapping[str, Any]) -> None:
+        self._judge, self._memory_bytes = judge, memory_bytes
         self._wait = _longest_wait(timeout)
-        self._memory_bytes = memory_bytes
-        self._arguments = json.dumps([timeout, memory_bytes, asked])
+        self._arguments = json.dumps([timeout, memory_bytes, options])
         self.process: subprocess.Popen[bytes] | None = None
 
     def ask(self, pair: Pair) -> str:
@@ -349,10 +328,8 @@ def _failure(judge: Judge, what: str, problem: BaseException) -> bytes:
     """The reply that the user's function failed; any other judge's failure ends the process."""
     if not isinstance(judge, Function):
         raise problem
-    text = (
-        f"{FAILED}expected {what} {judge.path}, got {type(problem).__name__}: {' '.join(str(problem).split())[:300]}\n"
-    )
-    return text.encode(errors="backslashreplace")
+    got = f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
+    return f"{FAILED}expected {what} {judge.path}, got {got}\n".encode(errors="backslashreplace")
 
 
 def _serve() -> None:
@@ -363,8 +340,8 @@ def _serve() -> None:
     if hasattr(os, "register_at_fork"):  # a child would keep the parent waiting
         os.register_at_fork(after_in_child=requests.close)
         os.register_at_fork(after_in_child=replies.close)
-    timeout, memory_bytes, asked = json.loads(sys.argv[2])
-    judge = judge_of(**asked)
+    timeout, memory_bytes, options = json.loads(sys.argv[2])
+    judge = judge_of(**options)
     with contextlib.suppress(ImportError, ValueError, OSError):  # on Windows, or a lower limit is already set
         import resource
 
@@ -413,9 +390,7 @@ def _resident_bytes() -> int:
         return 0
 
 
-def _check_number(
-    name: str, value: float, kinds: type | tuple[type, ...], least: float, most: float = math.inf
-) -> None:
+def _check_number(name: str, value: float, kinds: Any, least: float, most: float = math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError(f"Verifier: {name} must be a number, got {type(value).__name__}; leave it out for the default.")
     if not least <= value <= most:

@@ -14,7 +14,7 @@ from typing import Any
 from limits import HANG
 from warm import context
 
-from fb_core.apps.settings.config import RunSettings
+from fb_core.apps.settings.run import RunSettings
 
 SMALL = {
     "models": {"slm": "demo:plans", "llm": "demo:plans"},

@@ -18,7 +18,7 @@ from limits import HANG
 from warm import start_futurebridge
 
 from fb_core.apps.serve.service import Service
-from fb_core.apps.settings.config import ServeSettings
+from fb_core.apps.settings.pair import ServeSettings
 from fb_core.decode.engine import Engine
 
 MODEL, THRESHOLD = "demo:plans", 0.6

@@ -26,14 +26,7 @@ from tiny import tiny
 from warm import context
 
 from fb_core._util import write_file
-from fb_core.apps.pipeline.files import (
-    FORMAT,
-    Artefact,
-    json_bytes,
-    sealed_bytes,
-    table_bytes,
-    tensor_bytes,
-)
+from fb_core.apps.pipeline.files import FORMAT, Artefact, json_bytes, sealed_bytes, table_bytes, tensor_bytes
 from fb_core.models.checkpoints import load_model
 
 IDENTITY = {"settings": {"quantile": 0.99, "max_states": 8}, "models": {"tokenizer": "abc"}, "inputs": {}}

@@ -23,7 +23,7 @@ from fb_core._util import escaped
 from fb_core.apps.cli.chat import EVENT_STYLE, HELP, Chat, Printer, read_prompt
 from fb_core.apps.serve.protocol import ChatRequest
 from fb_core.apps.serve.run import load_server
-from fb_core.apps.settings.config import PairSettings, ServeSettings
+from fb_core.apps.settings.pair import PairSettings, ServeSettings
 from fb_core.decode.deployment import Deployed
 from fb_core.events import Event
 

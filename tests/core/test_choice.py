@@ -25,13 +25,14 @@ from fb_core import (
 from fb_core.apps.cli.main import app
 from fb_core.apps.demo.pairs import load_pair
 from fb_core.apps.pipeline import statistics
-from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, Tried, ValueStage, decide, reranked
+from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, Results, ValueStage, decide, rerank_states
 from fb_core.apps.pipeline.commands import run_command
 from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.models import LABELS, Context, frozen_policy, splits_of
 from fb_core.apps.pipeline.records import Examples
-from fb_core.apps.settings.config import PairSettings, RunSettings
 from fb_core.apps.settings.loading import load
+from fb_core.apps.settings.pair import PairSettings
+from fb_core.apps.settings.run import RunSettings
 from fb_core.decode.deployment import Deployed, RecipeName
 from fb_core.decode.selectors import ValueSelector
 from fb_core.hub import deployed_files
@@ -41,8 +42,8 @@ from fb_core.rerank.value_head import fit_value, value_terms
 LABELLED = ("greedy", "direct", "published", "value")
 
 
-def tried(recipe: RecipeName, correct: np.ndarray | list[int], calls: float = 1.0) -> Tried:
-    return Tried(recipe, np.asarray(correct, dtype=np.float64), calls, calls)
+def tried(recipe: RecipeName, correct: np.ndarray | list[int], calls: float = 1.0) -> Results:
+    return Results(recipe, np.asarray(correct, dtype=np.float64), calls, calls)
 
 
 def first(right: int, of: int = 400) -> np.ndarray:
@@ -234,7 +235,7 @@ def test_the_head_is_fitted_to_the_rollouts_of_training_states(run, chosen_setti
     assert all(shard.startswith("train") for shard in shards)
     rolled = {one.state.id: one for shard in shards for one in Examples(run, shard).rollouts().values()}
     terms, outcomes = [], []
-    for state, _, scores in reranked(slm, reranker, [one.state for one in rolled.values()]):
+    for state, _, scores in rerank_states(slm, reranker, [one.state for one in rolled.values()]):
         wanted = reranker[0].scores(state.prefix, state.pool.ids)
         torch.testing.assert_close(scores, wanted, rtol=1e-4, atol=1e-4)
         terms.append(value_terms(state.pool, scores, state.entropy))
@@ -257,7 +258,7 @@ def test_recipes_are_certified_as_they_are_deployed(run, chosen_settings, recipe
     mine = [row for row in stage.rows() if row.method == recipe]
     assert len(mine) == 24
     assert {row.seed for row in mine} == ({None} if recipe in ("greedy", "direct") else {0})
-    prompts = stage.models.prompts(stage.problems, "{problem}")
+    prompts = stage.models.prompts(stage.problems, stage.prompt_settings)
     for row, prompt in zip(mine, prompts, strict=True):
         assert row.tokens == decoder.generate(prompt, 45).token_ids.tolist()
 

@@ -28,7 +28,7 @@ ON_RAY = """
 import pathlib, sys
 import ray
 import test_cluster
-from fb_core.apps.settings.config import RunSettings
+from fb_core.apps.settings.run import RunSettings
 from fb_core.apps.pipeline.commands import run_command
 from fb_core.apps.pipeline.run import run_stage
 

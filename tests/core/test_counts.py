@@ -17,7 +17,7 @@ from fb_core import (
     TokenReranker,
 )
 from fb_core._util import check_count
-from fb_core.apps.settings.config import PairSettings
+from fb_core.apps.settings.pair import PairSettings
 from fb_core.decode.pair import Pair
 from fb_core.models.checkpoints import load_model
 from fb_core.rerank.training import Optimisation

@@ -20,7 +20,7 @@ from fb_core.apps.pipeline import statistics
 from fb_core.apps.pipeline.evaluate import PAGE
 from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.models import LABELS
-from fb_core.apps.settings.config import RunSettings
+from fb_core.apps.settings.run import RunSettings
 from fb_core.verify.verifier import Verifier
 
 METHODS = [label for name, label in LABELS.items() if name != "deployed"]  # the small runs choose no recipe
@@ -161,7 +161,7 @@ def test_the_demo_is_the_shipped_settings_with_one_reranker():
 def test_retrained_pairs_are_checkpoints_like_others(monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(pairs, "retrain", lambda folder, worlds, progress: made.append((folder, worlds)))
-    found = run._retrained(demo_settings(0), tmp_path)
+    found = run._retrain(demo_settings(0), tmp_path)
     assert made == [(tmp_path, {"plans", "helpful", "control"})]
     places = {name: (one.models.slm, one.models.llm) for name, one in found.items()}
     assert places["control"] == (str(tmp_path / "style-slm"), str(tmp_path / "control-llm"))

@@ -9,7 +9,7 @@ from decimal import Decimal
 import pytest
 
 from fb_core.apps.pipeline.collect import TrajectoryStage
-from fb_core.apps.settings.config import RunSettings, VerifierSettings, identity_of
+from fb_core.apps.settings.run import RunSettings, VerifierSettings, identity_of
 from fb_core.verify.judges import NAMED, judge_of, number
 from fb_core.verify.verifier import Verifier
 
@@ -149,7 +149,7 @@ def test_a_gold_answer_is_right_by_itself(judge):
     golds = ["B", "34", "?"]
     with Verifier(judge=judge) as verifier:
         readable = [verifier.judge.gold(gold) is not None for gold in golds]
-        kept = verifier.judged_by_themselves(golds)
+        kept = verifier.judge_golds(golds)
     assert [verdict == "correct" for verdict in kept] == [readable[0], readable[1], judge == "exact"]
 
 

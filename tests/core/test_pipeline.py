@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy
-from fb_core.apps.pipeline.collect import admitted, collect, log_states
-from fb_core.apps.pipeline.futures import usable, verified
+from fb_core.apps.pipeline.collect import admitted_positions, collect, log_states
+from fb_core.apps.pipeline.futures import filter_futures, judge_futures
 from fb_core.apps.pipeline.problems import Problem
 from fb_core.apps.pipeline.records import Future, LoggedState, Trajectory
 from fb_core.apps.pipeline.scores import score_states
@@ -58,16 +58,16 @@ def test_admitted_are_the_first_positions_above_the_threshold(trajectories):
     trajectory = trajectories[0]
     threshold = float(trajectory.entropy.median())
     expected = [trajectory.prompt_length + i for i, nats in enumerate(trajectory.entropy.tolist()) if nats > threshold]
-    assert admitted(trajectory, RequestPolicy(threshold)) == expected[:8]
-    assert admitted(trajectory, RequestPolicy(threshold), 2) == expected[:2]
-    assert admitted(trajectory, RequestPolicy(float("inf"))) == []
+    assert admitted_positions(trajectory, RequestPolicy(threshold)) == expected[:8]
+    assert admitted_positions(trajectory, RequestPolicy(threshold), 2) == expected[:2]
+    assert admitted_positions(trajectory, RequestPolicy(float("inf"))) == []
 
 
 def test_logged_pools_are_those_of_full_forwards(slm, llm, trajectories):
     policy = RequestPolicy.calibrate(torch.cat([t.entropy for t in trajectories]), 0.5)
     states = log_states(slm, llm, trajectories, policy, slm_k=3, llm_k=2)
     assert [state.id for state in states] == [
-        f"{index}@{position}" for index, t in enumerate(trajectories) for position in admitted(t, policy)
+        f"{index}@{position}" for index, t in enumerate(trajectories) for position in admitted_positions(t, policy)
     ]
     for state in states:
         prefix = state.trajectory.tokens[: state.position]
@@ -91,7 +91,7 @@ def test_usable_counts_every_filter():
 
     futures = [future(long, "correct", 1, 2), future(long, "wrong", 1, 2), future(short, "correct", 1, 2)]
     futures += [future(long, "correct", 1), future(long, "correct", 3, 4)]
-    kept, filters = usable(futures, 5)
+    kept, filters = filter_futures(futures, 5)
     assert kept == futures[:1]
     assert (filters.admitted, filters.verified, filters.long_enough, filters.valid_group) == (5, 4, 3, 1)
 
@@ -123,7 +123,7 @@ def test_futures_are_greedy_and_verified(slm, llm, trajectories, tokenizer):
     states = log_states(slm, llm, trajectories, policy, slm_k=2, llm_k=2)
     with Verifier() as verifier:
         written = llm.complete_many([state.prefix for state in states], LENGTH)
-        _, futures = verified(states, written, tokenizer, verifier)
+        _, futures = judge_futures(states, written, tokenizer, verifier)
     for state, future in zip(states, futures, strict=True):
         assert future.state is state
         tokens = torch.cat([state.prefix, torch.tensor([future.first]), future.tokens])

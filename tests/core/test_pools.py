@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fb_core.apps.pipeline.scores import part_of
+from fb_core.apps.pipeline.scores import reduce_pool
 from fb_core.decode.asking import candidate_pool
 from fb_core.llm.local import LLM, Candidates
 
@@ -42,7 +42,7 @@ def formed(small, llm, slm_k, llm_k, kind):
 
 def assert_alike(small, large, slm_k, llm_k, kind):
     small, llm = torch.tensor([small]), Table(large)
-    found = part_of(logged(small, llm, slm_k, llm_k), slm_k, kind)
+    found = reduce_pool(logged(small, llm, slm_k, llm_k), slm_k, kind)
     wanted = formed(small, llm, slm_k, llm_k, kind)
     assert found.ids.tolist() == wanted.ids.tolist()
     assert found.sources.tolist() == wanted.sources.tolist()
@@ -64,12 +64,12 @@ def test_the_llm_keeps_its_order_where_the_slm_has_another():
     small, large = [0.0, 1.0, 5.0, 9.0, 2.0, 0.0], [0.0, 0.0, 3.0, 3.0, 3.0, 0.0]
     pool = logged(torch.tensor([small]), Table(large), 1, 3)
     assert pool.ids.tolist() == [3, 2, 4, 1]
-    assert part_of(pool, 1, "llm").ids.tolist() == [2, 3, 4]
-    assert part_of(pool, 1).ids.tolist() == [3, 2, 4]
-    assert part_of(pool, 1).sources.tolist() == [3, 2, 2]
-    assert part_of(pool, 1, "slm").sources.tolist() == [1]
-    assert part_of(pool, 1, "slm-wide").ids.tolist() == [3, 2, 4, 1]
-    assert part_of(pool, 1, "slm-wide").sources.tolist() == [1, 1, 1, 1]
+    assert reduce_pool(pool, 1, "llm").ids.tolist() == [2, 3, 4]
+    assert reduce_pool(pool, 1).ids.tolist() == [3, 2, 4]
+    assert reduce_pool(pool, 1).sources.tolist() == [3, 2, 2]
+    assert reduce_pool(pool, 1, "slm").sources.tolist() == [1]
+    assert reduce_pool(pool, 1, "slm-wide").ids.tolist() == [3, 2, 4, 1]
+    assert reduce_pool(pool, 1, "slm-wide").sources.tolist() == [1, 1, 1, 1]
 
 
 def test_both_models_at_one_and_nothing_in_common():

@@ -31,7 +31,7 @@ from fb_core.apps.pipeline.problems import (
     split,
     without_overlap,
 )
-from fb_core.apps.settings.config import ProblemSettings
+from fb_core.apps.settings.run import ProblemSettings
 
 Row = dict[str, Any]
 MATH = {"level": "Level 5", "type": "Algebra"}

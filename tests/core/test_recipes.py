@@ -16,7 +16,7 @@ from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.models import chosen_reranker, frozen_policy, splits_of
 from fb_core.apps.pipeline.problems import prompt_ids
 from fb_core.apps.pipeline.records import Examples
-from fb_core.apps.pipeline.scores import part_of
+from fb_core.apps.pipeline.scores import reduce_pool
 from fb_core.apps.pipeline.train import TrainStage
 
 LOGGED = ("trajectories", "policy", "states", "futures", "scores")
@@ -114,7 +114,7 @@ def test_pools_are_scored_trained_on_and_deployed(run, pair, tmp_path, pool, opt
     usable, found = Examples(run, "train-00001").groups, Examples(place, "train-00001").groups
     assert set(found) == set(usable)
     for state, group in found.items():
-        wanted, ids = part_of(states[state].pool, 3, pool), group.state.pool.ids
+        wanted, ids = reduce_pool(states[state].pool, 3, pool), group.state.pool.ids
         assert ids.tolist() == wanted.ids.tolist()
         assert group.state.pool.sources.tolist() == wanted.sources.tolist()
         assert torch.equal(group.state.pool.slm_logprob, wanted.slm_logprob)

@@ -21,7 +21,7 @@ from limits import HANG
 from starlette.testclient import TestClient
 
 from fb_core.apps.serve.run import load_server
-from fb_core.apps.settings.config import ServeSettings
+from fb_core.apps.settings.pair import ServeSettings
 
 pytest.importorskip("ray")
 pytest.importorskip("fastapi")

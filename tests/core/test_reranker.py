@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fb_core import TokenReranker
 from fb_core._util import read_file
 from fb_core.apps.pipeline.files import _read_sealed
-from fb_core.apps.settings.config import settings_of
+from fb_core.apps.settings.run import settings_of
 from fb_core.models.facts import Cache, text_config
 from fb_core.models.packed import Prefix, PrefixKV
 from fb_core.rerank.reranker import _read_json

@@ -14,7 +14,7 @@ from fb_core.apps.pipeline.models import splits_of
 from fb_core.apps.pipeline.records import Examples
 from fb_core.apps.pipeline.rollouts import RolloutStage
 from fb_core.apps.pipeline.run import run_stage
-from fb_core.apps.pipeline.scores import part_of
+from fb_core.apps.pipeline.scores import reduce_pool
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_outcomes_are_those_of_naive_greedy_decoding(run, pair):
     outcomes = []
     with Verifier(workers=1) as verifier:
         for one in rolled[::5]:
-            owner, pool = one.state.trajectory, part_of(examples.states[one.state.id].pool, 3)
+            owner, pool = one.state.trajectory, reduce_pool(examples.states[one.state.id].pool, 3)
             assert one.state.pool.ids.tolist() == pool.ids.tolist()
             assert one.state.pool.sources.tolist() == pool.sources.tolist()
             assert torch.equal(one.state.pool.llm_logprob, pool.llm_logprob)

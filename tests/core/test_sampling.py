@@ -13,7 +13,7 @@ from tiny import prompts, tiny
 
 from fb_core import CollaborativeDecoder, Engine, LLMPreference, LowLatencyDecoder, RequestPolicy, Sampling
 from fb_core.apps.serve.protocol import CompletionRequest
-from fb_core.apps.settings.config import PairSettings
+from fb_core.apps.settings.pair import PairSettings
 from fb_core.decode.pair import Pair
 from fb_core.runtime.sampling import GREEDY, Draw, Draws, drawn
 

@@ -27,7 +27,7 @@ from tiny import tiny
 from fb_core.apps.serve.app import Application
 from fb_core.apps.serve.protocol import OFF, ChatRequest, CompletionRequest, Piece
 from fb_core.apps.serve.run import listen, load_server
-from fb_core.apps.settings.config import ServeSettings
+from fb_core.apps.settings.pair import ServeSettings
 from fb_core.decode.decoder import LowLatencyDecoder
 from fb_core.decode.engine import Engine
 from fb_core.decode.pair import Pair

@@ -158,7 +158,7 @@ def test_a_body_of_tiny_chunks_is_refused(server):
 @pytest.mark.parametrize("held", [False, True])
 def test_the_connection_that_has_waited_longest_makes_room(pair, monkeypatch, held):
     """By their number any that waits, an idle one too; by bytes one of those that hold some."""
-    monkeypatch.setattr(run, "_open_files", lambda: 16)  # 8 connections
+    monkeypatch.setattr(run, "_raise_file_limit", lambda: 16)  # 8 connections
     monkeypatch.setattr(connection, "HELD", 100_000)
     part = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90000\r\n\r\n" + b" " * 40_000
     with hanging(pair) as (service, _), here(service) as url:

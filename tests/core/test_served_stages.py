@@ -16,7 +16,7 @@ from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.futures import FutureStage
 from fb_core.apps.pipeline.run import run_stage
 from fb_core.apps.pipeline.scores import ScoreStage
-from fb_core.apps.settings.config import RunSettings
+from fb_core.apps.settings.run import RunSettings
 
 MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he")]
 

@@ -24,7 +24,8 @@ from tiny import EOS, V, prompts, tiny
 
 from fb_core import ServerError, ServerLLM
 from fb_core.apps.cli import main as cli
-from fb_core.apps.settings.config import PairSettings, RunSettings, ServerSettings
+from fb_core.apps.settings.pair import PairSettings
+from fb_core.apps.settings.run import RunSettings, ServerSettings
 from fb_core.decode.decoder import CollaborativeDecoder
 from fb_core.decode.engine import Engine
 from fb_core.decode.pair import Pair

@@ -37,9 +37,9 @@ from fb_core.apps.pipeline.problems import Problem, prompt_ids
 from fb_core.apps.pipeline.records import Examples
 from fb_core.apps.pipeline.rollouts import RolloutStage
 from fb_core.apps.pipeline.run import plan, run_stage
-from fb_core.apps.pipeline.scores import ScoreStage, part_of
+from fb_core.apps.pipeline.scores import ScoreStage, reduce_pool
 from fb_core.apps.pipeline.train import TrainStage
-from fb_core.apps.settings.config import RunSettings, TrainSettings, settings_of
+from fb_core.apps.settings.run import RunSettings, TrainSettings, settings_of
 from fb_core.models import facts as models
 from fb_core.rerank.training import RerankerRun, Sweep
 from fb_core.verify.verifier import Verdict, tally_words
@@ -72,7 +72,7 @@ def test_states_and_pools_are_those_of_the_functions_in_memory(run, pair):
         for state in expected:
             found = examples.states[state.id]
             assert found.entropy == pytest.approx(state.entropy, abs=1e-5)
-            logged = part_of(found.pool, 3)
+            logged = reduce_pool(found.pool, 3)
             assert logged.ids.tolist() == state.pool.ids.tolist()
             assert logged.sources.tolist() == state.pool.sources.tolist()
             assert logged.llm_logprob.tolist() == pytest.approx(state.pool.llm_logprob.tolist(), abs=1e-4)
@@ -101,7 +101,7 @@ def test_matrices_and_log_p_of_candidates_are_those_of_full_forwards(run, pair):
     assert set(groups) == verified
     assert verified < set(examples.states)
     for name, group in groups.items():
-        prefix, pool = group.state.prefix, part_of(examples.states[name].pool, 3)
+        prefix, pool = group.state.prefix, reduce_pool(examples.states[name].pool, 3)
         for model, found in ((pair.slm, group.state.pool.slm_logprob), (pair.llm, group.state.pool.llm_logprob)):
             own = full(model, prefix)[-1].log_softmax(-1)
             torch.testing.assert_close(found, own[pool.ids], rtol=1e-4, atol=1e-4)
@@ -417,7 +417,7 @@ def test_before_anything_is_collected_plans_have_a_bound_from_the_settings(undis
 def test_the_choice_is_bounded_ahead_of_time(undisturbed, tmp_path):
     few, models = settings(selection={"problems": 5}), models_of(settings().models)
     validation = splits_of(few.problems)["validation"]
-    longest = 45 + models.longest_prompt(validation, "{problem}")
+    longest = 45 + models.longest_prompt(validation, few.problems)
     for chosen, problems in ((settings(), 12), (few, 5), (settings(selection={"problems": 12}), 12)):
         shown: list[str] = []
         run_command("train", chosen, tmp_path, dry_run=True, show=shown.append)

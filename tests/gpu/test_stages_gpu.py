@@ -16,7 +16,7 @@ from benchmarks.paper.settings import PaperSettings
 from fb_core.apps.demo.pairs import load_pair
 from fb_core.apps.pipeline.commands import COMMANDS, run_command
 from fb_core.apps.pipeline.files import Artefact
-from fb_core.apps.settings.config import changed
+from fb_core.apps.settings.base import change
 
 pytestmark = pytest.mark.gpu
 AGAIN = {  # a shard of each stage whose bytes depend on its inputs alone
@@ -85,7 +85,7 @@ def run_and_repeat(folder: Path, device: str, dtype: str) -> None:
 
 def experiments(folder: Path, device: str, dtype: str, changes: dict[str, dict[str, object]]) -> None:
     """Peers and costs, and all that they are held against, in this process."""
-    settings, run = changed(pair_on_disk(folder, device, dtype), changes), folder / "run"
+    settings, run = change(pair_on_disk(folder, device, dtype), changes), folder / "run"
     run_tables(["methods", "costs"], settings, run, workers=1)
     made = gather(settings, run)
     rows = {(row.table, row.label) for row in made.results if row.accuracy}

@@ -22,7 +22,7 @@ from fb_core import RequestPolicy
 from fb_core.apps.pipeline import models
 from fb_core.apps.pipeline.commands import run_command
 from fb_core.apps.pipeline.models import chosen_reranker, frozen_policy, models_of, read_problems
-from fb_core.apps.pipeline.problems import drawn
+from fb_core.apps.pipeline.problems import draw_problems
 from fb_core.apps.pipeline.records import Examples
 
 CHOSEN = settings(experiment={"benchmark_problems": 5})
@@ -42,12 +42,12 @@ def run(trained, once) -> Path:
 
 
 def test_states_are_those_that_the_slms_greedy_output_admits(run):
-    problems, models = drawn(read_problems("demo:plans", 9, "test", 0), 5, 0), models_of(CHOSEN.models)
+    problems, models = draw_problems(read_problems("demo:plans", 9, "test", 0), 5, 0), models_of(CHOSEN.models)
     examples, policy = Examples(run / FOLDER, "validation-00000"), frozen_policy(run)
     assert [one.problem for one in examples.trajectories.values()] == problems
     assert len(problems) == 5
     assert frozen_policy(run / FOLDER) == policy
-    prompts = models.prompts(problems, "{problem}")
+    prompts = models.prompts(problems, CHOSEN.problems)
     for prompt, output, one in zip(
         prompts, models.local_slm.complete_many(prompts, 45), examples.trajectories.values(), strict=True
     ):

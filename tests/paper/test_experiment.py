@@ -34,7 +34,8 @@ from fb_core.apps.pipeline import statistics
 from fb_core.apps.pipeline.decode import Row
 from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.models import frozen_policy, models_of
-from fb_core.apps.settings.config import ModelSettings, changed
+from fb_core.apps.settings.base import change
+from fb_core.apps.settings.run import ModelSettings
 from fb_core.events import Event
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -392,7 +393,7 @@ def test_changes_go_on_top_of_those_around_them():
     assert inner.path == Path("variants/a/variants/b")
     assert found.collect.model_dump() == base.collect.model_dump() | {"quantile": 0.5}
     with pytest.raises(ValueError, match=r"at most score\.horizon, 8, got 16"):
-        changed(base, {"train": {"horizons": (16,)}})
+        change(base, {"train": {"horizons": (16,)}})
 
 
 PAPER = {"models": ModelSettings(slm="Qwen/Qwen3-1.7B", llm="Qwen/Qwen3-32B")}
@@ -413,7 +414,7 @@ PAPER = {"models": ModelSettings(slm="Qwen/Qwen3-1.7B", llm="Qwen/Qwen3-32B")}
     ],
 )
 def test_the_papers_figures_stand_beside_its_own_settings_alone(changes, published):
-    assert is_published(changed(PaperSettings(**PAPER), changes)) == published
+    assert is_published(change(PaperSettings(**PAPER), changes)) == published
 
 
 def test_shipped_settings_are_published_where_they_say_so():

@@ -10,14 +10,15 @@ from benchmarks.paper.published import figures as all_figures
 from benchmarks.paper.settings import PaperSettings
 from benchmarks.paper.tables import TABLES, Plan
 from fb_core.apps.pipeline.scores import FILTERS
-from fb_core.apps.settings.config import AVERAGE, ModelSettings, changed
+from fb_core.apps.settings.base import change
+from fb_core.apps.settings.run import AVERAGE, ModelSettings
 
 LARGER, SMALLER = SLMS
 UNSEEN = ("TaH", "TSD-KD", "Multiplex Thinking")
 
 
 def settings(slm: str = LARGER, **changes) -> PaperSettings:
-    return changed(PaperSettings(models=ModelSettings(slm=slm, llm="Qwen/Qwen3-32B")), changes)
+    return change(PaperSettings(models=ModelSettings(slm=slm, llm="Qwen/Qwen3-32B")), changes)
 
 
 def numbers(value) -> list[float]:

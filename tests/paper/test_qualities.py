@@ -17,11 +17,11 @@ from benchmarks.paper.run import instead, with_futures
 from fb_core import CompatibilityScorer, Verifier
 from fb_core.apps.demo.pairs import load_pair
 from fb_core.apps.pipeline.files import Artefact
-from fb_core.apps.pipeline.futures import usable
+from fb_core.apps.pipeline.futures import filter_futures
 from fb_core.apps.pipeline.problems import Problem
 from fb_core.apps.pipeline.records import Examples, Future, LoggedState, Trajectory
 from fb_core.apps.pipeline.run import run_stage
-from fb_core.apps.pipeline.scores import ScoreStage, in_parts
+from fb_core.apps.pipeline.scores import ScoreStage, reduce_pools
 from fb_core.apps.pipeline.train import TrainStage
 from fb_core.events import Pool
 from fb_core.llm.local import LocalLLM
@@ -158,7 +158,9 @@ def states_of(run, shard):
 
 def used_in(run, shard):
     """Ids of the states with a usable future."""
-    return [future.state.id for future in usable(in_parts(Examples(run, shard).futures().values(), 3), 8)[0]]
+    return [
+        future.state.id for future in filter_futures(reduce_pools(Examples(run, shard).futures().values(), 3), 8)[0]
+    ]
 
 
 def verdict(pair, verifier, output, new, gold):

@@ -21,7 +21,7 @@ from benchmarks.paper.report import PARTS, write_report
 from benchmarks.paper.rows import tables_bytes
 from benchmarks.paper.tables import TABLES
 from fb_core._util import escaped
-from fb_core.apps.settings.config import AVERAGE
+from fb_core.apps.settings.run import AVERAGE
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = [

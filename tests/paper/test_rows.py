@@ -14,7 +14,7 @@ from benchmarks.paper import intervals
 from benchmarks.paper.rows import Decoded, read_tables, results, rows_bytes, tables_bytes, timed
 from benchmarks.paper.tables import TABLES, Plan
 from fb_core.apps.pipeline import statistics
-from fb_core.apps.settings.config import AVERAGE
+from fb_core.apps.settings.run import AVERAGE
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from fb_core.apps.pipeline.choose import CHOICE
 from fb_core.apps.pipeline.commands import COMMANDS, stages_of
 from fb_core.apps.pipeline.rollouts import RolloutStage
 from fb_core.apps.pipeline.run import Stage
-from fb_core.apps.settings.config import NOT_IN_IDENTITY, Slice, identity_of
+from fb_core.apps.settings.run import NOT_IN_IDENTITY, Slice, identity_of
 
 KINDS = list(
     dict.fromkeys(

@@ -30,7 +30,7 @@ from fb_core import (
     ServerLLM,
 )
 from fb_core.apps.pipeline.commands import run_command
-from fb_core.apps.settings.config import RunSettings
+from fb_core.apps.settings.run import RunSettings
 from fb_core.llm import protocols as dialects
 from fb_core.llm import remote as server
 from tests.real.test_smollm2 import QUESTIONS, TEXTS, prompt

@@ -56,7 +56,7 @@ class Method:
     @classmethod
     def named(cls, name: str, **options: Any) -> Method:
         """A method that the package has under this name."""
-        return cls(name, LABELS[name], lambda run, seed: run.named(name, seed).generate_many, **options)
+        return cls(name, LABELS[name], lambda run, seed: run.decoder_named(name, seed).generate_many, **options)
 
 
 def method(name: str) -> Method:

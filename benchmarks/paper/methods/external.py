@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from benchmarks.paper.methods import Context, Method
 from benchmarks.paper.settings import EXTERNAL
-from fb_core.apps.pipeline.models import Generate, alone
+from fb_core.apps.pipeline.models import Generate, greedy_decoder
 from fb_core.models.checkpoints import load_model, load_tokenizer, tokenizer_hash
 from fb_core.models.facts import CausalLM, Tokenizer
 
@@ -34,7 +34,7 @@ def decode(run: Context, seed: int | None) -> Generate:
     settings = run.settings
     path = run.compare.external[run.method.removeprefix(EXTERNAL)]
     model = load_external(path, run.models.tokenizer, settings.models.device, settings.models.dtype)
-    return alone(model, **run.options).generate_many
+    return greedy_decoder(model, **run.options).generate_many
 
 
 METHOD = Method(name="external", label="{name}", decode=decode)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper.methods import Method
-from fb_core.apps.pipeline.models import alone, decoder_of
+from fb_core.apps.pipeline.models import decoder_of, greedy_decoder
 from fb_core.decode.decoder import Generation, LowLatencyDecoder, Usage
 from fb_core.decode.loop import has_native
 from fb_core.decode.policy import RequestPolicy
@@ -46,7 +46,7 @@ def taking_over(
     ending = None
     fast = isinstance(decoder, LowLatencyDecoder) and decoder.loop is not None
     if fast and model is not None and has_native("llm", model):
-        ending = alone(model, **{name: value for name, value in options.items() if name != "tokenizer"})
+        ending = greedy_decoder(model, **{name: value for name, value in options.items() if name != "tokenizer"})
 
     def rests(states: list[Tensor], longest: int) -> list[Tensor]:
         if ending is None:

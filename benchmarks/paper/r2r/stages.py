@@ -47,8 +47,7 @@ class RouterLabelStage(Stage):
 
     def work(self, shard: str) -> Output:
         problems, models, room = self._parts()[shard], self.models, self.settings.futures.max_new_tokens
-        asked = self.settings.problems
-        prompts = models.prompts(problems, asked.prompt, asked.thinking)
+        prompts = models.prompts(problems, self.settings.problems)
         solutions = models.llm.complete_many([prompt.to(models.llm.device) for prompt in prompts], room)
         pairs = [(prompt, new.to(models.slm.device)) for prompt, new in zip(prompts, solutions, strict=True)]
         golds = [problem.answer for problem in problems]
@@ -72,8 +71,7 @@ class RouterLabelStage(Stage):
         return Output({f"{shard}.parquet": table_bytes(rows, LABELS)}, counts)
 
     def most_tokens(self) -> int:
-        asked = self.settings.problems
-        prompt = self.models.longest_prompt(self._problems(), asked.prompt, asked.thinking)
+        prompt = self.models.longest_prompt(self._problems(), self.settings.problems)
         return prompt + self.settings.futures.max_new_tokens
 
 

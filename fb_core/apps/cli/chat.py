@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import cast
 
 import torch
 from rich.console import Console
 from rich.segment import Segment, Segments
 
 from fb_core._util import IN_TEXT, escaped
-from fb_core.apps.settings.config import PairSettings
 from fb_core.apps.settings.loading import load
+from fb_core.apps.settings.pair import PairSettings
 from fb_core.decode.decoder import Generation, LowLatencyDecoder
 from fb_core.decode.selectors import LLMPreference
 from fb_core.events import Event
@@ -29,54 +30,41 @@ class Chat:
     def __init__(self, settings: PairSettings) -> None:
         self.settings = settings
         pair, self.tokenizer, selector, policy, options, self.thinking = load(settings)
-        self.decoder = LowLatencyDecoder(
-            pair.slm,
-            pair.llm,
-            selector,
-            policy,
-            max_length=settings.max_length,
-            tokenizer=self.tokenizer,
-            **options,
-        )
+        options |= {"max_length": settings.max_length, "tokenizer": self.tokenizer}
+        self.decoder = LowLatencyDecoder(pair.slm, pair.llm, selector, policy, **options)
 
     def greeting(self) -> str:
         """Who answers, and what can be typed."""
         settings, selector = self.settings, self.decoder.intervention.selector
-        large = settings.llm or settings.server
-        own = "the large model's own choice"
-        chooser = own if isinstance(selector, LLMPreference) else f"the reranker in {settings.adapter}"
-        asked = f"; where it is uncertain {large} is asked, and {chooser} decides"
-        asked = " by itself" if selector is None else asked
-        return escaped(f"{settings.slm} answers{asked}. {HELP}", IN_TEXT)
+        direct = isinstance(selector, LLMPreference)
+        chooser = "the large model's own choice" if direct else f"the reranker in {settings.adapter}"
+        how = f"; where it is uncertain {settings.llm or settings.server} is asked, and {chooser} decides"
+        how = " by itself" if selector is None else how
+        return escaped(f"{settings.slm} answers{how}. {HELP}", IN_TEXT)
 
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:
         """Generate an answer and print it as it comes, with the tokens of events highlighted.
 
         The oldest turns of the messages are dropped, with a notice, if prompt and answer would be too long together.
-
-        Raises:
-            ValueError: a last turn that is too long by itself, or NaN logits at a step.
-            OSError: the LLM did not answer.
+        ValueError for a last turn that is too long by itself, or NaN logits; OSError if the LLM does not answer.
         """
         prompt = torch.tensor(self._prompt(messages, console), device=self.decoder.slm.device)
-        printer = Printer(self.tokenizer, console)
+        printer, sampling = Printer(self.tokenizer, console), self.settings.sampling()
         try:
-            sampling = self.settings.sampling()
             return self.decoder.generate(prompt, self.settings.max_new_tokens, on_token=printer, sampling=sampling)
         finally:
             printer.end()
 
     def _prompt(self, messages: list[dict[str, str]], console: Console) -> list[int]:
+        """The ids of the messages, after the oldest ones were dropped if there is no room."""
         settings, positions = self.settings, max_positions(self.decoder.slm) or math.inf
-        most, wanted, turns = min(settings.max_length, positions), settings.max_new_tokens, len(messages)
-        ids = chat_ids(self.tokenizer, messages, self.thinking)
-        while len(ids) + wanted > most and len(messages) > 1:
-            del messages[:2]  # what was said and its answer
-            ids = chat_ids(self.tokenizer, messages, self.thinking)
+        room, new, turns = min(settings.max_length, positions), settings.max_new_tokens, len(messages)
+        while len(ids := chat_ids(self.tokenizer, messages, self.thinking)) + new > room and len(messages) > 1:
+            del messages[:2]  # a question and its answer
         if len(messages) < turns:
-            why = "max_length" if most == settings.max_length else "the model's positions"
+            limit = "max_length" if room == settings.max_length else "the model's positions"
             dropped = f"{(turns - len(messages)) // 2} oldest turn(s) dropped"
-            line = f"{dropped}: the conversation and {wanted} new tokens exceeded the {most} tokens of {why}"
+            line = f"{dropped}: the conversation and {new} new tokens exceeded the {room} tokens of {limit}"
             console.print(line, style="dim", highlight=False, soft_wrap=True)
         if not ids:
             raise ValueError("prompt: expected at least one token, got none; give a text")
@@ -85,9 +73,9 @@ class Chat:
                 f"prompt: expected at most {positions - 1} tokens for a model of {positions} positions, got "
                 f"{len(ids)}; shorten it"
             )
-        if min(len(ids) + wanted, positions) > settings.max_length:
+        if min(len(ids) + new, positions) > settings.max_length:
             raise ValueError(
-                f"max_length: expected room for {len(ids)} tokens of the prompt and {wanted} of max_new_tokens, "
+                f"max_length: expected room for {len(ids)} tokens of the prompt and {new} of max_new_tokens, "
                 f"got {settings.max_length}; raise it, lower max_new_tokens or shorten the prompt"
             )
         return ids
@@ -115,25 +103,20 @@ class Printer:
 
 def summary(generation: Generation, seconds: float) -> str:
     """One line on what was generated."""
-    tokens, events = len(generation.token_ids), len(generation.events)
-    pool = sum(len(event.pool) for event in generation.events) / events if events else math.nan
-    asked = f"{events} event(s), mean pool {pool:.1f}" if events else "no event"
-    return f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} a second), {asked}"
+    tokens, events, pool = len(generation.token_ids), len(generation.events), generation.usage.pool
+    counts = f"{events} event(s), mean pool {pool:.1f}" if events else "no event"
+    return f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} a second), {counts}"
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt, given as text or as a file in UTF-8; a byte-order mark and the last line's end are no part of it.
 
-    Raises:
-        ValueError: neither or both are given, or the file is not UTF-8.
-        OSError: the file cannot be read.
+    ValueError if neither or both are given or the file is not UTF-8, OSError if it cannot be read.
     """
     if (prompt is None) == (file is None):
-        given = "both" if prompt is not None else "neither"
-        raise ValueError(f"prompt: expected a PROMPT or --file, got {given}; give one of them")
+        raise ValueError(f"prompt: expected a PROMPT or --file, got {'both' if file else 'neither'}; give one of them")
     if file is None:
-        assert prompt is not None
-        return prompt
+        return cast(str, prompt)
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as problem:

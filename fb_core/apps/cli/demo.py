@@ -27,7 +27,8 @@ from fb_core.apps.pipeline.files import Artefact, json_bytes
 from fb_core.apps.pipeline.models import LABELS, models_of
 from fb_core.apps.processes import processes
 from fb_core.apps.progress import Board
-from fb_core.apps.settings.config import Changes, RunSettings, changed
+from fb_core.apps.settings.base import change
+from fb_core.apps.settings.run import RunSettings
 
 COMMANDS: tuple[Command, ...] = ("collect", "futures", "score", "train", "evaluate")
 LOG = "log.txt"
@@ -35,15 +36,13 @@ LOG = "log.txt"
 
 def demo_settings(seed: int) -> dict[str, RunSettings]:
     """The shipped worlds by name, with fresh problems of a seed and one reranker."""
-    worlds = {}
-    for name, file in SETTINGS.items():
-        shipped = RunSettings.load(file)
-        once: Changes = {
-            "problems": {"seed": seed},
-            "train": {"seeds": (seed,), "horizons": (shipped.score.horizon,)},
-        }
-        worlds[name] = changed(shipped, once)
-    return worlds
+    shipped = {name: RunSettings.load(file) for name, file in SETTINGS.items()}
+    return {
+        name: change(
+            world, {"problems": {"seed": seed}, "train": {"seeds": (seed,), "horizons": (world.score.horizon,)}}
+        )
+        for name, world in shipped.items()
+    }
 
 
 def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = False) -> dict[str, Any]:
@@ -51,23 +50,19 @@ def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = Fa
 
     `out` holds one run per world; finished work is not repeated. With `retrain`, the model pairs are first trained from
     scratch into `out`/weights, and used. Returns the rows of every world's evaluation by its name, as in results.json.
-
-    Raises:
-        ValueError: `out` holds a run with other settings.
-        OSError: no disk space, or a worker was killed; finished work is kept.
+    ValueError if `out` holds a run with other settings, OSError without disk space or if a worker was killed.
     """
     out.mkdir(parents=True, exist_ok=True)
     if retrain:
-        worlds = _retrained(worlds, out / "weights")
+        worlds = _retrain(worlds, out / "weights")
     after = "-retrained" if retrain else ""
     runs = {name: out / "runs" / f"{name}-seed-{world.problems.seed}{after}" for name, world in worlds.items()}
     _work_through({runs[name]: world for name, world in worlds.items()})
-    console, results = Console(), dict[str, Any]()
-    for name, run in runs.items():
-        results[name] = Artefact(run, EvaluateStage.name).finished()["summary"]["table"]
+    console, stage = Console(), EvaluateStage.name
+    results = {name: Artefact(run, stage).finished()["summary"]["table"] for name, run in runs.items()}
     tables = tables_of([row for rows in results.values() for row in rows])
     console.print(Markdown(tables) if console.is_terminal else Text(tables), soft_wrap=not console.is_terminal)
-    files = {"results.json": json_bytes(results), "accuracy.png": _picture(results)}
+    files = {"results.json": json_bytes(results), "accuracy.png": _plot(results)}
     _explain_one(worlds, runs, console)
     for name, data in files.items():
         write_file(out / name, data)
@@ -89,7 +84,7 @@ def _explain_one(worlds: Mapping[str, RunSettings], runs: Mapping[str, Path], co
             return
 
 
-def _picture(results: Mapping[str, list[dict[str, Any]]]) -> bytes:
+def _plot(results: Mapping[str, list[dict[str, Any]]]) -> bytes:
     """Accuracies with intervals as a PNG, one panel per world; greedy decoding is a dashed line."""
     figure = Figure(figsize=(3.2 * len(results), 2.4), layout="constrained")
     panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
@@ -111,7 +106,7 @@ def _picture(results: Mapping[str, list[dict[str, Any]]]) -> bytes:
     return file.getvalue()
 
 
-def _retrained(worlds: Mapping[str, RunSettings], weights: Path) -> dict[str, RunSettings]:
+def _retrain(worlds: Mapping[str, RunSettings], weights: Path) -> dict[str, RunSettings]:
     """The worlds' settings with newly trained pairs, which are ordinary checkpoints."""
     with Board(TimeElapsedColumn(), transient=True) as board:
 
@@ -124,7 +119,7 @@ def _retrained(worlds: Mapping[str, RunSettings], weights: Path) -> dict[str, Ru
     retrained = {}
     for name, world in worlds.items():
         slm, llm = map(str, pairs.folders(name, weights))
-        retrained[name] = changed(world, {"models": {"slm": slm, "llm": llm, "device": "cpu", "dtype": "float32"}})
+        retrained[name] = change(world, {"models": {"slm": slm, "llm": llm, "device": "cpu", "dtype": "float32"}})
     return retrained
 
 
@@ -135,7 +130,7 @@ def _work_through(runs: Mapping[Path, RunSettings]) -> None:
         ThreadPoolExecutor(len(runs)) as threads,  # one thread per run waits for its commands
         processes(os.cpu_count(), __name__) as pool,
     ):
-        jobs = [threads.submit(_work, pool, board, settings, run) for run, settings in runs.items()]
+        jobs = [threads.submit(_run_all, pool, board, settings, run) for run, settings in runs.items()]
         try:
             for job in jobs:
                 job.result()
@@ -152,7 +147,7 @@ def _work_through(runs: Mapping[Path, RunSettings]) -> None:
             pool.shutdown(cancel_futures=True)
 
 
-def _work(pool: Executor, board: Board, settings: RunSettings, run: Path) -> None:
+def _run_all(pool: Executor, board: Board, settings: RunSettings, run: Path) -> None:
     """The commands of one run, one after the other."""
     values = settings.model_dump_json()
     board.show(run.name, 0, len(COMMANDS))

@@ -17,7 +17,7 @@ from fb_core.apps.demo import DEMO
 from fb_core.apps.pipeline.decode import Row, read_rows
 from fb_core.apps.pipeline.files import MANIFEST, Artefact
 from fb_core.apps.pipeline.models import LABELS, models_of
-from fb_core.apps.settings.config import RunSettings
+from fb_core.apps.settings.run import RunSettings
 from fb_core.events import SLM, Event
 from fb_core.models.checkpoints import tokenizer_hash
 from fb_core.models.facts import Tokenizer
@@ -37,11 +37,8 @@ VERDICT_STYLES = {"correct": "green", "wrong": "red"}
 def explain(settings: RunSettings, run: Path, problem: str, console: Console) -> None:
     """Print how a problem was solved: the texts with their events, and the events' candidates and scores.
 
-    The settings name the run's tokenizer; `problem` is an id, or a part of only one.
-
-    Raises:
-        ValueError: no problem or several match, a file is damaged, or the settings are those of another run.
-        OSError: the tokenizer is missing.
+    The settings name the run's tokenizer; `problem` is an id, or a part of only one. ValueError if no or several
+    problems match, a file is damaged, or the settings are those of another run; OSError if the tokenizer is missing.
     """
     rows, tokenizer = find_rows(run, problem), models_of(settings.models).tokenizer
     folder = Artefact(run, EVALUATION)
@@ -68,15 +65,15 @@ def find_rows(run: Path, problem: str) -> list[Row]:
     if not names:
         raise ValueError(
             f'problem: expected an id in {folder.path} or a part of one, got {problem!r}; ids are the "problem" of '
-            f"the rows in its .jsonl files: {_listed(list(by_problem))}"
+            f"the rows in its .jsonl files: {_list(list(by_problem))}"
         )
     if len(names) > 1:
-        raise ValueError(f"problem: expected a part of only one id, got {problem!r}; name one of {_listed(names)}")
+        raise ValueError(f"problem: expected a part of only one id, got {problem!r}; name one of {_list(names)}")
     rows, order = by_problem[names[0]], {method: index for index, method in enumerate(LABELS)}
     return sorted(rows, key=lambda row: (row.benchmark, order.get(row.method, len(order)), row.seed or 0))
 
 
-def _listed(ids: Sequence[str]) -> str:
+def _list(ids: Sequence[str]) -> str:
     more = f" and {len(ids) - LISTED} more" if len(ids) > LISTED else ""
     return ", ".join(map(repr, ids[:LISTED])) + more
 
@@ -112,30 +109,15 @@ def _pieces(row: Row, tokenizer: Tokenizer) -> Iterator[tuple[str, int | None]]:
     yield escaped(text[shown:], IN_TEXT), None
 
 
-def _method(row: Row) -> str:
-    label = LABELS.get(row.method, escaped(row.method))
-    return label if row.seed is None else f"{label}, seed {row.seed}"
-
-
-def _facts(row: Row) -> str:
-    counts = f"{len(row.tokens)} tokens, {len(row.events)} event(s), {row.calls} LLM call(s)"
-    return f"gold answer {escaped(row.gold)}, {counts}" + ("" if row.seconds is None else f", {row.seconds:.2f} s")
-
-
 def _cells(event: Event, tokenizer: Tokenizer) -> Iterator[tuple[str, ...]]:
     """The cells of every candidate of the pool."""
     greedy = next((index for index, source in enumerate(event.sources) if source & SLM), None)
     for index, token in enumerate(event.pool):
+        marks = ([CHOSEN] if index == event.choice else []) + ([GREEDY] if index == greedy else [])
         columns = (event.slm_logprob, event.llm_logprob, event.scores)
         scores = [column[index] if column else math.nan for column in columns]
-        marks = (CHOSEN * (index == event.choice), GREEDY * (index == greedy))
-        yield (
-            " ".join(filter(None, marks)),
-            token_text(token, tokenizer),
-            str(token),
-            SOURCES[event.sources[index]],
-            *(UNKNOWN if math.isnan(score) else f"{score:.4f}" for score in scores),
-        )
+        numbers = (UNKNOWN if math.isnan(score) else f"{score:.4f}" for score in scores)
+        yield " ".join(marks), token_text(token, tokenizer), str(token), SOURCES[event.sources[index]], *numbers
 
 
 def print_rows(rows: Sequence[Row], tokenizer: Tokenizer, console: Console) -> None:
@@ -145,9 +127,12 @@ def print_rows(rows: Sequence[Row], tokenizer: Tokenizer, console: Console) -> N
     if any(row.events for row in rows):
         console.print(Text(LEGEND, "italic"), soft_wrap=True)
     for row in rows:
-        title = f"{escaped(row.benchmark.removeprefix(DEMO))}, {escaped(row.problem)}: {_method(row)}, "
+        method = LABELS.get(row.method, escaped(row.method)) + ("" if row.seed is None else f", seed {row.seed}")
+        title = f"{escaped(row.benchmark.removeprefix(DEMO))}, {escaped(row.problem)}: {method}, "
         verdict = (escaped(row.verdict), VERDICT_STYLES.get(row.verdict, "yellow"))
-        console.print(Text.assemble((title, "bold"), verdict, f", {_facts(row)}"), soft_wrap=True)
+        facts = f", gold answer {escaped(row.gold)}, {len(row.tokens)} tokens, {len(row.events)} event(s)"
+        facts += f", {row.calls} LLM call(s)" + ("" if row.seconds is None else f", {row.seconds:.2f} s")
+        console.print(Text.assemble((title, "bold"), verdict, facts), soft_wrap=True)
         text = Text("\n")
         for piece, number in _pieces(row, tokenizer):
             if number is None:

@@ -17,15 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from fb_core._util import require
-from fb_core.apps.settings.config import (
-    SHIPPED,
-    PairSettings,
-    RunSettings,
-    ServeSettings,
-    as_yaml,
-    first_words,
-    settings_of,
-)
+from fb_core.apps.settings.pair import PairSettings, ServeSettings
+from fb_core.apps.settings.run import SHIPPED, RunSettings, as_yaml, first_words, settings_of
 
 if TYPE_CHECKING:
     from fb_core.apps.pipeline.commands import Command
@@ -46,18 +39,17 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+VERSION = typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+
+
 @app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
+def _root(version: Annotated[bool, VERSION] = False) -> None:
     """Options of the command itself."""
 
 
 @contextmanager
-def _goes_on(folder: Path) -> Iterator[None]:
-    """Ctrl-C inside says where finished work is."""
+def _tell_where_to_continue(folder: Path) -> Iterator[None]:
+    """At Ctrl-C, say where finished work is."""
     try:
         yield
     except KeyboardInterrupt:
@@ -77,25 +69,21 @@ def demo(
     import_ahead("fb_core.apps.cli.demo")  # takes seconds, as it does here
     from fb_core.apps.cli.demo import demo_settings, run_demo
 
-    with _goes_on(out):
+    with _tell_where_to_continue(out):
         run_demo(demo_settings(seed), out, retrain=retrain)
 
 
-ConfigOption = Annotated[str, typer.Option(help=f"A YAML file, or a shipped one: {', '.join(SHIPPED)}.")]
+CONFIG = typer.Option(help=f"A YAML file, or a shipped one: {', '.join(SHIPPED)}.")
+ConfigOption = Annotated[str, CONFIG]
 RunOption = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run; default runs/<config>.")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a setting of the file, such as train.rank=32; repeatable."
-    ),
-]
+SET_HELP = "Override a setting of the file, such as train.rank=32; repeatable."
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)]
 EngineOption = Annotated[str, typer.Option(help="local, or ray for a cluster whose nodes share the folder.")]
-DryOption = Annotated[
-    bool, typer.Option("--dry-run", help="Only show what would be done and its most tokens; no download.")
-]
+DRY_HELP = "Only show what would be done and its most tokens; no download."
+DryOption = Annotated[bool, typer.Option("--dry-run", help=DRY_HELP)]
 
 
-def _stage(command: Command, text: str) -> None:
+def _add(command: Command, text: str) -> None:
     """Add the command of a stage, with its help."""
 
     def stage(
@@ -114,18 +102,18 @@ def _stage(command: Command, text: str) -> None:
 
         logging.basicConfig(format="%(message)s")
         show = print if dry_run else _show
-        with _goes_on(folder):
+        with _tell_where_to_continue(folder):
             run_command(command, settings, folder, cast("Engine", engine), dry_run=dry_run, show=show)
 
     example = f"Example: futurebridge {command} --config tiny --set train.rank=8"
     app.command(command, help=text, epilog=example)(stage)
 
 
-_stage("collect", "Stage 1: SLM trajectories, the request threshold, and the admitted states with their candidates.")
-_stage("futures", "Stage 2: the LLM's continuation of every state, verified.")
-_stage("score", "Stage 3: how well the SLM continues from every candidate.")
-_stage("train", "Stage 4: train rerankers and choose the recipe to deploy; also under `accelerate launch`.")
-_stage(
+_add("collect", "Stage 1: SLM trajectories, the request threshold, and the admitted states with their candidates.")
+_add("futures", "Stage 2: the LLM's continuation of every state, verified.")
+_add("score", "Stage 3: how well the SLM continues from every candidate.")
+_add("train", "Stage 4: train rerankers and choose the recipe to deploy; also under `accelerate launch`.")
+_add(
     "evaluate",
     "Stage 5: the benchmarks by greedy decoding, S2T, the direct score, FutureBridge and the published recipe.",
 )
@@ -151,7 +139,7 @@ def _show(text: str) -> None:
 
 @app.command(epilog="Example: futurebridge config --show --config tiny > my.yaml")
 def config(
-    config: Annotated[str | None, typer.Option(help=f"A YAML file, or a shipped one: {', '.join(SHIPPED)}.")] = None,
+    config: Annotated[str | None, CONFIG] = None,
     changes: SetOption = None,
     show: Annotated[bool, typer.Option("--show", help="Print all settings as YAML for --config.")] = False,
 ) -> None:
@@ -169,9 +157,7 @@ def config(
 def push(
     directory: Annotated[Path, typer.Argument(help="Folder of an adapter, such as runs/tiny/deployed/seed-0.")],
     repo_id: Annotated[str, typer.Argument(help="Repository on the hub, owner/name; created if missing.")],
-    private: Annotated[
-        bool, typer.Option("--private", help="Refuse a public repository; a new one is private.")
-    ] = False,
+    private: Annotated[bool, typer.Option("--private", help="Refuse a public repository, make a private one.")] = False,
 ) -> None:
     """Upload a deployed adapter with its model card to the Hugging Face hub."""
     from fb_core.hub import push_to_hub
@@ -201,27 +187,27 @@ def env() -> None:
     typer.echo(report())
 
 
-def _variable(name: str) -> dict[str, Any]:
-    """Of an option whose value FUTUREBRIDGE_NAME gives where it is left out."""
-    return {"envvar": f"FUTUREBRIDGE_{name.upper()}", "show_envvar": False}
+def _option(name: str, text: str, **more: Any) -> Any:
+    """An option with its help, which the environment variable FUTUREBRIDGE_NAME may give too."""
+    return typer.Option(help=text, envvar=f"FUTUREBRIDGE_{name.upper()}", show_envvar=False, **more)
 
 
 def _options(
     helps: Mapping[str, str], kind: type = str, *, environment: bool = False, **more: Any
 ) -> Callable[[Callable], Callable]:
-    """Gives a command an option of a kind for each name of `helps`, in place of its keyword arguments.
+    """Gives a command an option for each name of `helps`, in place of its keyword arguments.
 
     With `environment`, FUTUREBRIDGE_NAME counts where an option is not given; `more` is for `typer.Option`.
     """
 
     def add(command: Callable) -> Callable:
         signature = inspect.signature(command, eval_str=True)
-        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        parameters = [own for own in signature.parameters.values() if own.kind is not inspect.Parameter.VAR_KEYWORD]
         for name, text in helps.items():
-            variable = _variable(name) if environment else {}
-            option = Annotated[kind | None, typer.Option(help=text, **variable, **more)]  # type: ignore[valid-type]
-            own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option))
-        command.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+            option = _option(name, text, **more) if environment else typer.Option(help=text, **more)
+            given: Any = Annotated[kind | None, option]  # type: ignore[valid-type]
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=given))
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return command
 
     return add
@@ -282,43 +268,35 @@ def _show_bench(timed: Results) -> None:
     table.add_column("")
     for head in ("ms", "ratio", timed.unit, "of floor"):
         table.add_column(head, justify="right", no_wrap=True)
-    notes = []
-    for row in timed.rows:
-        name = f"fb_kernels, {row.name}{' *' if row.used else ''}" if row.ours else row.name
-        if row.seconds is None:
-            notes.append(f"{name}: not timed, {row.fault}")
-            continue
-        ratio = timed.ratio(row)
-        share = f"{timed.floor / row.seconds:.0%}" if timed.floor else ""
-        rate = timed.rate(row)
-        cells = ("" if ratio is None else f"{ratio:.2f}x", "" if rate is None else f"{rate:,.3g}", share)
-        table.add_row(name, _milliseconds(row.seconds), *cells)
+    names = {row: f"fb_kernels, {row.name}{' *' if row.used else ''}" if row.ours else row.name for row in timed.rows}
+    for row, name in names.items():
+        if row.seconds is not None:
+            ratio, rate = timed.ratio(row), timed.rate(row)
+            share = f"{timed.floor / row.seconds:.0%}" if timed.floor else ""
+            cells = ("" if ratio is None else f"{ratio:.2f}x", "" if rate is None else f"{rate:,.3g}", share)
+            table.add_row(name, _milliseconds(row.seconds), *cells)
     console = Console()
     console.print(table)
-    for note in notes:
-        console.print(note, markup=False)
+    for row, name in names.items():
+        if row.seconds is None:
+            console.print(f"{name}: not timed, {row.fault}", markup=False)
 
 
-PairOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--pair", exists=True, dir_okay=False, help="A YAML file with the settings below.", **_variable("pair")
-    ),
-]
-PAIR, SERVE = (
-    {name: " ".join((field.description or "").split()) for name, field in kind.model_fields.items()}
-    for kind in (PairSettings, ServeSettings)
-)
-
-
+PairFile = Annotated[Path | None, _option("pair", "A YAML file with the settings below.", exists=True, dir_okay=False)]
 ENVIRONMENT = "Each option may also be an environment variable such as FUTUREBRIDGE_SLM."
 
 
+def _settings_options(kind: type[PairSettings]) -> Callable[[Callable], Callable]:
+    """Gives a command an option for each setting."""
+    helps = {name: " ".join((field.description or "").split()) for name, field in kind.model_fields.items()}
+    return _options(helps, environment=True, metavar="VALUE", show_default=False)
+
+
 @app.command(epilog=f'Example: futurebridge generate "29*9+7*7+9;" --slm demo:plans --llm demo:plans. {ENVIRONMENT}')
-@_options(PAIR, environment=True, metavar="VALUE", show_default=False)
+@_settings_options(PairSettings)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
-    pair: PairOption = None,
+    pair: PairFile = None,
     file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
     **given: str | None,
 ) -> None:
@@ -335,8 +313,8 @@ def generate(
 
 
 @app.command(epilog=f"Example: futurebridge chat --pair pair.yaml --temperature 0.7. {ENVIRONMENT}")
-@_options(PAIR, environment=True, metavar="VALUE", show_default=False)
-def chat(pair: PairOption = None, **given: str | None) -> None:
+@_settings_options(PairSettings)
+def chat(pair: PairFile = None, **given: str | None) -> None:
     """Chat with a pair and an adapter; /help lists what else can be typed.
 
     If the conversation outgrows max_length, its oldest turns are dropped; an error ends only the turn.
@@ -348,30 +326,28 @@ def chat(pair: PairOption = None, **given: str | None) -> None:
 
     talk, console = terminal.Chat(settings), Console()
     messages: list[dict[str, str]] = []
-    told: dict[str, Any] = {"style": "dim", "highlight": False, "markup": False, "soft_wrap": True}
-    console.print(talk.greeting(), **told)
+    notice: dict[str, Any] = {"style": "dim", "highlight": False, "markup": False, "soft_wrap": True}
+    console.print(talk.greeting(), **notice)
     while True:
         try:
-            said = console.input("[bold]> [/bold]")
+            text = console.input("[bold]> [/bold]")
         except (EOFError, KeyboardInterrupt):
             break
-        if said.strip() in ("", "/quit"):
+        if text.strip() in ("", "/quit"):
             break
-        if said.strip() in ("/new", "/help"):
-            if said.strip() == "/new":
-                messages = []
-            console.print(terminal.HELP, **told)
+        if text.strip() in ("/new", "/help"):
+            messages = [] if text.strip() == "/new" else messages
+            console.print(terminal.HELP, **notice)
             continue
-        messages.append({"role": "user", "content": said})
+        messages.append({"role": "user", "content": text})
         start = time.perf_counter()
         try:
             generation = talk.answer(messages, console)
-        except KeyboardInterrupt:
-            console.print("\n[dim]stopped[/dim]")
-            messages.pop()
-            continue
-        except (ValueError, TypeError, OSError) as problem:
-            _complain(problem)
+        except (KeyboardInterrupt, ValueError, TypeError, OSError) as problem:
+            if isinstance(problem, KeyboardInterrupt):
+                console.print("\n[dim]stopped[/dim]")
+            else:
+                _complain(problem)
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": generation.text or ""})
@@ -379,21 +355,13 @@ def chat(pair: PairOption = None, **given: str | None) -> None:
 
 
 @app.command(epilog=f"Example: futurebridge serve --pair pair.yaml --port 8000. {ENVIRONMENT}")
-@_options(SERVE, environment=True, metavar="VALUE", show_default=False)
+@_settings_options(ServeSettings)
 def serve(
-    pair: PairOption = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; loopback by default.", **_variable("host"))
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.", **_variable("port"))
-    ] = 8000,
-    drain: Annotated[
-        int, typer.Option(min=0, help="Seconds that requests in progress get at shutdown.", **_variable("drain"))
-    ] = 30,
-    page: Annotated[
-        bool, typer.Option("--page/--no-page", help="Whether GET / is a page to try prompts on.", **_variable("page"))
-    ] = True,
+    pair: PairFile = None,
+    host: Annotated[str, _option("host", "Address to listen on; loopback by default.")] = "127.0.0.1",
+    port: Annotated[int, _option("port", "Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    drain: Annotated[int, _option("drain", "Seconds that requests in progress get at shutdown.", min=0)] = 30,
+    page: Annotated[bool, _option("page", "Whether GET / is a page to try prompts on.")] = True,
     **given: str | None,
 ) -> None:
     """Serve a pair over OpenAI's API: completions and chat completions, streamed or whole."""

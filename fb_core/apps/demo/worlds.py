@@ -99,10 +99,8 @@ class World:
 
         A fixed hash splits the space (640,000 problems of two steps, 51 million of three) between the roles. So no
         test problem ("test") is in a pair's corpus ("pair") or a reranker's training set ("train"), whatever the seeds.
-        For one seed and role, fewer problems are a prefix of more.
-
-        Raises:
-            ValueError: `n` is negative or more than half of the role's part.
+        For one seed and role, fewer problems are a prefix of more. ValueError if `n` is negative or more than half of
+        the role's part.
         """
         space = 100 * _OPERATIONS**self.steps
         # Beyond half of a role's part, drawing without repeats would become slow.

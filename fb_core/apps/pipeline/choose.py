@@ -21,7 +21,7 @@ from functools import cached_property
 from importlib import resources
 from itertools import starmap
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -42,14 +42,14 @@ from fb_core.apps.pipeline.models import (
     splits_of,
 )
 from fb_core.apps.pipeline.page import markdown_table
-from fb_core.apps.pipeline.problems import Problem, drawn
+from fb_core.apps.pipeline.problems import Problem, draw_problems
 from fb_core.apps.pipeline.records import Examples, LoggedState, Rollout
 from fb_core.apps.pipeline.rollouts import RolloutStage
 from fb_core.apps.pipeline.run import Output, Stage
 from fb_core.apps.pipeline.scores import ScoreStage, filter_table
 from fb_core.apps.pipeline.statistics import outcomes_differ
 from fb_core.apps.pipeline.train import TrainStage, run_name
-from fb_core.apps.settings.config import ProblemSettings
+from fb_core.apps.settings.run import ProblemSettings
 from fb_core.decode.deployment import LABELS, Deployed, Difference, Evidence, Pools, RecipeName
 from fb_core.models.checkpoints import is_hub_id
 from fb_core.models.facts import CausalLM
@@ -59,6 +59,7 @@ from fb_core.rerank.value_head import ValueHead, fit_value, value_terms
 
 SEEDED: tuple[RecipeName, ...] = ("published", "value")  # recipes of one seed's reranker
 UNSEEDED: tuple[RecipeName, ...] = ("greedy", "direct")  # decoded once, whatever the seed
+AllEvidence = list[tuple[RecipeName, Evidence]]  # of every tested recipe, in order
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -73,9 +74,9 @@ class SelectionStage(DecodeStage):
 
     @cached_property
     def _problems(self) -> list[Problem]:
-        held, few = self.input(TrajectoryStage), self.settings.selection.problems
-        validation = held.splits["validation"]
-        return validation if few is None else drawn(validation, few, held.settings.problems.seed)
+        stage, count = self.input(TrajectoryStage), self.settings.selection.problems
+        validation = stage.splits["validation"]
+        return validation if count is None else draw_problems(validation, count, stage.settings.problems.seed)
 
     @cached_property
     def _rerankers(self) -> dict[str, tuple[int, int, int]]:
@@ -94,7 +95,7 @@ class SelectionStage(DecodeStage):
         }
 
     @property
-    def asked(self) -> ProblemSettings:
+    def prompt_settings(self) -> ProblemSettings:
         return self.input(TrajectoryStage).settings.problems
 
     @property
@@ -102,7 +103,7 @@ class SelectionStage(DecodeStage):
         return self.settings.collect.max_new_tokens
 
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
-        reranker = self.input(TrainStage).trained(*self._rerankers[trial.method])
+        reranker = self.input(TrainStage).reranker_after(*self._rerankers[trial.method])
         context = Context(self.settings, self.run, max_length=max_length, max_batch=max_batch)
         return context.reranking_decoder(reranker).generate_many
 
@@ -121,20 +122,16 @@ class SelectionStage(DecodeStage):
             right[key] = right.get(key, 0) + sum(correct)
         for row in table.values():
             row |= {name: _mean([seed[name] for seed in row["seeds"]]) for name in names}
-        chosen = max(table, key=right.__getitem__)
-        return {
-            "epoch": chosen[0],
-            "horizon": chosen[1],
-            "problems": len(self._problems),
-            "table": list(table.values()),
-        }
+
+        epoch, horizon = max(table, key=right.__getitem__)
+        return {"epoch": epoch, "horizon": horizon, "problems": len(self._problems), "table": list(table.values())}
 
     def report(self, manifest: dict[str, Any]) -> str:
         return selection_table(manifest["summary"])
 
 
 class SeedStage(Stage):
-    """A stage with one shard per seed of the reranker, worked on in this process."""
+    """A stage with one shard per seed of the rerankers, worked on in this process."""
 
     command = "futurebridge train"
     unit = "adapters"
@@ -155,8 +152,8 @@ class RerankerStage(SeedStage):
         return {"slm": self.settings.models.slm, "llm": self.settings.models.llm}  # named in the model cards
 
     def work(self, shard: str) -> Output:
-        chosen, seed = self.input(SelectionStage).folder.finished()["summary"], _seed(shard)
-        reranker = self.input(TrainStage).trained(chosen["epoch"], chosen["horizon"], seed)
+        chosen, seed = self.input(SelectionStage).folder.finished()["summary"], _seed_of(shard)
+        reranker = self.input(TrainStage).reranker_after(chosen["epoch"], chosen["horizon"], seed)
         with tempfile.TemporaryDirectory() as folder:
             reranker.save_pretrained(folder)
             deployed_as(self, "published").save(folder)
@@ -165,8 +162,12 @@ class RerankerStage(SeedStage):
         return Output(files, {"adapters": 1})
 
     def _card(self, seed: int, chosen: dict[str, Any]) -> str:
-        models, settings = self.settings.models, self.settings.train
-        policy, asked = frozen_policy(self.run), self.input(TrajectoryStage).settings.problems
+        """The model card; its template says which parts of the settings it shows."""
+        models, train, problems = (
+            self.settings.models,
+            self.settings.train,
+            self.input(TrajectoryStage).settings.problems,
+        )
         template = resources.files("fb_core.apps.pipeline") / "templates" / "card.md"
         return template.read_text(encoding="utf-8").format(
             slm=_public(models.slm),
@@ -174,23 +175,16 @@ class RerankerStage(SeedStage):
             slm_path=_loadable(models.slm),
             llm_path=_loadable(models.llm),
             base=f"base_model: {models.slm}\n" if is_hub_id(models.slm) else "",  # the hub refuses other names
-            horizon=chosen["horizon"],
-            epoch=chosen["epoch"],
+            chosen=chosen,
             seed=seed,
-            rank=settings.rank,
-            alpha=settings.lora_alpha,
-            dropout=settings.dropout,
-            rate=settings.learning_rate,
-            temperature=settings.temperature,
-            groups=settings.groups_per_step,
-            threshold=policy.threshold,
-            top_k=policy.top_k,
+            train=train,
+            policy=frozen_policy(self.run),
             quantile=self.input(PolicyStage).settings.collect.quantile,
-            scope="the whole sequence" if settings.scope == "sequence" else "the candidate token alone",
+            scope="the whole sequence" if train.scope == "sequence" else "the candidate token alone",
             filters=filter_table(self.input(ScoreStage).folder.finished()["counts"]),
             selection=selection_table(chosen),
-            problems=_public(asked.train),
-            thinking="on" if asked.thinking else "off",
+            problems=_public(problems.train),
+            thinking="on" if problems.thinking else "off",
         )
 
 
@@ -203,22 +197,23 @@ class ValueStage(SeedStage):
     unit = "rerankers"
 
     def work(self, shard: str) -> Output:
-        seed, rollouts = _seed(shard), self.rollouts()
+        seed, rollouts = _seed_of(shard), self.rollouts()
         outcomes = {rollout.state.id: rollout.correct for rollout in rollouts}
-        mixed = sum(outcomes_differ(one.numpy()) for one in outcomes.values())
+        mixed = sum(outcomes_differ(outcome) for outcome in outcomes.values())
         weights = None
         if mixed:
             reranker = {seed: chosen_reranker(self.settings, self.run, seed)}
+            states = [rollout.state for rollout in rollouts]
             scored = [
                 (value_terms(state.pool, scores, state.entropy), outcomes[state.id])
-                for state, _, scores in reranked(self.models.slm, reranker, [rollout.state for rollout in rollouts])
+                for state, _, scores in rerank_states(self.models.slm, reranker, states)
             ]
             weights = fit_value(*zip(*scored, strict=True)).weights
         line = json.dumps({"weights": weights}) + "\n"
         return Output({f"{shard}.jsonl": line.encode()}, {"rolled-out states": len(outcomes), "mixed states": mixed})
 
     def rollouts(self) -> list[Rollout]:
-        """Those of the training states."""
+        """The rollouts of the training states."""
         return [
             rollout
             for shard in self.input(RolloutStage).folder.shards()
@@ -231,10 +226,10 @@ class ValueStage(SeedStage):
         return None if weights is None else ValueHead(tuple(weights))
 
 
-def reranked(
+def rerank_states(
     slm: CausalLM, rerankers: Mapping[Key, TokenReranker], states: Sequence[LoggedState]
 ) -> Iterator[tuple[LoggedState, Key, Tensor]]:
-    """(state, reranker's key, its scores float32 [K] on the CPU) for all; each trajectory's prefix is computed once."""
+    """(state, a reranker's key, its scores float32 [K] on the CPU); each trajectory's prefix is computed once."""
     members: dict[str, list[LoggedState]] = {}
     for state in states:
         members.setdefault(state.trajectory.problem.id, []).append(state)
@@ -247,13 +242,13 @@ def reranked(
         )
         prefixes = [(whole, state) for whole, own in zip(wholes, packed, strict=True) for state in own]
         for key, reranker in rerankers.items():
-            for (_, state), scores in zip(prefixes, _scores(reranker, prefixes), strict=True):
+            for (_, state), scores in zip(prefixes, _score(reranker, prefixes), strict=True):
                 yield state, key, scores
 
 
 @torch.no_grad()
-def _scores(reranker: TokenReranker, states: Sequence[tuple[Prefix, LoggedState]]) -> list[Tensor]:
-    """Scores float32 [K] of every state, given with a prefix that reaches to it or further."""
+def _score(reranker: TokenReranker, states: Sequence[tuple[Prefix, LoggedState]]) -> list[Tensor]:
+    """Scores float32 [K] of every state; the prefix beside a state may be longer than the state's own."""
     pools = [state.pool.ids.to(reranker.base.device) for _, state in states]
     if reranker.scope == "candidate":
         scored = reranker.scores_many([replace(whole, length=state.position) for whole, state in states], pools)
@@ -273,23 +268,24 @@ class CertificationStage(DecodeStage):
 
     @cached_property
     def problems(self) -> list[Problem]:
-        """The problems that are decoded."""
+        """The certification problems."""
         return splits_of(self.settings.problems)["certification"]
 
     def data(self) -> dict[str, Any]:
         return {"problems": [problem.id for problem in self.problems]}
 
     def recipes(self, seed: int) -> list[RecipeName]:
-        """What a seed's reranker competes with and as; no value where no head could be fitted."""
+        """The recipes that are tested for a seed; without "value" if no value head could be fitted."""
         return [*UNSEEDED, *(name for name in SEEDED if name != "value" or self.input(ValueStage).head(seed))]
 
     @cached_property
     def trials(self) -> dict[str, Trial]:
-        return {
-            _shard(recipe, seed): Trial(self.name, recipe, None if recipe in UNSEEDED else seed, "batch", self.problems)
-            for seed in self.settings.train.seeds
-            for recipe in self.recipes(seed)
-        }
+        trials = {}
+        for seed in self.settings.train.seeds:
+            for recipe in self.recipes(seed):
+                own = None if recipe in UNSEEDED else seed
+                trials[_shard_of(recipe, seed)] = Trial(self.name, recipe, own, "batch", self.problems)
+        return trials
 
     @property
     def max_new_tokens(self) -> int:
@@ -299,30 +295,30 @@ class CertificationStage(DecodeStage):
         return len(self.problems) * (len(UNSEEDED) + len(SEEDED) * len(self.settings.train.seeds))
 
     def most_tokens(self) -> int:
-        return self._longest_prompt(self.problems) + self.max_new_tokens  # of any trial
+        return self.models.longest_prompt(self.problems, self.prompt_settings) + self.max_new_tokens  # of any trial
 
     def deployed(self, recipe: RecipeName, seed: int) -> Deployed:
-        """A recipe with everything that it decodes with."""
+        """A recipe with its thresholds, pools and value head."""
         return deployed_as(self, recipe, self.input(ValueStage).head(seed) if recipe == "value" else None)
 
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
         context = Context(self.settings, self.run, max_length=max_length, max_batch=max_batch)
-        recipe: Any = trial.method
-        if trial.seed is None:
-            return context.decoder_for(self.deployed(recipe, self.settings.train.seeds[0]), None).generate_many
-        return context.decoder_for(self.deployed(recipe, trial.seed), context.reranker(trial.seed)).generate_many
+        seed, reranker = self.settings.train.seeds[0], None
+        if trial.seed is not None:
+            seed, reranker = trial.seed, context.reranker(trial.seed)
+        return context.decoder_for(self.deployed(cast(RecipeName, trial.method), seed), reranker).generate_many
 
-    def tested(self, seed: int) -> list[Tried]:
+    def results(self, seed: int) -> list[Results]:
         """Greedy decoding, the direct score, then the recipes of a seed's reranker."""
-        return [Tried.of(name, list(read_rows(self.folder, _shard(name, seed)))) for name in self.recipes(seed)]
+        return [Results.of(name, list(read_rows(self.folder, _shard_of(name, seed)))) for name in self.recipes(seed)]
 
 
-def _shard(recipe: RecipeName, seed: int) -> str:
+def _shard_of(recipe: RecipeName, seed: int) -> str:
     return recipe if recipe in UNSEEDED else f"{recipe}-{seed}"
 
 
 def deployed_as(stage: Stage, recipe: RecipeName, value: ValueHead | None = None) -> Deployed:
-    """A recipe as a run decodes with it, from the files and settings of a stage that reads trajectories and policy."""
+    """A recipe as a run decodes with it; the stage reads trajectories and policy."""
     thinking = stage.input(TrajectoryStage).settings.problems.thinking
     policy, pools = frozen_policy(stage.run), Pools(**pool_options(stage.settings))
     return Deployed(
@@ -330,7 +326,7 @@ def deployed_as(stage: Stage, recipe: RecipeName, value: ValueHead | None = None
     )
 
 
-class Tried(NamedTuple):
+class Results(NamedTuple):
     """A recipe and its results on n problems."""
 
     recipe: RecipeName
@@ -339,50 +335,43 @@ class Tried(NamedTuple):
     llm_tokens: float  # LLM tokens per problem
 
     @classmethod
-    def of(cls, recipe: RecipeName, rows: Sequence[Row]) -> Tried:
-        """From the recipe's rows."""
+    def of(cls, recipe: RecipeName, rows: Sequence[Row]) -> Results:
+        """The results in a recipe's rows."""
         calls = float(np.mean([row.calls for row in rows]))
         tokens = float(np.mean([row.llm_tokens for row in rows]))
         return cls(recipe, np.array([row.correct for row in rows], dtype=np.float64), calls, tokens)
 
-    @property
-    def accuracy(self) -> float:
-        """The share of problems that are right."""
-        return float(self.correct.mean())
 
-    @property
-    def rank(self) -> tuple[float, float]:
-        """Sort key, best first: by right answers, then by fewer calls."""
-        return -float(self.correct.sum()), self.calls
+def decide(tested: Sequence[Results], delta: float, level: float) -> tuple[RecipeName, AllEvidence]:
+    """(the recipe to deploy, every recipe with its evidence), by results on problems that nothing else was chosen on.
 
-
-def decide(tested: Sequence[Tried], delta: float, level: float) -> tuple[RecipeName, list[tuple[RecipeName, Evidence]]]:
-    """Choose the recipe to deploy from results on problems that nothing else was chosen on.
-
-    Args:
-        tested: greedy decoding, the direct LLM score, then other recipes, all on the same problems.
-        delta: how far below either of the first two a recipe may be, as a share of the problems.
-        level: 1 minus the probability that any recipe that is worse than that passes its test.
-
-    Returns:
-        the recipe to deploy, and every recipe with its evidence, in order.
+    `tested` are greedy decoding, the direct LLM score, then other recipes, all on the same problems. A recipe may be
+    below either of the first two by `delta`, a share of the problems; with probability `level` none that is worse
+    passes its test.
     """
     greedy, direct, *_ = tested
 
-    def minus(recipe: Tried, other: Tried) -> Difference:
+    def minus(recipe: Results, other: Results) -> Difference:
         if recipe is other:
             return Difference(mean=0.0, low=0.0)
         bound = statistics.paired_lower_bound(recipe.correct, other.correct, level=1 - (1 - level) / len(tested))
         return Difference(mean=bound.mean, low=bound.low)
 
     differences = [(minus(recipe, greedy), minus(recipe, direct)) for recipe in tested]
-    safe = [
-        recipe
-        for recipe, both in zip(tested, differences, strict=True)
-        if all(difference.low > -delta for difference in both)
-    ]
-    chosen = min(safe or (greedy, direct), key=lambda recipe: recipe.rank)
-    words = _words(chosen, len(safe), len(tested), delta, level)
+    safe = [tried for tried, both in zip(tested, differences, strict=True) if min(d.low for d in both) > -delta]
+    chosen = min(safe or (greedy, direct), key=lambda tried: (-float(tried.correct.sum()), tried.calls))
+    if not safe:
+        subject = f"none of {len(tested)} tested recipes is"
+    elif len(safe) == 1:
+        subject = f"the only one of {len(tested)} tested recipes that is"
+    else:
+        subject = f"the best of {len(safe)} recipes (of {len(tested)} tested) that are"
+    words = (
+        f"{LABELS[chosen.recipe]}: {subject} shown with {100 * level:g}% confidence to be at most {100 * delta:g} "
+        "points below greedy decoding and the direct LLM score."
+    )
+    if not safe:
+        words += " It is the more accurate of these two on the same problems, which guarantees nothing."
     return chosen.recipe, [
         (
             tried.recipe,
@@ -391,7 +380,7 @@ def decide(tested: Sequence[Tried], delta: float, level: float) -> tuple[RecipeN
                 delta=delta,
                 level=level,
                 tests=len(tested),
-                accuracy=tried.accuracy,
+                accuracy=float(tried.correct.mean()),
                 minus_greedy=to_greedy,
                 minus_direct=to_direct,
                 calls=tried.calls,
@@ -403,64 +392,39 @@ def decide(tested: Sequence[Tried], delta: float, level: float) -> tuple[RecipeN
     ]
 
 
-def _words(chosen: Tried, safe: int, tests: int, delta: float, level: float) -> str:
-    margin, sure = f"{100 * delta:g} points", f"{100 * level:g}%"
-    if safe:
-        one = f"the only one of {tests} tested recipes that is"
-        best = one if safe == 1 else f"the best of {safe} recipes (of {tests} tested) that are"
-        return (
-            f"{LABELS[chosen.recipe]}: {best} shown with {sure} confidence to be at most {margin} below greedy "
-            "decoding and the direct LLM score."
-        )
-    return (
-        f"{LABELS[chosen.recipe]}: none of {tests} tested recipes is shown with {sure} confidence to be at most "
-        f"{margin} below greedy decoding and the direct LLM score. It is the more accurate of these two on the same "
-        "problems, which guarantees nothing."
-    )
-
-
-def least_lead(problems: int, delta: float, level: float, tests: int = len(LABELS)) -> int | None:
-    """On how many of so many problems a recipe must beat another one to pass beside it, if it loses on none.
-
-    None if too few problems are too little evidence even then.
-    """
-    other = np.zeros(problems)
-    for won in range(problems + 1):
-        bound = statistics.paired_lower_bound(np.arange(problems) < won, other, level=1 - (1 - level) / tests)
-        if bound.low > -delta:
-            return won
-    return None
-
-
 def weakness(problems: int, delta: float, level: float) -> str:
-    """What so few certification problems cannot show; "" if they are enough for recipes that never lose to pass."""
-    lead = least_lead(problems, delta, level)
+    """What so few certification problems cannot show; "" if a recipe that never loses always passes its test."""
+
+    def passes(won: int) -> bool:
+        """Whether a recipe passes that wins this many problems and loses none."""
+        won_or_tied = np.arange(problems) < won, np.zeros(problems)
+        return statistics.paired_lower_bound(*won_or_tied, level=1 - (1 - level) / len(LABELS)).low > -delta
+
+    lead = next(filter(passes, range(problems + 1)), None)
     if lead == 0:
         return ""
     passing = "no recipe can pass its test"
     if lead is not None:
         passing = (
             f"a recipe passes its test only if it gains {lead} or more of them over greedy decoding and loses none, "
+            "and the same over the direct LLM score"
         )
-        passing += "and the same over the direct LLM score"
     return (
         f"problems.certification: with {problems} problems {passing}; if none passes, the more accurate of these "
         "two is deployed. Set aside some hundreds of problems, or 0 for no test"
     )
 
 
-def choice_table(chosen: RecipeName, evidence: Sequence[tuple[RecipeName, Evidence]], seed: int) -> str:
+def choice_table(chosen: RecipeName, evidence: AllEvidence, seed: int) -> str:
     """The tested recipes of a seed in Markdown: why one was chosen, then a table with the chosen one in bold."""
     head = ["recipe", "accuracy, %", "minus greedy, pp [lower bound]", "minus direct, pp [lower bound]"]
     head += ["LLM calls per problem", "LLM tokens per problem"]
-    first, rows = evidence[0][1], []
+    rows = []
     for recipe, row in evidence:
-        bounds = [f"{100 * each.mean:+.1f} [{100 * each.low:+.1f}]" for each in (row.minus_greedy, row.minus_direct)]
-        cells = [LABELS[recipe], f"{100 * row.accuracy:.1f}", *bounds, f"{row.calls:.2f}", f"{row.llm_tokens:.2f}"]
-        if recipe == chosen:
-            cells = [f"**{cell}**" for cell in cells]
-        rows.append(cells)
-    return "\n".join([f"Seed {seed}, {first.problems} problems. {first.words}", "", *markdown_table(head, rows)])
+        bounds = [f"{100 * gain.mean:+.1f} [{100 * gain.low:+.1f}]" for gain in (row.minus_greedy, row.minus_direct)]
+        rows.append([LABELS[recipe], f"{100 * row.accuracy:.1f}", *bounds, f"{row.calls:.2f}", f"{row.llm_tokens:.2f}"])
+    table = markdown_table(head, rows, bold=[recipe for recipe, _ in evidence].index(chosen))
+    return "\n".join([f"Seed {seed}, {row.problems} problems. {row.words}", "", *table])
 
 
 class ChoiceStage(SeedStage):
@@ -470,13 +434,13 @@ class ChoiceStage(SeedStage):
     slice = ("choice", "train.seeds")
     reads = (RerankerStage, CertificationStage)
 
-    def verdict(self, seed: int) -> tuple[RecipeName, list[tuple[RecipeName, Evidence]]]:
+    def verdict(self, seed: int) -> tuple[RecipeName, AllEvidence]:
         """The recipe deployed with a seed's adapter, and the evidence of every tested recipe."""
         choice = self.settings.choice
-        return decide(self.input(CertificationStage).tested(seed), choice.delta, choice.level)
+        return decide(self.input(CertificationStage).results(seed), choice.delta, choice.level)
 
     def work(self, shard: str) -> Output:
-        seed = _seed(shard)
+        seed = _seed_of(shard)
         recipe, evidence = self.verdict(seed)
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made) / shard
@@ -506,7 +470,7 @@ class ChoiceStage(SeedStage):
 CHOICE: tuple[type[Stage], ...] = (ValueStage, CertificationStage, ChoiceStage)
 
 
-def _seed(shard: str) -> int:
+def _seed_of(shard: str) -> int:
     return int(shard.removeprefix("seed-"))
 
 
@@ -522,23 +486,21 @@ def _loadable(name: str) -> str:
 
 def selection_table(chosen: dict[str, Any]) -> str:
     """Validation results of every horizon and epoch in Markdown, the chosen one in bold."""
-    rows = []
-    for row in chosen["table"]:
-        seeds = ", ".join(f"{100 * seed['accuracy']:.1f}" for seed in row["seeds"])
-        cells = [
+    head = ["H", "epoch", f"accuracy, % of {chosen['problems']} problems", "by seed", "cross-entropy, nats"]
+    head += ["pairwise accuracy, %"]
+    rows = [
+        [
             str(row["horizon"]),
             str(row["epoch"]),
             f"{100 * row['accuracy']:.1f}",
-            seeds,
+            ", ".join(f"{100 * seed['accuracy']:.1f}" for seed in row["seeds"]),
             f"{row['cross_entropy']:.4f}",
             "" if row["pairwise_accuracy"] is None else f"{100 * row['pairwise_accuracy']:.1f}",
         ]
-        if (row["epoch"], row["horizon"]) == (chosen["epoch"], chosen["horizon"]):
-            cells = [f"**{cell}**" for cell in cells]
-        rows.append(cells)
-    accuracy = f"accuracy, % of {chosen['problems']} problems"
-    head = ["H", "epoch", accuracy, "by seed", "cross-entropy, nats", "pairwise accuracy, %"]
-    return "\n".join(markdown_table(head, rows))
+        for row in chosen["table"]
+    ]
+    places = [(row["epoch"], row["horizon"]) for row in chosen["table"]]
+    return "\n".join(markdown_table(head, rows, bold=places.index((chosen["epoch"], chosen["horizon"]))))
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -31,7 +31,7 @@ class Worker:
         return self.do(shard)
 
 
-_resting: list[tuple[bool, Any]] = []  # (has a GPU, worker) of this process's idle workers between two stages
+_idle: list[tuple[bool, Any]] = []  # (has a GPU, worker) of this process's idle workers between two stages
 
 
 def connect() -> bool:
@@ -40,9 +40,9 @@ def connect() -> bool:
     Ray's usage statistics are off unless the environment turns them on. Returns False if Ray was running already;
     ImportError if it is not installed.
     """
-    here: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if "RAY_ADDRESS" not in os.environ:
-        here = {"address": "local", "_node_ip_address": LOOPBACK, "include_dashboard": False}
+        options = {"address": "local", "_node_ip_address": LOOPBACK, "include_dashboard": False}
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray listens everywhere; read where it is imported
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     require("engine", "ray", extra="ray")
@@ -50,7 +50,7 @@ def connect() -> bool:
 
     if ray.is_initialized():
         return False
-    ray.init(log_to_driver=False, logging_level="ERROR", **here)
+    ray.init(log_to_driver=False, logging_level="ERROR", **options)
     return True
 
 
@@ -59,34 +59,28 @@ def work_on_ray(
 ) -> None:
     """Compute and write shards on one worker per GPU of the cluster, or per core if there is no GPU to use.
 
-    `make` makes what works on a shard, in each worker; `on_done` gets a finished shard and its counts.
-
-    If a worker dies, with its process or its node, its shard goes to another one. Afterwards the workers stay idle
-    until the next stage or `dismiss`. Without RAY_ADDRESS in the environment, Ray is started on this machine, on
-    loopback; it ends with this process.
-
-    Raises:
-        ValueError: Ray is not installed, or the work raises it.
-        OSError: the work raises it, or workers die again and again.
+    `make` makes what works on a shard, in each worker; `on_done` gets a finished shard and its counts. If a worker
+    dies, its shard goes to another one. Afterwards the workers stay idle until the next stage or `dismiss`. Without
+    RAY_ADDRESS in the environment, Ray is started on loopback and ends with this process. Raises what the work raises,
+    ImportError without Ray, and OSError if workers die again and again.
     """
     if not shards:
         return
     if connect():
-        _resting.clear()
+        _idle.clear()
     import ray
 
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0)) if on_gpu else 0
     kind = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Worker)
-    if any(has_gpu != bool(gpus) for has_gpu, _ in _resting):
+    if any(has_gpu != bool(gpus) for has_gpu, _ in _idle):
         dismiss()
     waiting, died = deque(shards), Counter[str]()
     under_way: dict[Any, tuple[Any, str | None]] = {}
 
     def hire() -> None:
-        worker = _resting.pop()[1] if _resting else kind.remote()
-        begun = worker.begin.remote(make)
-        under_way[begun] = (worker, None)  # it gets a shard once it has started
+        worker = _idle.pop()[1] if _idle else kind.remote()
+        under_way[worker.begin.remote(make)] = (worker, None)  # it gets a shard once it has started
 
     try:
         for _ in range(min(len(shards), gpus or max(1, int(resources.get("CPU", 0))))):
@@ -121,7 +115,7 @@ def work_on_ray(
                 following = waiting.popleft()
                 under_way[worker.work.remote(following)] = (worker, following)
             else:
-                _resting.append((bool(gpus), worker))
+                _idle.append((bool(gpus), worker))
     finally:
         for worker, _ in under_way.values():
             ray.kill(worker)
@@ -129,9 +123,9 @@ def work_on_ray(
 
 def dismiss() -> None:
     """End the idle workers, and so free the models that they hold."""
-    while _resting:
+    while _idle:
         import ray
 
-        _, worker = _resting.pop()
+        _, worker = _idle.pop()
         if ray.is_initialized():
             ray.kill(worker)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from fb_core.models.packed import hidden_states
 from fb_core.verify.judges import Judge
 from fb_core.verify.verifier import Verdict, Verifier
 
+COLLECT = ("collect.max_new_tokens", "collect.top_k", "collect.unread")  # settings of the trajectories
 LOGIT_ROWS = 1024  # of logits [rows, V] held at once
 
 log = logging.getLogger(__name__)
@@ -44,21 +45,17 @@ def collect(
     A problem's prompt is [P] ids. `on_done` gets the number of finished problems. `write` writes the outputs from
     prompts and max_new_tokens; None for the SLM in this process.
     """
-    policy = RequestPolicy(float("inf"), top_k)
+    policy, entropies = RequestPolicy(float("inf"), top_k), list[Tensor]()
     outputs = (write or slm.complete_many)(prompts, max_new_tokens)
     whole = [torch.cat([prompt, output.to(prompt)]) for prompt, output in zip(prompts, outputs, strict=True)]
     before = [range(len(prompt) - 1, len(tokens) - 1) for prompt, tokens in zip(prompts, whole, strict=True)]
-    entropies: list[Tensor] = []
     for rows in hidden_states(slm.model, whole, before):
         blocks = torch.cat(rows).split(LOGIT_ROWS)
         entropy = torch.cat([policy.entropy(logits_of(slm, block)) for block in blocks])
         entropies += entropy.split([len(hidden) for hidden in rows])
         if on_done is not None:
             on_done(len(entropies))
-    return [
-        Trajectory(problem, tokens, len(prompt), entropy)
-        for problem, tokens, prompt, entropy in zip(problems, whole, prompts, entropies, strict=True)
-    ]
+    return [Trajectory(*parts) for parts in zip(problems, whole, map(len, prompts), entropies, strict=True)]
 
 
 def logits_of(slm: LocalLLM, hidden: Tensor) -> Tensor:
@@ -71,7 +68,7 @@ def texts_of(outputs: Sequence[Tensor], tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.decode(output.tolist(), skip_special_tokens=True) for output in outputs]
 
 
-def judged(
+def judge_solutions(
     states: Sequence[LoggedState], written: Sequence[Tensor], tokenizer: Tokenizer, verifier: Verifier
 ) -> tuple[list[str], list[Verdict]]:
     """(texts, verdicts) of the whole solutions: the output up to each state, then what was written from there."""
@@ -86,13 +83,7 @@ class TrajectoryStage(Stage):
 
     name = "trajectories"
     command = "futurebridge collect"
-    slice: ClassVar[Sequence[str]] = (
-        "problems",
-        "collect.max_new_tokens",
-        "collect.top_k",
-        "collect.unread",
-        "verify",
-    )
+    slice: ClassVar[Sequence[str]] = ("problems", *COLLECT, "verify")
 
     def data(self) -> dict[str, Any]:
         return {split: problems_hash(problems) for split, problems in self.splits.items()}
@@ -121,28 +112,23 @@ class TrajectoryStage(Stage):
     def longest(self) -> int:
         """The most tokens of a trajectory, without its prompt if the tokenizer is not on this machine."""
         problems = [problem for members in self.splits.values() for problem in members]
-        asked = self.settings.problems
-        prompt = self.models.longest_prompt(problems, asked.prompt, asked.thinking)
-        return prompt + self.settings.collect.max_new_tokens
+        return self.models.longest_prompt(problems, self.settings.problems) + self.settings.collect.max_new_tokens
 
     def work(self, shard: str) -> Output:
         problems, slm, settings = self._problems[shard], self.models.local_slm, self.settings.collect
-        tokenizer, asked = self.models.tokenizer, self.settings.problems
-        prompts = self.models.prompts(problems, asked.prompt, asked.thinking)
-        write = self.models.slm_writer.complete_many
+        prompts, write = self.models.prompts(problems, self.settings.problems), self.models.slm_writer.complete_many
         trajectories = collect(slm, problems, prompts, settings.max_new_tokens, settings.top_k, self.on_progress, write)
         outputs = [trajectory.output for trajectory in trajectories]
-        texts = texts_of(outputs, tokenizer)
-        golds = [problem.answer for problem in problems]
-        verifier = verifier_of(self.settings.verify)
+        texts = texts_of(outputs, self.models.tokenizer)
+        golds, verifier = [problem.answer for problem in problems], verifier_of(self.settings.verify)
         verdicts = verifier.verify_many(texts, golds, bad_golds="unparsable")
         if shard == next(iter(self._problems)) and set(verdicts) == {"unparsable"}:
-            self._unread(texts, golds, verifier.judge)
+            self._report_unread(texts, golds, verifier.judge)
         counts = {"trajectories": len(outputs), "tokens": sum(map(len, outputs))}
         return Output(example_files(shard, Trajectory, trajectories), counts | verifier.tally(texts, verdicts))
 
-    def _unread(self, texts: Sequence[str], golds: Sequence[str], judge: Judge) -> None:
-        """Say that the judge could read no answer of the first shard, as a warning or a ValueError."""
+    def _report_unread(self, texts: Sequence[str], golds: Sequence[str], judge: Judge) -> None:
+        """Warn that the judge can read no answer of the first shard, or raise ValueError."""
         got, remedy = f"the first ends in {texts[0][-80:]!r}", "ask for it in problems.prompt, or set verify.judge"
         if all(judge.gold(gold) is None for gold in golds):
             got = f"and no gold answer can be read, such as {golds[0][:80]!r}"
@@ -156,10 +142,10 @@ class TrajectoryStage(Stage):
         return 2 * self.longest  # generated, then teacher-forced
 
 
-def admitted(trajectory: Trajectory, policy: RequestPolicy, max_states: int = 8) -> list[int]:
+def admitted_positions(trajectory: Trajectory, policy: RequestPolicy, max_states: int = 8) -> list[int]:
     """Positions of the first `max_states` output tokens before which the policy asks the LLM."""
-    asked = policy.asks(trajectory.entropy).nonzero()[:max_states, 0]
-    return [trajectory.prompt_length + int(step) for step in asked]
+    steps = policy.asks(trajectory.entropy).nonzero()[:max_states, 0]
+    return [trajectory.prompt_length + int(step) for step in steps]
 
 
 def log_states(
@@ -173,30 +159,19 @@ def log_states(
     max_states: int = 8,
 ) -> list[LoggedState]:
     """The admitted states of all trajectories, with the pools that a decoder would form there."""
-    states: list[LoggedState] = []
-    for positions, logits in _admitted_logits(slm, trajectories, policy, max_states):
-        prefixes = [trajectory.tokens[:position] for trajectory, position in positions]
-        pools = candidate_pool(logits, llm, prefixes, "joint", slm_k, llm_k)
-        for (trajectory, position), candidates in zip(positions, pools, strict=True):
+    admissions = [(trajectory, admitted_positions(trajectory, policy, max_states)) for trajectory in trajectories]
+    admissions = [(trajectory, positions) for trajectory, positions in admissions if positions]
+    wholes = [trajectory.tokens[: positions[-1]] for trajectory, positions in admissions]
+    before = [[position - 1 for position in positions] for _, positions in admissions]
+    states, left = list[LoggedState](), iter(admissions)
+    for rows in hidden_states(slm.model, wholes, before):
+        pack = [(trajectory, position) for trajectory, own in islice(left, len(rows)) for position in own]
+        prefixes = [trajectory.tokens[:position] for trajectory, position in pack]
+        pools = candidate_pool(logits_of(slm, torch.cat(rows)), llm, prefixes, "joint", slm_k, llm_k)
+        for (trajectory, position), pool in zip(pack, pools, strict=True):
             entropy = float(trajectory.entropy[position - trajectory.prompt_length])
-            states.append(LoggedState(trajectory, position, entropy, candidates))
+            states.append(LoggedState(trajectory, position, entropy, pool))
     return states
-
-
-def _admitted_logits(
-    slm: LocalLLM, trajectories: Sequence[Trajectory], policy: RequestPolicy, max_states: int
-) -> Iterator[tuple[list[tuple[Trajectory, int]], Tensor]]:
-    """([(trajectory, position)], the SLM's logits [n, V] there) of all admitted states, one pack at a time."""
-    wanted = [(trajectory, admitted(trajectory, policy, max_states)) for trajectory in trajectories]
-    wanted = [(trajectory, positions) for trajectory, positions in wanted if positions]
-    prefixes = [trajectory.tokens[: positions[-1]] for trajectory, positions in wanted]
-    before, left = [[position - 1 for position in positions] for _, positions in wanted], iter(wanted)
-    for rows in hidden_states(slm.model, prefixes, before):
-        packed = islice(left, len(rows))
-        yield (
-            [(trajectory, position) for trajectory, positions in packed for position in positions],
-            logits_of(slm, torch.cat(rows)),
-        )
 
 
 class PolicyStage(Stage):
@@ -213,22 +188,17 @@ class PolicyStage(Stage):
         return {"policy": 1}
 
     def work(self, shard: str) -> Output:
-        settings = self.settings.collect
-        entropies = torch.cat(
-            [
-                trajectory.entropy
-                for name in self.input(TrajectoryStage).folder.shards("validation")
-                for trajectory in Examples(self.run, name).trajectories.values()
-            ]
-        )
+        settings, names = self.settings.collect, self.input(TrajectoryStage).folder.shards("validation")
+        shards = [Examples(self.run, name).trajectories.values() for name in names]
+        entropies = torch.cat([trajectory.entropy for trajectories in shards for trajectory in trajectories])
         policy = RequestPolicy.calibrate(entropies, settings.quantile, settings.top_k)
         line = json.dumps({"threshold": policy.threshold, "top_k": policy.top_k}) + "\n"
         return Output({f"{shard}.jsonl": line.encode()}, {"validation tokens": len(entropies)})
 
     def report(self, manifest: dict[str, Any]) -> str:
-        asked, settings = f"the LLM is asked above {frozen_policy(self.run).threshold:.4f} nats", self.settings.collect
-        source = f"quantile {settings.quantile:g} of {manifest['counts']['validation tokens']:,} validation tokens"
-        return f"**{self.name}**: {asked}, {source}"
+        threshold, tokens = frozen_policy(self.run).threshold, manifest["counts"]["validation tokens"]
+        source = f"quantile {self.settings.collect.quantile:g} of {tokens:,} validation tokens"
+        return f"**{self.name}**: the LLM is asked above {threshold:.4f} nats, {source}"
 
 
 class StateStage(Stage):

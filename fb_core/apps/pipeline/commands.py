@@ -18,7 +18,7 @@ from fb_core.apps.pipeline.rollouts import RolloutStage
 from fb_core.apps.pipeline.run import Engine, Stage, plan, run_stage
 from fb_core.apps.pipeline.scores import ScoreStage
 from fb_core.apps.pipeline.train import TrainStage
-from fb_core.apps.settings.config import SETTINGS, RunSettings
+from fb_core.apps.settings.run import SETTINGS, RunSettings
 
 Command = Literal["collect", "futures", "score", "train", "evaluate"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
@@ -52,33 +52,27 @@ def run_command(
     """Do what is left of a command's stages.
 
     The engine "ray" takes the stages whose shards are independent. With `dry_run`, only show what would be done; `show`
-    takes that plan, or each finished stage's report, in Markdown.
-
-    Raises:
-        ValueError: settings, models or files do not fit the run.
-        OSError: no disk space, model or server; finished work is kept.
+    takes that plan, or each finished stage's report, in Markdown. ValueError for settings, models or files that do not
+    fit the run, OSError without disk space, model or server; finished work is kept.
     """
     is_main = int(os.environ.get("RANK", "0")) == 0  # under `accelerate launch` the other processes only help to train
-
-    if command == "train" and settings.problems.certification and settings.score.pool != "joint":
+    works, certification, choice = is_main and not dry_run, settings.problems.certification, settings.choice
+    if command == "train" and certification and settings.score.pool != "joint":
         raise ValueError(
             f'score.pool: expected "joint" with problems.certification, since rollouts are of the joint pool, got '
             f'"{settings.score.pool}"; set problems.certification to 0 to choose no recipe'
         )
-    certification, choice = settings.problems.certification, settings.choice
-    if is_main and not dry_run and command == "collect" and certification:
+    if works and command == "collect" and certification:
         words = weakness(certification, choice.delta, choice.level)
         if words and TrajectoryStage(settings, run).folder.manifest() is None:  # later the problems are set aside
             log.warning(words)
-    if is_main and not dry_run and command != "score":
+    if works and command != "score":
         verifier_of(settings.verify).prepare()
     for kind in stages_of(command, settings):
         stage = kind(settings, run)
-        if is_main and dry_run:
-            show(plan(stage))
-        elif is_main:
-            show(stage.report(run_stage(stage, engine)))
+        if is_main:
+            show(plan(stage) if dry_run else stage.report(run_stage(stage, engine)))
         elif kind is TrainStage and not dry_run:
             run_stage(stage, is_main=False)
-    if is_main and not dry_run:
+    if works:
         write_file(run / SETTINGS, settings.model_dump_json(indent=1, include=set(RunSettings.model_fields)).encode())

@@ -17,19 +17,15 @@ from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.models import Context, Generate, together_of, verifier_of
 from fb_core.apps.pipeline.problems import Problem
 from fb_core.apps.pipeline.run import Output, Stage
-from fb_core.apps.settings.config import ProblemSettings, words_of
+from fb_core.apps.settings.base import describe
+from fb_core.apps.settings.run import ProblemSettings
 from fb_core.decode.decoder import Generation
 from fb_core.events import Event
 
-ASKED = (
-    "evaluate.benchmarks",
-    "evaluate.limit",
-    "evaluate.max_new_tokens",
-    "problems.prompt",
-    "problems.thinking",
-    "problems.seed",
-    "verify",
-)  # settings that decide what a benchmark asks
+ASKED = (  # settings that decide what a benchmark asks
+    *("evaluate.benchmarks", "evaluate.limit", "evaluate.max_new_tokens"),
+    *("problems.prompt", "problems.thinking", "problems.seed", "verify"),
+)
 LARGEST = 1 << 31
 
 Loop = Literal["fast", "plain", "batch"]  # "fast" and "plain": one prompt at a time; "batch": many in the fast loop
@@ -113,7 +109,7 @@ class DecodeStage(Stage):
         return {shard: len(trial.problems) for shard, trial in self.trials.items()}
 
     @property
-    def asked(self) -> ProblemSettings:
+    def prompt_settings(self) -> ProblemSettings:
         """The settings with the prompt."""
         return self.settings.problems
 
@@ -122,12 +118,13 @@ class DecodeStage(Stage):
         """The longest answer, in tokens."""
         return self.settings.evaluate.max_new_tokens
 
-    def _longest_prompt(self, problems: Sequence[Problem]) -> int:
-        return self.models.longest_prompt(problems, self.asked.prompt, self.asked.thinking)
-
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
         """The function that decodes a trial's prompts."""
-        return Context(self.settings, self.run, max_length, max_batch).named(trial.method, trial.seed).generate_many
+        return (
+            Context(self.settings, self.run, max_length, max_batch)
+            .decoder_named(trial.method, trial.seed)
+            .generate_many
+        )
 
     def most_tokens(self) -> int:
         return max(self._longest.values(), default=0)
@@ -138,21 +135,23 @@ class DecodeStage(Stage):
         sets: dict[str, dict[str, Problem]] = {}
         for trial in self.trials.values():
             sets.setdefault(trial.benchmark, {}).update({problem.id: problem for problem in trial.problems})
-        return {
-            name: self._longest_prompt(list(problems.values())) + self.max_new_tokens for name, problems in sets.items()
+        longest = {
+            name: self.models.longest_prompt([*members.values()], self.prompt_settings)
+            for name, members in sets.items()
         }
+        return {name: prompt + self.max_new_tokens for name, prompt in longest.items()}
 
     def work(self, shard: str) -> Output:
         trial, tokenizer = self.trials[shard], self.models.tokenizer
-        prompts = self.models.prompts(trial.problems, self.asked.prompt, self.asked.thinking)
-        decoded = self.decoded(trial, prompts)
+        prompts = self.models.prompts(trial.problems, self.prompt_settings)
+        decoded = self.decode(trial, prompts)
         texts = [
-            tokenizer.decode(each.token_ids.tolist(), skip_special_tokens=True) if each.text is None else each.text
-            for each, _, _ in decoded
+            tokenizer.decode(own.token_ids.tolist(), skip_special_tokens=True) if own.text is None else own.text
+            for own, _, _ in decoded
         ]
-        golds = [problem.answer for problem in trial.problems]
         verifier = verifier_of(self.settings.verify)
-        verdicts = verifier.verify_many(texts, golds, bad_golds="unparsable")
+        verdicts = verifier.verify_many(texts, [problem.answer for problem in trial.problems], bad_golds="unparsable")
+        parts = zip(trial.problems, prompts, decoded, texts, verdicts, strict=True)
         rows = [
             Row(
                 **{name: getattr(trial, name) for name in ("benchmark", "method", "seed", "loop")},
@@ -164,35 +163,30 @@ class DecodeStage(Stage):
                 text=text,
                 gold=problem.answer,
                 verdict=verdict,
-                **usage_of(generation, len(prompt)),
+                **_usage_fields(generation, len(prompt)),
                 seconds=seconds,
                 peak_bytes=peak,
             )
-            for problem, prompt, (generation, seconds, peak), text, verdict in zip(
-                trial.problems, prompts, decoded, texts, verdicts, strict=True
-            )
+            for problem, prompt, (generation, seconds, peak), text, verdict in parts
         ]
-        counts = {
-            "decoded": len(rows),
-            "tokens": sum(len(row.tokens) for row in rows),
-            **verifier.tally(texts, verdicts),
-        }
-        return Output({f"{shard}.jsonl": "".join(row.model_dump_json() + "\n" for row in rows).encode()}, counts)
+        counts = {"decoded": len(rows), "tokens": sum(len(row.tokens) for row in rows)}
+        lines = "".join(row.model_dump_json() + "\n" for row in rows)
+        return Output({f"{shard}.jsonl": lines.encode()}, counts | verifier.tally(texts, verdicts))
 
-    def decoded(self, trial: Trial, prompts: Sequence[Tensor]) -> list[Decoded]:
+    def decode(self, trial: Trial, prompts: Sequence[Tensor]) -> list[Decoded]:
         """A trial's prompts decoded in batches, without times of their own."""
         return [(generation, None, None) for generation in self.generator(trial)(prompts, self.max_new_tokens)]
 
     def generator(self, trial: Trial) -> Generate:
-        """The function that decodes a trial, kept until another one is asked for."""
+        """The function that decodes a trial, cached until another one is needed."""
         key = trial._replace(problems=())
-        if self._kept is None or self._kept[0] != key:
-            self._kept = None  # frees its memory before the next one is made
+        if self._cached is None or self._cached[0] != key:
+            self._cached = None  # frees its memory before the next one is made
             longest = self._longest[trial.benchmark]
-            self._kept = key, self.generate(trial, longest, together_of(self.settings, longest))
-        return self._kept[1]
+            self._cached = key, self.generate(trial, longest, together_of(self.settings, longest))
+        return self._cached[1]
 
-    _kept: tuple[Trial, Generate] | None = None
+    _cached: tuple[Trial, Generate] | None = None
 
     def rows(self) -> Iterator[Row]:
         """The rows of all shards, in order; raises as `read_rows`."""
@@ -200,8 +194,8 @@ class DecodeStage(Stage):
             yield from read_rows(self.folder, shard)
 
 
-def usage_of(generation: Generation, prompt: int) -> dict[str, Any]:
-    """What a generation asked of the LLM, as a row has it, after a prompt of so many tokens."""
+def _usage_fields(generation: Generation, prompt: int) -> dict[str, Any]:
+    """What a generation after a prompt of so many tokens asked of the LLM, as a row's fields."""
     usage = generation.usage
     return usage._replace(read=prompt + usage.read if usage.calls else 0)._asdict()
 
@@ -212,5 +206,5 @@ def read_rows(folder: Artefact, shard: str) -> Iterator[Row]:
         try:
             yield Row.model_validate_json(line, strict=True)
         except ValidationError as problem:
-            where, got = f"{folder.path / shard}.jsonl, line {number}", escaped(words_of(problem.errors()[0]))
+            where, got = f"{folder.path / shard}.jsonl, line {number}", escaped(describe(problem.errors()[0]))
             raise ValueError(f"{where}: expected a row of decoded problems, got {got}; make the shard anew") from None

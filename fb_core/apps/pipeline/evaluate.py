@@ -11,7 +11,6 @@ import numpy as np
 
 from fb_core._util import write_file
 from fb_core.apps.demo import DEMO
-from fb_core.apps.pipeline import statistics
 from fb_core.apps.pipeline.choose import ChoiceStage, RerankerStage
 from fb_core.apps.pipeline.collect import PolicyStage
 from fb_core.apps.pipeline.decode import ASKED, DecodeStage, Row, Trial
@@ -19,7 +18,8 @@ from fb_core.apps.pipeline.models import DEPLOYED, LABELS, benchmark_problems, f
 from fb_core.apps.pipeline.page import Table, markdown_table, page
 from fb_core.apps.pipeline.problems import BENCHMARKS, Benchmark
 from fb_core.apps.pipeline.run import Stage
-from fb_core.apps.settings.config import AVERAGE
+from fb_core.apps.pipeline.statistics import average_interval
+from fb_core.apps.settings.run import AVERAGE
 
 SEEDED = ("deployed", "published")  # run once per reranker seed
 REFERENCES = ("greedy", "direct")  # which every method is compared with
@@ -60,19 +60,18 @@ class EvaluateStage(DecodeStage):
         size, seeds = self.settings.evaluate.per_shard, self.settings.train.seeds
         trials: dict[str, Trial] = {}
         for name, problems in benchmark_problems(self.settings).items():
-            repeats = BENCHMARKS.get(name.partition("=")[0], Benchmark()).repeats
+            repeats, stem = BENCHMARKS.get(name.partition("=")[0], Benchmark()).repeats, file_stem(name)
             if repeats > len(seeds):
                 log.warning("%s: %d runs instead of %d, one per seed of train.seeds", name, len(seeds), repeats)
-            stem = file_stem(name)
             if any(shard.startswith(f"{stem}.") for shard in trials):
                 raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
             for key in self._methods:
-                several = key in SEEDED or (repeats > 1 and key == "greedy")
-                runs: Sequence[int | None] = seeds if several else (None,)
-                for seed in runs:
+                seeded = key in SEEDED or (repeats > 1 and key == "greedy")
+                for seed in seeds if seeded else (None,):
+                    method = key if seed is None else f"{key}-{seed}"
                     for start in range(0, len(problems), size):
-                        shard = f"{stem}.{key}{'' if seed is None else f'-{seed}'}.{start // size:05d}"
-                        trials[shard] = Trial(name, key, seed, "batch", problems[start : start + size])
+                        trial = Trial(name, key, seed, "batch", problems[start : start + size])
+                        trials[f"{stem}.{method}.{start // size:05d}"] = trial
         return trials
 
     def summary(self) -> dict[str, Any]:
@@ -83,37 +82,36 @@ class EvaluateStage(DecodeStage):
         rows: dict[tuple[str, str], dict[str, list[Row]]] = {}
         for row in self.rows():
             rows.setdefault((row.benchmark, row.method), {}).setdefault(row.problem, []).append(row)
-        right = {
-            cell: [[row.correct for row in runs] for runs in by_problem.values()] for cell, by_problem in rows.items()
-        }
-        table = []
-        for name, members in self._shown().items():
+        names, table = list(benchmark_problems(self.settings)), []
+        members = {name: [name] for name in names} | ({AVERAGE: names} if len(names) > 1 else {})
+
+        def outcomes(benchmark: str, method: str) -> list[list[list[bool]]]:
+            """Whether each run solved each problem of each member of a row's benchmark."""
+            cells = (rows[member, method].values() for member in members[benchmark])
+            return [[[row.correct for row in runs] for runs in cell] for cell in cells]
+
+        for name in members:
             for key in self._methods:
-                own, *others = ([right[member, kind] for member in members] for kind in (key, *REFERENCES))
-                decoded = [rows[member, key] for member in members]
-                flat = [[row for runs in by_problem.values() for row in runs] for by_problem in decoded]
+                own, decoded = outcomes(name, key), [list(rows[member, key].values()) for member in members[name]]
+                flat = [[row for runs in cell for row in runs] for cell in decoded]
+                differences = {
+                    f"minus {other}": None if key == other else list(average_interval(own, outcomes(name, other)))
+                    for other in REFERENCES
+                }
                 table.append(
                     {
                         "benchmark": name,
                         "method": LABELS[key],
                         "problems": sum(map(len, decoded)),
-                        "runs": len(next(iter(decoded[0].values()))),
-                        "accuracy": list(statistics.average_interval(own)),
-                        **{
-                            f"minus {name}": None if key == name else list(statistics.average_interval(own, other))
-                            for name, other in zip(REFERENCES, others, strict=True)
-                        },
-                        "calls": float(np.mean([np.mean([row.calls for row in each]) for each in flat])),
-                        "tokens": float(np.mean([np.mean([len(row.tokens) for row in each]) for each in flat])),
+                        "runs": len(decoded[0][0]),
+                        "accuracy": list(average_interval(own)),
+                        **differences,
+                        "calls": float(np.mean([np.mean([row.calls for row in cell]) for cell in flat])),
+                        "tokens": float(np.mean([np.mean([len(row.tokens) for row in cell]) for cell in flat])),
                     }
                 )
         write_file(self.run / PAGE, page("evaluation.html", title="Evaluation", table=table_of(table)).encode())
         return {"table": table}
-
-    def _shown(self) -> dict[str, list[str]]:
-        """The benchmarks that each row covers: every one alone, and all of them for the average if several."""
-        names = list(benchmark_problems(self.settings))
-        return {name: [name] for name in names} | ({AVERAGE: names} if len(names) > 1 else {})
 
     def report(self, manifest: dict[str, Any]) -> str:
         return tables_of(manifest["summary"]["table"])
@@ -127,9 +125,7 @@ def tables_of(results: Sequence[dict[str, Any]]) -> str:
         table = table_of(own)
         several = ", ".join(f"{row['runs']} runs of {row['method']}" for row in own if row["runs"] > 1)
         title = f"**{table.rows[0][0]}**, {own[0]['problems']} problems{several and f'; {several}'}"
-        cells = [
-            [cell.replace(", ", ",") for cell in (row[1], *row[3:])] for row in table.rows
-        ]  # an interval is a word
+        cells = [[cell.replace(", ", ",") for cell in (row[1], *row[3:])] for row in table.rows]  # intervals stay whole
         parts += [title, "", *markdown_table((table.head[1], *table.head[3:]), cells, "l" + table.sides[3:]), ""]
     return "\n".join([*parts, NOTE])
 

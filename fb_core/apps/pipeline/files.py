@@ -60,6 +60,14 @@ class Receipt:
     device: str  # where it ran, such as "cpu", "server" or "NVIDIA H200"
 
 
+def count_all(receipts: Iterable[Receipt]) -> Counter[str]:
+    """The counts of shards, added up by name."""
+    counts: Counter[str] = Counter()
+    for receipt in receipts:
+        counts.update(receipt.counts)
+    return counts
+
+
 def table_bytes(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, pa.DataType]) -> bytes:
     """Rows as a parquet file; the same rows give the same bytes."""
     schema, buffer = pa.schema(list(columns.items()), {IN_TABLE: str(FORMAT)}), io.BytesIO()
@@ -91,11 +99,9 @@ class Artefact:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from working on the folder, and remove files that a killed process left unfinished.
+        """Keep other processes out of the folder, and remove files that a killed process left unfinished.
 
-        Raises:
-            ValueError: another process works on the folder.
-            OSError: the folder cannot be created.
+        ValueError if another process works on it, OSError if it cannot be made.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / LOCK).open("ab") as lock:
@@ -103,9 +109,8 @@ class Artefact:
                 if fcntl is not None:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ValueError(
-                    f"{self.path}: expected to be the only process at work there, got another one; wait until it ends"
-                ) from None
+                words = "expected to be the only process at work there, got another one; wait until it ends"
+                raise ValueError(f"{self.path}: {words}") from None
             except OSError as problem:  # a file system without locks
                 log.warning("%s: cannot be locked (%s); start no second process on it", self.path, problem.strerror)
             for left in self.path.rglob(f".*{PART}"):
@@ -113,31 +118,24 @@ class Artefact:
             yield
 
     def manifest(self) -> dict[str, Any] | None:
-        """The manifest; None if the stage has not begun.
-
-        Raises:
-            ValueError: the manifest is damaged.
-        """
+        """The manifest; None if the stage has not begun, ValueError if it is damaged."""
         path = self.path / MANIFEST
         if not path.is_file():
             return None
         manifest = _read_sealed(path)
-        if manifest.get("stage") == self.stage and (number := manifest.get("format", 1)) != FORMAT:
-            raise ValueError(_other_format(path, number))
+        if is_own := manifest.get("stage") == self.stage:
+            _check_format(path, manifest.get("format", 1))
         kinds = FINISHED if manifest.get("complete") else BEGUN
-        if manifest.get("stage") != self.stage or any(type(manifest.get(name)) is not kind for name, kind in kinds):
-            raise ValueError(
-                f"{path}: expected the manifest of {self.stage}, got another one; choose another run folder"
-            )
+        if not is_own or any(type(manifest.get(name)) is not kind for name, kind in kinds):
+            words = f"expected the manifest of {self.stage}, got another one; choose another run folder"
+            raise ValueError(f"{path}: {words}")
         return manifest
 
     def begin(self, identity: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
         """Begin the stage, or resume it; returns the manifest.
 
-        `chosen` was decided for this machine; if the stage has begun, what its manifest holds counts.
-
-        Raises:
-            ValueError: the stage was begun with another identity; the message names the differences.
+        `chosen` was decided for this machine; if the stage has begun, what its manifest holds counts. ValueError with
+        the differences if it was begun with another identity.
         """
         identity = json.loads(json.dumps(identity))
         manifest = self.manifest()
@@ -152,15 +150,13 @@ class Artefact:
         return manifest
 
     def check(self, manifest: dict[str, Any], identity: dict[str, Any]) -> None:
-        """Raise ValueError if shards were made with other values of the given parts of the stage's identity."""
+        """ValueError if shards were made with other values of these parts of the stage's identity."""
         if self.empty():
             return
         before = {part: manifest["identity"].get(part) for part in identity}
-        differences = _differences(before, json.loads(json.dumps(identity)))
-        changed = [f"{name} {before}, got {after}" for name, before, after in differences]
-        if changed:
+        if differences := "; ".join(_differences(before, json.loads(json.dumps(identity)))):
             raise ValueError(
-                f"{self.path}: begun with {'; '.join(changed)}; put that back, or delete this folder, which makes "
+                f"{self.path}: begun with {differences}; put that back, or delete this folder, which makes "
                 f"{self.stage} anew and keeps the stages before it"
             )
 
@@ -169,19 +165,16 @@ class Artefact:
         receipts = {}
         for shard in shards:
             try:
-                receipt = self.receipt(shard)
+                if (receipt := self.receipt(shard)) is not None:
+                    receipts[shard] = receipt
             except ValueError as problem:
                 log.warning("%s; the shard is made anew", problem)
-                continue
-            if receipt is not None:
-                receipts[shard] = receipt
         return receipts
 
     def receipt(self, shard: str) -> Receipt | None:
-        """A shard's receipt, after its files were checked against it; None if it is not done, or done for another run.
+        """A shard's receipt, once its files were checked against it; None if it is not done, or done for another run.
 
-        Raises:
-            ValueError: a file is damaged.
+        ValueError if a file is damaged.
         """
         path = self.path / f"{shard}.json"
         if not path.is_file():
@@ -214,42 +207,31 @@ class Artefact:
         write_file(self.path / f"{shard}.json", sealed_bytes(asdict(receipt)))
 
     def complete(self, shards: Sequence[str], summary: dict[str, Any]) -> dict[str, Any]:
-        """Finish the stage: write counts, cost and the digest of its files into the manifest, and return it.
-
-        Raises:
-            ValueError: a shard is missing or damaged.
-        """
+        """Write counts, cost and the digest of the files into the manifest, and return it; ValueError if one is bad."""
         receipts, manifest = self.receipts(shards), self.manifest()
         left = [shard for shard in shards if shard not in receipts]
         if left or manifest is None:
             raise ValueError(f"{self.path}: expected all shards done, got {left} damaged meanwhile; run again")
-        counts: Counter[str] = Counter()
-        for receipt in receipts.values():
-            counts.update(receipt.counts)
-        hashes = {name: file["sha256"] for receipt in receipts.values() for name, file in receipt.files.items()}
+        made = receipts.values()
+        hashes = {name: file["sha256"] for receipt in made for name, file in receipt.files.items()}
+        gpu_seconds = sum(receipt.seconds for receipt in made if receipt.device not in NO_GPU)
         manifest |= {
             "complete": True,
             "shards": list(shards),
-            "counts": dict(counts),
+            "counts": dict(count_all(made)),
             "summary": summary,
             "digest": digest([manifest["identity"], sorted(hashes.items()), summary]),
             "cost": {
-                "seconds": round(sum(receipt.seconds for receipt in receipts.values()), 3),
-                "gpu_hours": round(
-                    sum(receipt.seconds for receipt in receipts.values() if receipt.device not in NO_GPU) / 3600, 4
-                ),
-                "devices": sorted({receipt.device for receipt in receipts.values()}),
+                "seconds": round(sum(receipt.seconds for receipt in made), 3),
+                "gpu_hours": round(gpu_seconds / 3600, 4),
+                "devices": sorted({receipt.device for receipt in made}),
             },
         }
         self._write_manifest(manifest)
         return manifest
 
     def finished(self, remedy: str = "run its command to the end") -> dict[str, Any]:
-        """The manifest of a finished stage.
-
-        Raises:
-            ValueError: the stage is not finished; the message ends with the remedy.
-        """
+        """The manifest of a finished stage; ValueError, which ends with the remedy, if it is not finished."""
         manifest = self.manifest()
         if manifest is None or not manifest["complete"]:
             got = "none" if manifest is None else "a part"
@@ -267,26 +249,19 @@ class Artefact:
             table = pq.ParquetFile(io.BytesIO(data)).read()  # read_table would import datasets
         except pa.ArrowException as problem:
             raise ValueError(f"{path}: expected a table, got {problem}; make the shard anew") from None
-        if (number := (table.schema.metadata or {}).get(IN_TABLE, b"1")) != str(FORMAT).encode():
-            raise ValueError(_other_format(path, number.decode(errors="replace")))
+        _check_format(path, (table.schema.metadata or {}).get(IN_TABLE, b"1").decode(errors="replace"), str(FORMAT))
         return table.to_pylist()
 
     def tensors(self, shard: str) -> dict[str, Tensor]:
         """A shard's tensors; raises as `read`."""
-        data = self.read(shard, "safetensors")
+        data, path = self.read(shard, "safetensors"), self.path / f"{shard}.safetensors"
         try:
             return load(data)
         except SafetensorError as problem:
-            raise ValueError(
-                f"{self.path / shard}.safetensors: expected tensors, got {problem}; make the shard anew"
-            ) from None
+            raise ValueError(f"{path}: expected tensors, got {problem}; make the shard anew") from None
 
     def read(self, shard: str, suffix: str) -> bytes:
-        """The bytes of a finished shard's file, checked against its receipt.
-
-        Raises:
-            ValueError: the file is missing or damaged.
-        """
+        """The bytes of a finished shard's file, checked against its receipt; ValueError if missing or damaged."""
         path, name = self.path / f"{shard}.json", f"{shard}.{suffix}"
         try:
             return _checked_bytes(self.path / name, _read_sealed(path)["files"][name])
@@ -312,54 +287,47 @@ def digest(value: Any) -> str:
 
 
 def _checked_bytes(path: Path, recorded: dict[str, Any]) -> bytes:
+    size = recorded["bytes"]
     try:
-        data = read_file(path, recorded["bytes"])
+        data = read_file(path, size)
     except OSError as problem:
-        raise ValueError(
-            f"{path}: expected {recorded['bytes']} bytes, got {problem.strerror}; run the stage again"
-        ) from None
+        raise ValueError(f"{path}: expected {size} bytes, got {problem.strerror}; run the stage again") from None
     except ValueError:
         data = b""
-    if len(data) != recorded["bytes"] or hashlib.sha256(data).hexdigest() != recorded["sha256"]:
-        raise ValueError(
-            f"{path}: expected the {recorded['bytes']} bytes of its receipt, got others (damaged or edited); run the "
-            "stage again"
-        )
+    if len(data) != size or hashlib.sha256(data).hexdigest() != recorded["sha256"]:
+        words = f"expected the {size} bytes of its receipt, got others (damaged or edited); run the stage again"
+        raise ValueError(f"{path}: {words}")
     return data
 
 
-def _other_format(path: Path, number: Any) -> str:
-    got = reprlib.repr(number).strip("'")
-    return f"{path}: expected files of format {FORMAT}, got format {got}; run the stage again into a new run folder"
+def _check_format(path: Path, number: Any, expected: Any = FORMAT) -> None:
+    if number != expected:
+        got = reprlib.repr(number).strip("'")
+        words = f"expected files of format {FORMAT}, got format {got}; run the stage again into a new run folder"
+        raise ValueError(f"{path}: {words}")
 
 
 def _read_sealed(path: Path) -> dict[str, Any]:
-    """The dict that `sealed_bytes` wrote, without its hash.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
+    """The dict that `sealed_bytes` wrote, without its hash; ValueError if the file holds something else."""
     try:
         value = json.loads(read_file(path, LONGEST_JSON))
         seal = value.pop(SEAL, None) if isinstance(value, dict) else None
         if seal is None or seal != digest(value):
             raise ValueError("one damaged or edited")
     except (OSError, ValueError, RecursionError) as problem:
-        raise ValueError(
-            f"{path}: expected the JSON file that a stage wrote, got {problem}; put it back, or remove it and run the "
-            "stage again"
-        ) from None
+        words = f"expected the JSON file that a stage wrote, got {problem}"
+        raise ValueError(f"{path}: {words}; put it back, or remove it and run the stage again") from None
     return value
 
 
-def _differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, before, after) of every difference between two nested values."""
+def _differences(before: Any, after: Any, name: str = "") -> Iterator[str]:
+    """Every difference between two nested values, in words with its dotted name."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in sorted(before.keys() | after.keys()):
             inner = f"{name}.{key}" if name else key
             yield from _differences(before.get(key, "nothing"), after.get(key, "nothing"), inner)
     elif before != after:
-        yield name, before, after
+        yield f"{name} {before}, got {after}"
 
 
 def _software() -> dict[str, str]:
@@ -371,8 +339,8 @@ def _software() -> dict[str, str]:
     here = Path(__file__).resolve()
 
     def git(*arguments: str) -> str:
-        asked = ["git", "-C", str(here.parent), *arguments]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     with suppress(OSError, subprocess.SubprocessError):
         git("ls-files", "--error-unmatch", here.name)  # installed inside somebody else's checkout

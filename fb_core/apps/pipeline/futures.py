@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStage, judged
+from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStage, judge_solutions
 from fb_core.apps.pipeline.models import verifier_of
 from fb_core.apps.pipeline.records import Examples, Future, LoggedState, example_files
 from fb_core.apps.pipeline.run import Output
@@ -15,11 +15,11 @@ from fb_core.models.facts import Tokenizer
 from fb_core.verify.verifier import Verifier
 
 
-def verified(
+def judge_futures(
     states: Sequence[LoggedState], written: Sequence[Tensor], tokenizer: Tokenizer, verifier: Verifier
 ) -> tuple[list[str], list[Future]]:
     """(texts of the whole solutions, futures) from states and their continuations, [n >= 1] ids each."""
-    texts, verdicts = judged(states, written, tokenizer, verifier)
+    texts, verdicts = judge_solutions(states, written, tokenizer, verifier)
     return texts, [
         Future(state, int(new[0]), new[1:].cpu(), verdict)
         for state, new, verdict in zip(states, written, verdicts, strict=True)
@@ -36,7 +36,7 @@ class Filters:
     valid_group: int
 
 
-def usable(futures: Sequence[Future], horizon: int) -> tuple[list[Future], Filters]:
+def filter_futures(futures: Sequence[Future], horizon: int) -> tuple[list[Future], Filters]:
     """The futures of the states that can be scored, and the counts after each filter.
 
     A state needs a verified future of at least `horizon` tokens and a valid group: two or more candidates, including
@@ -63,7 +63,7 @@ class FutureStage(OverStates):
         prefixes = [state.prefix.to(llm.device) for state in states]
         written = llm.complete_many(prefixes, self.settings.futures.max_new_tokens)
         verifier = verifier_of(self.settings.verify)
-        texts, futures = verified(states, written, self.models.tokenizer, verifier)
+        texts, futures = judge_futures(states, written, self.models.tokenizer, verifier)
         counts = {"futures": len(futures), "tokens": sum(len(new) for new in written)}
         counts |= verifier.tally(texts, [future.verdict for future in futures])
         return Output(example_files(shard, Future, futures), counts)

@@ -20,7 +20,7 @@ from torch import Tensor
 from fb_core.apps.demo import DEMO, checkpoint
 from fb_core.apps.pipeline.files import Artefact, digest
 from fb_core.apps.pipeline.problems import Problem, load_problems, prompt_ids, split, without_overlap
-from fb_core.apps.settings.config import ModelSettings, ProblemSettings, RunSettings, ServerSettings, VerifierSettings
+from fb_core.apps.settings.run import ModelSettings, ProblemSettings, RunSettings, ServerSettings, VerifierSettings
 from fb_core.decode.decoder import CollaborativeDecoder, Generation, LowLatencyDecoder
 from fb_core.decode.deployment import Deployed
 from fb_core.decode.policy import RequestPolicy
@@ -76,16 +76,17 @@ class Models:
         """The number of token ids that the tokenizer knows."""
         return known_ids(self.tokenizer)
 
-    def prompts(self, problems: Sequence[Problem], template: str, thinking: bool = False) -> list[Tensor]:
+    def prompts(self, problems: Sequence[Problem], settings: ProblemSettings) -> list[Tensor]:
         """The prompt ids [P] of every problem, on the SLM's device."""
-        ids = (prompt_ids(self.tokenizer, problem, template, thinking) for problem in problems)
+        ids = (prompt_ids(self.tokenizer, problem, settings.prompt, settings.thinking) for problem in problems)
         return [torch.tensor(prompt, device=self.slm.device) for prompt in ids]
 
-    def longest_prompt(self, problems: Sequence[Problem], template: str, thinking: bool = False) -> int:
+    def longest_prompt(self, problems: Sequence[Problem], settings: ProblemSettings) -> int:
         """The number of tokens of the longest prompt; 0 if the tokenizer is not on this machine."""
         if (tokenizer := self.tokenizer_here) is None:
             return 0
-        return max((len(prompt_ids(tokenizer, problem, template, thinking)) for problem in problems), default=0)
+        ids = (prompt_ids(tokenizer, problem, settings.prompt, settings.thinking) for problem in problems)
+        return max(map(len, ids), default=0)
 
     @cached_property
     def local_slm(self) -> LocalLLM:
@@ -100,21 +101,17 @@ class Models:
     @cached_property
     def slm_writer(self) -> LLM:
         """The writer of the SLM's own trajectories: its server, or the SLM in this process."""
-        server = self.settings.slm_server
-        return self.local_slm if server is None else self._server(server, "slm")
+        return self._connect(self.settings.slm_server, "slm") if self.settings.slm_server else self.local_slm
 
     @cached_property
     def llm(self) -> LLM:
         """The large model; ValueError if its tokenizer, or its server's, is not the SLM's."""
-        server = self.settings.llm_server
-        if server is not None:
-            return self._server(server, "llm")
+        if self.settings.llm_server:
+            return self._connect(self.settings.llm_server, "llm")
         model, tokenizer = self._load("llm")
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
-            raise ValueError(
-                f"llm: expected the vocabulary of {self.settings.slm}, got another in {self.settings.llm}; use two "
-                "models of one family"
-            )
+            words = f"expected the vocabulary of {self.settings.slm}, got another in {self.settings.llm}"
+            raise ValueError(f"llm: {words}; use two models of one family")
         return LocalLLM(model, batch_tokens=self.settings.batch_tokens, tokenizer=tokenizer)
 
     @property
@@ -134,8 +131,8 @@ class Models:
             if role not in self._hashes:
                 self._hashes[role] = self._hash(role)
         hashes = {role: self._hashes[role] for role in roles if self._hashes[role] is not None}
-        if (server := self.settings.slm_server) is not None:
-            hashes["slm_server"] = server.model or self.settings.slm
+        if self.settings.slm_server:
+            hashes["slm_server"] = self.settings.slm_server.model or self.settings.slm
         return {"dtype": self.settings.dtype} | hashes
 
     def _hash(self, role: str) -> str | int | None:
@@ -143,30 +140,28 @@ class Models:
             return self.vocabulary if self.vocabulary < checkpoint_vocabulary(self._checkpoints["slm"]) else None
         if role == "tokenizer":
             return tokenizer_hash(self.tokenizer)
-        if role == "llm" and (server := self.settings.llm_server) is not None:
-            return digest(["server", server.model or self.settings.llm])
+        if role == "llm" and self.settings.llm_server:
+            return digest(["server", self.settings.llm_server.model or self.settings.llm])
         return checkpoint_hash(self._checkpoints[role])
 
     def parameters(self, role: str) -> int | None:
         """The number of weights of "slm" or "llm", from its files; None if a server has them or they are not here."""
-        if role == "llm" and self.settings.llm_server is not None:
-            return None
-        return checkpoint_size(self._checkpoints[role])
+        served = role == "llm" and self.settings.llm_server is not None
+        return None if served else checkpoint_size(self._checkpoints[role])
 
     def _load(self, role: str) -> tuple[CausalLM, Tokenizer]:
         return load_model(self._checkpoints[role], self.settings.device, self.settings.dtype)
 
-    def _server(self, server: ServerSettings, role: str) -> ServerLLM:
+    def _connect(self, server: ServerSettings, role: str) -> ServerLLM:
+        """The model of a role behind its server."""
         llm = ServerLLM(
             server.url,
             server.flavour,
             model=server.model or getattr(self.settings, role),
             vocabulary=self.vocabulary,
             ends=checkpoint_ends(self._checkpoints[role], self.tokenizer),
-            timeout=server.timeout,
-            retries=server.retries,
-            in_flight=server.in_flight,
             api_key=key_in(server.api_key_variable),
+            **server.model_dump(include={"timeout", "retries", "in_flight"}),
         )
         llm.check_tokenizer(self.tokenizer)
         return llm
@@ -188,11 +183,7 @@ def verifier_of(settings: VerifierSettings) -> Verifier:
 def splits_of(settings: ProblemSettings) -> dict[str, list[Problem]]:
     """A run's own problems as "train", "validation" and "certification", disjoint and without held-out problems.
 
-    Only the first two have trajectories and states.
-
-    Raises:
-        OSError: a set cannot be found.
-        ValueError: a file is damaged, or there are too few problems.
+    Only the first two have trajectories and states. Raises as `read_problems`, and ValueError if there are too few.
     """
     problems = read_problems(settings.train, settings.limit, "train", settings.seed)
     for source in settings.held_out:
@@ -218,9 +209,7 @@ def splits_of(settings: ProblemSettings) -> dict[str, list[Problem]]:
 def read_problems(source: str, limit: int | None, role: Literal["train", "test"], seed: int) -> list[Problem]:
     """The problems of a known set or local file, or fresh ones of a demo world, drawn for a role by a seed.
 
-    Raises:
-        OSError: a set cannot be found.
-        ValueError: a file is damaged, or a demo world has no limit.
+    OSError if a set cannot be found, ValueError for a damaged file or a demo world without a limit.
     """
     if not source.startswith(DEMO):
         return load_problems(source)[:limit]
@@ -228,39 +217,37 @@ def read_problems(source: str, limit: int | None, role: Literal["train", "test"]
 
     name = source.removeprefix(DEMO)
     if name not in WORLDS or limit is None:
-        raise ValueError(
-            f"problems: expected a world among {', '.join(WORLDS)} and a limit, got {source!r} and {limit}; set both"
-        )
-    drawn = WORLDS[name].problems(limit, seed, role)
-    return [Problem(f"{name}/{problem.prompt}", problem.prompt, problem.answer) for problem in drawn]
+        words = f"expected a world among {', '.join(WORLDS)} and a limit, got {source!r} and {limit}; set both"
+        raise ValueError(f"problems: {words}")
+    problems = WORLDS[name].problems(limit, seed, role)
+    return [Problem(f"{name}/{problem.prompt}", problem.prompt, problem.answer) for problem in problems]
 
 
 def benchmark_problems(settings: RunSettings) -> dict[str, list[Problem]]:
-    """The problems of every benchmark, without those whose gold answer the verifier does not accept as its own answer.
+    """The problems of every benchmark, without those whose gold answer is not judged to be right.
 
     Raises as `read_problems`, and ValueError for a gold answer that takes too long to judge.
     """
-    chosen = settings.evaluate
-    return _benchmark_problems(chosen.benchmarks, chosen.limit, settings.verify, settings.problems.seed)
+    evaluate = settings.evaluate
+    return _benchmark_problems(evaluate.benchmarks, evaluate.limit, settings.verify, settings.problems.seed)
 
 
 @lru_cache(maxsize=4)
 def _benchmark_problems(
     benchmarks: Sequence[str], limit: int | None, verify: VerifierSettings, seed: int
 ) -> dict[str, list[Problem]]:
-    judged, verifier = {}, verifier_of(verify)
+    by_name = {}
     for name in benchmarks:
         problems = read_problems(name, limit, "test", seed)
-        verdicts = verifier.judged_by_themselves([problem.answer for problem in problems])
+        verdicts = verifier_of(verify).judge_golds([problem.answer for problem in problems])
         if "timeout" in verdicts:
             late = problems[verdicts.index("timeout")].id
-            raise ValueError(
-                f"{name}: expected every gold answer judged in time, got {late}, which was not; raise verify.timeout"
-            )
-        judged[name] = [p for p, verdict in zip(problems, verdicts, strict=True) if verdict == "correct"]
-        if left := len(problems) - len(judged[name]):
+            words = f"expected every gold answer judged in time, got {late}, which was not"
+            raise ValueError(f"{name}: {words}; raise verify.timeout")
+        by_name[name] = [problem for problem, verdict in zip(problems, verdicts, strict=True) if verdict == "correct"]
+        if left := len(problems) - len(by_name[name]):
             log.warning("%s: left out %d problems whose gold answer cannot be judged", name, left)
-    return judged
+    return by_name
 
 
 def file_stem(name: str) -> str:
@@ -298,8 +285,8 @@ def adapter_folder(run: Path, stage: str, seed: int) -> Path:
     """The folder of one seed's adapter in a stage's; raises ValueError if it is not finished or is damaged."""
     adapters, shard = Artefact(run, stage), f"seed-{seed}"
     if adapters.receipt(shard) is None:
-        remedy = "set problems.certification and " * (stage == DEPLOYED_STAGE)
-        raise ValueError(f"{adapters.path}: expected {shard}, got none; {remedy}run `futurebridge train`")
+        first = "set problems.certification and " if stage == DEPLOYED_STAGE else ""
+        raise ValueError(f"{adapters.path}: expected {shard}, got none; {first}run `futurebridge train`")
     return adapters.path / shard
 
 
@@ -311,20 +298,17 @@ def chosen_reranker(settings: RunSettings, run: Path, seed: int) -> TokenReranke
 
 def pool_options(settings: RunSettings) -> dict[str, Any]:
     """`pool`, `slm_k`, `llm_k` and `max_events` of a decoder with the pools that the settings train on."""
-    slm_k, llm_k, kind = settings.collect.slm_k, settings.futures.llm_k, settings.score.pool
-    return {
-        "pool": "slm" if kind == "slm-wide" else kind,
-        "slm_k": slm_k + llm_k if kind == "slm-wide" else slm_k,
-        "llm_k": llm_k,
-        "max_events": settings.evaluate.max_events,
-    }
+    pool, slm_k, llm_k = settings.score.pool, settings.collect.slm_k, settings.futures.llm_k
+    if pool == "slm-wide":
+        pool, slm_k = "slm", slm_k + llm_k
+    return {"pool": pool, "slm_k": slm_k, "llm_k": llm_k, "max_events": settings.evaluate.max_events}
 
 
 class Context:
-    """What a run offers a method; files and models are read when the method asks for them.
+    """What a run offers a method; files and models are read when first used.
 
-    `max_length` is that of a prompt with its answer in the fast loop, for `max_batch` of them; None for the plain loop.
-    `options` are those of a decoder, and `batched` those of everything that decodes in batches.
+    The fast loop decodes up to `max_batch` prompts, with answers of at most `max_length` tokens each; without a length
+    it is the plain loop. `options` are those of a decoder, `batched` those of everything that decodes in batches.
     """
 
     def __init__(self, settings: RunSettings, run: Path, max_length: int | None = None, max_batch: int = 1) -> None:
@@ -346,20 +330,23 @@ class Context:
         """A decoder with the run's models, policy, pool sizes and budget, and a selector; with `ask=False` no LLM."""
         settings, llm = self.settings, self.models.llm if ask else None
         pools = {"slm_k": settings.collect.slm_k, "llm_k": settings.futures.llm_k}
-        given: dict[str, Any] = {**self.options, **pools, "max_events": settings.evaluate.max_events, **options}
-        return decoder_of(self.models.slm, llm, selector, self.policy, **given)
+        options = self.options | pools | {"max_events": settings.evaluate.max_events} | options
+        return decoder_of(self.models.slm, llm, selector, self.policy, **options)
 
-    def named(self, name: str, seed: int | None) -> CollaborativeDecoder:
-        """The decoder of one of `LABELS`, the seed being that of its reranker, if it has one.
-
-        ValueError if the reranker is not trained.
-        """
+    def decoder_named(self, name: str, seed: int | None) -> CollaborativeDecoder:
+        """The decoder of one of `LABELS`, with a seed's reranker if it has one; ValueError if that is not trained."""
         if name == "greedy":
-            return alone(self.models.slm, **self.options)
+            return greedy_decoder(self.models.slm, **self.options)
         if name in ("direct", "s2t"):
             return self.decoder(LLMPreference(), pool="joint" if name == "direct" else "slm")
         assert seed is not None
-        return self.chosen_decoder(seed) if name == "deployed" else self.reranking_decoder(self.reranker(seed))
+        if name == "published":
+            return self.reranking_decoder(self.reranker(seed))
+        folder = adapter_folder(self.run, DEPLOYED_STAGE, seed)
+        deployed = Deployed.load(folder)
+        assert deployed is not None
+        reranker = TokenReranker.from_pretrained(folder, self.models.slm, scope=self.settings.train.scope).eval()
+        return self.decoder_for(deployed, reranker)
 
     def decoder_for(self, deployed: Deployed, reranker: TokenReranker | None) -> CollaborativeDecoder:
         """The decoder of a recipe; "published" and "value" need the reranker."""
@@ -368,14 +355,6 @@ class Context:
             return decoder_of(models.slm, None, None, deployed.policy, **self.options, max_events=0)
         pools = deployed.pools.model_dump()
         return decoder_of(models.slm, models.llm, selector, deployed.policy, **self.options, **pools)
-
-    def chosen_decoder(self, seed: int) -> CollaborativeDecoder:
-        """The decoder of the recipe that the run chose for a seed; ValueError if it chose none."""
-        folder, scope = adapter_folder(self.run, DEPLOYED_STAGE, seed), self.settings.train.scope
-        deployed = Deployed.load(folder)
-        assert deployed is not None
-        reranker = TokenReranker.from_pretrained(folder, self.models.slm, scope=scope).eval()
-        return self.decoder_for(deployed, reranker)
 
     def reranking_decoder(self, reranker: TokenReranker) -> CollaborativeDecoder:
         """The decoder with a reranker, as published."""
@@ -399,7 +378,7 @@ def decoder_of(
     return LowLatencyDecoder(slm, llm, selector, policy, max_length=max_length, max_batch=max_batch, **options)
 
 
-def alone(slm: CausalLM, **options: Any) -> CollaborativeDecoder:
+def greedy_decoder(slm: CausalLM, **options: Any) -> CollaborativeDecoder:
     """The decoder that never asks; its options are those of `decoder_of`."""
     return decoder_of(slm, None, None, RequestPolicy(math.inf), max_events=0, **options)
 

@@ -53,7 +53,10 @@ def _templates() -> Environment:
     )
 
 
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "") -> list[str]:
-    """Lines of a pipe table whose cells are already Markdown; columns with side "r" are right-aligned."""
+def markdown_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "", bold: int | None = None
+) -> list[str]:
+    """Lines of a pipe table of Markdown cells; side "r" aligns a column right, the row number `bold` is bold."""
     rule = "|".join("---:" if side == "r" else "---" for side in sides or "l" * len(head))
+    rows = [[f"**{cell}**" for cell in row] if number == bold else row for number, row in enumerate(rows)]
     return [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]

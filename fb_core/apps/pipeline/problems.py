@@ -73,22 +73,17 @@ def _last_box(solution: str) -> str | None:
     return bare[-1].strip() if content is None and bare else content
 
 
-def _without_dollars(text: str) -> str:
+def _drop_dollars(text: str) -> str:
     return DOLLAR.sub("", text).strip()  # all of them: "$69$,$84$", and once "$221,$8$"
 
 
-def _without_zeros(text: str) -> str:
+def _drop_zeros(text: str) -> str:
     return LEADING_ZEROS.sub("", text.strip())
 
 
 _SUBJECTS = (
-    "algebra",
-    "counting_and_probability",
-    "geometry",
-    "intermediate_algebra",
-    "number_theory",
-    "prealgebra",
-    "precalculus",
+    *("algebra", "counting_and_probability", "geometry", "intermediate_algebra"),
+    *("number_theory", "prealgebra", "precalculus"),
 )
 BENCHMARKS: dict[str, Benchmark] = {
     "gsm8k": Benchmark("openai/gsm8k", "test", 1319, ("main",), gold=_after_hashes, expected="a number after ####"),
@@ -99,11 +94,11 @@ BENCHMARKS: dict[str, Benchmark] = {
         674,
         ("OE_TO_maths_en_COMP",),
         field="final_answer",
-        gold=_without_dollars,
+        gold=_drop_dollars,
         expected="a list of answers",
     ),
-    "aime-2024": Benchmark("HuggingFaceH4/aime_2024", "train", 30, gold=_without_zeros, repeats=3),
-    "aime-2025": Benchmark("math-ai/aime25", "test", 30, gold=_without_zeros, repeats=3),
+    "aime-2024": Benchmark("HuggingFaceH4/aime_2024", "train", 30, gold=_drop_zeros, repeats=3),
+    "aime-2025": Benchmark("math-ai/aime25", "test", 30, gold=_drop_zeros, repeats=3),
     # Two problems of number theory come without an answer.
     "math-train": Benchmark(
         "EleutherAI/hendrycks_math",
@@ -119,17 +114,12 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def load_problems(source: str) -> list[Problem]:
-    """Read a set of problems.
+    """The problems of a source, in its order; those of MATH train without an answer are left out and logged.
 
-    Args:
-        source: a name in `BENCHMARKS` (from the hub or its cache, through the `datasets` library), name=file for a
-            local file with that set's fields, or a file with `problem` (or `question`), `answer` (a text, an integer,
-            or a list of them) and an optional `id`. A file is .jsonl (one object per line), .json (one list of objects)
-            or .parquet.
-
-    Returns:
-        the problems in the source's order. An id is the set's own or the row's number; for a named set it starts with
-        the set's name and a slash. Problems of MATH train without an answer are left out and logged.
+    The source is a name in `BENCHMARKS` (from the hub or its cache, through the `datasets` library), name=file for a
+    local file with that set's fields, or a file with `problem` (or `question`), `answer` (a text, an integer, or a list
+    of them) and an optional `id`. A file is .jsonl (one object per line), .json (one list of objects) or .parquet. An
+    id is the set's own or the row's number; for a named set it starts with the set's name and a slash.
 
     Raises:
         ImportError: a library that reads the source is not installed.
@@ -137,10 +127,9 @@ def load_problems(source: str) -> list[Problem]:
     """
     name, _, path = source.partition("=")
     if name not in BENCHMARKS:
-        return _problems(source, _file_rows(source, Benchmark()), Benchmark(), "")
-    benchmark = BENCHMARKS[name]
-    rows = _hub_rows(name) if source == name else _file_rows(path, benchmark)
-    return _problems(source, rows, benchmark, f"{name}/")
+        return _check_rows(source, _file_rows(source, Benchmark()), Benchmark(), "")
+    rows = _hub_rows(name) if source == name else _file_rows(path, BENCHMARKS[name])
+    return _check_rows(source, rows, BENCHMARKS[name], f"{name}/")
 
 
 def without_overlap(problems: Iterable[Problem], held_out: Iterable[Problem]) -> list[Problem]:
@@ -150,24 +139,14 @@ def without_overlap(problems: Iterable[Problem], held_out: Iterable[Problem]) ->
 
 
 def split(problems: Sequence[Problem], validation: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Split problems by a hash of seed and id; problems with the same text stay together.
+    """(train, validation), split by a hash of seed and id, each in the order of the input.
 
-    Args:
-        problems: in any order; adding or moving some hardly changes the split of the others.
-        validation: how many to set aside; fewer if problems with the same text do not fit.
-        seed: of the hash.
-
-    Returns:
-        (train, validation), each in the order of the input.
-
-    Raises:
-        ValueError: validation is not in 0 .. len(problems) - 1.
+    Problems with the same text stay together, so fewer than `validation` may be set aside. Adding or moving problems
+    hardly changes the split of the others. ValueError if `validation` is not in 0 .. len(problems) - 1.
     """
     if not 0 <= validation < len(problems):
-        got = f"{validation} of {len(problems)}"
-        raise ValueError(
-            f"split: expected to set aside fewer problems than there are, got {got}; leave one to train on"
-        )
+        words = f"expected to set aside fewer problems than there are, got {validation} of {len(problems)}"
+        raise ValueError(f"split: {words}; leave one to train on")
     groups: dict[str, list[int]] = {}
     for index, problem in enumerate(problems):
         groups.setdefault(_normal(problem.text), []).append(index)
@@ -183,7 +162,7 @@ def split(problems: Sequence[Problem], validation: int, seed: int) -> tuple[list
     return train, [problems[index] for index in sorted(chosen)]
 
 
-def drawn(problems: Sequence[Problem], count: int, seed: int) -> list[Problem]:
+def draw_problems(problems: Sequence[Problem], count: int, seed: int) -> list[Problem]:
     """The `count` problems that `split` sets aside by the seed; all of them if there are no more."""
     return list(problems) if count >= len(problems) else split(problems, count, seed)[1]
 
@@ -193,13 +172,12 @@ def prompt_ids(tokenizer: Tokenizer, problem: Problem, template: str, thinking: 
 
     It is a user turn if the tokenizer has a chat template (`thinking` as for `chat_ids`), else the bare text.
     """
-    asked = {"role": "user", "content": template.replace("{problem}", problem.text)}
-    return chat_ids(tokenizer, [asked], thinking)
+    return chat_ids(tokenizer, [{"role": "user", "content": template.replace("{problem}", problem.text)}], thinking)
 
 
-def _problems(source: str, rows: Rows, layout: Benchmark, prefix: str) -> list[Problem]:
-    problems: list[Problem] = []
-    seen_at: dict[str, str] = {}
+def _check_rows(source: str, rows: Rows, layout: Benchmark, prefix: str) -> list[Problem]:
+    """The problems in rows; ValueError with a row's place if it is no problem."""
+    problems, seen_at = list[Problem](), dict[str, str]()
     size = unsolved = 0
     for index, (where, row) in enumerate(rows):
         if not isinstance(row, dict):
@@ -215,15 +193,15 @@ def _problems(source: str, rows: Rows, layout: Benchmark, prefix: str) -> list[P
             continue
         if not answer:
             raise _fault(where, f"{layout.expected} in {name!r}", repr(value)[-80:], "correct or delete the row")
-        own = next((field for field in ID_FIELDS if row.get(field) is not None), None)
-        identity = prefix + (str(index) if own is None else _text(where, own, row[own], (str, int)))
-        if identity in seen_at:
-            raise _fault(where, "an id of its own", f"{identity[:80]!r} again as at {seen_at[identity]}", "rename one")
-        seen_at[identity] = where
+        field = next((field for field in ID_FIELDS if row.get(field) is not None), None)
+        name = prefix + (str(index) if field is None else _text(where, field, row[field], (str, int)))
+        if name in seen_at:
+            raise _fault(where, "an id of its own", f"{name[:80]!r} again as at {seen_at[name]}", "rename one")
+        seen_at[name] = where
         size += len(text) + len(answer)
         if size > LARGEST_SET:
             raise _fault(where, f"at most {LARGEST_SET} characters in all", "more", "split the set")
-        problems.append(Problem(identity, text, answer))
+        problems.append(Problem(name, text, answer))
     if not problems:
         raise _fault(source, "problems", "none", "give a file that holds some")
     if unsolved:
@@ -235,9 +213,9 @@ def _field(where: str, row: dict[str, Any], names: Sequence[str]) -> tuple[str, 
     for name in names:
         if row.get(name) is not None:
             return name, row[name]
-    has = ", ".join(f"{name!r}{' (null)' * (value is None)}" for name, value in list(row.items())[:8]) or "no field"
-    remedy = "give it, or name the set that the fields are of, as in gsm8k=test.jsonl"
-    raise _fault(where, "a field " + " or ".join(map(repr, names)), has[:300], remedy)
+    fields = (f"{name!r} (null)" if value is None else repr(name) for name, value in list(row.items())[:8])
+    got, remedy = ", ".join(fields), "give it, or name the set that the fields are of, as in gsm8k=test.jsonl"
+    raise _fault(where, "a field " + " or ".join(map(repr, names)), got[:300] or "no field", remedy)
 
 
 def _text(where: str, name: str, value: object, kinds: type | tuple[type, ...]) -> str:
@@ -255,28 +233,31 @@ def _file_rows(path: str, layout: Benchmark) -> Rows:
     if reader is None or not os.path.isfile(path):
         expected = f"{', '.join(BENCHMARKS)}, or an existing {', '.join(readers)} file"
         raise _fault("source", expected, repr(path[:200]), "check the spelling")
-    return reader(path, {*TEXT_FIELDS, *ID_FIELDS, layout.field})
+    return reader(path, _fields(layout))
 
 
-def _json_lines(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _fields(layout: Benchmark) -> set[str]:
+    """The fields of a row that are read."""
+    return {*TEXT_FIELDS, *ID_FIELDS, layout.field}
+
+
+def _json_lines(path: str, _: Collection[str]) -> Iterator[tuple[str, Any]]:
     with open(path, "rb") as file:
-        number = 0
-        while line := file.readline(LONGEST_ROW + 1):
-            number += 1
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_ROW + 1), b""), 1):
             if line.strip():
                 where = f"{path}, line {number}"
-                yield where, _json(where, line)
+                yield where, _parse_json(where, line)
 
 
-def _json_list(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _json_list(path: str, _: Collection[str]) -> Iterator[tuple[str, Any]]:
     with open(path, "rb") as file:
-        rows = _json(path, file.read(LONGEST_ROW + 1))
+        rows = _parse_json(path, file.read(LONGEST_ROW + 1))
     if not isinstance(rows, list):
         raise _fault(path, "a list of objects", _kind(rows), "put [...] around it, or name a file of lines .jsonl")
     yield from ((f"{path}, entry {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _json(where: str, data: bytes) -> Any:
+def _parse_json(where: str, data: bytes) -> Any:
     if len(data) > LONGEST_ROW:
         raise _fault(where, f"at most {LONGEST_ROW} bytes", "more", "write one problem per line in a .jsonl file")
     try:
@@ -306,8 +287,7 @@ def _parquet_rows(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any
                     number += 1
                     yield f"{path}, row {number}", row
     except Exception as error:  # pyarrow's and, for dates, Python's many
-        where = f"{path} after row {number}"
-        expected = f"a sound parquet file of at most {LARGEST_SET} bytes"
+        where, expected = f"{path} after row {number}", f"a sound parquet file of at most {LARGEST_SET} bytes"
         raise _fault(where, expected, _first_line(error), "write it again, or split the set") from error
 
 
@@ -316,7 +296,7 @@ def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
     require(name, "datasets", extra="data")
     import datasets
 
-    fields = {*TEXT_FIELDS, *ID_FIELDS, benchmark.field}
+    fields = _fields(benchmark)
     files = f"give a local file of the same fields as {name}=file.jsonl or {name}=file.parquet"
     try:
         parts = [datasets.load_dataset(benchmark.hub_id, config, split=benchmark.split) for config in benchmark.configs]
@@ -326,7 +306,8 @@ def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
     if (count := sum(map(len, parts))) != benchmark.count:
         expected = f"{benchmark.count} problems in {benchmark.hub_id}"
         raise _fault(name, expected, str(count), f"clear its cache, or {files}")
-    rows = (row for part in parts for row in part.select_columns([f for f in part.column_names if f in fields]))
+    tables = (part.select_columns([name for name in part.column_names if name in fields]) for part in parts)
+    rows = (row for table in tables for row in table)
     yield from ((f"{benchmark.hub_id}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
@@ -338,9 +319,8 @@ def _normal(text: str) -> str:
 
 
 def _kind(value: object) -> str:
-    if value is None:
-        return "null"
-    return f"{type(value).__name__} {repr(value)[:80]}" if isinstance(value, (int, float)) else type(value).__name__
+    shown = f" {repr(value)[:80]}" if isinstance(value, (int, float)) else ""
+    return "null" if value is None else f"{type(value).__name__}{shown}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,6 +21,8 @@ from fb_core.events import Pool
 from fb_core.verify.verifier import Verdict
 
 IDS, NATS, BITS = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.list_(pa.int8())
+PROBLEM = pa.struct({"id": pa.string(), "text": pa.string(), "answer": pa.string()})
+DTYPES = {"ids": torch.int64, "sources": torch.int32, "slm_logprob": torch.float32, "llm_logprob": torch.float32}
 POOL = pa.struct({"ids": IDS, "sources": BITS, "slm_logprob": NATS, "llm_logprob": NATS})
 PART = pa.struct({"id": pa.string(), "candidates": IDS, "sources": BITS})  # of a state, whose record has the log-probs
 
@@ -93,12 +95,7 @@ class Rollout:
 
 
 COLUMNS: dict[type, dict[str, pa.DataType]] = {  # of each record's shards, by attribute
-    Trajectory: {
-        "problem": pa.struct({"id": pa.string(), "text": pa.string(), "answer": pa.string()}),
-        "tokens": IDS,
-        "prompt_length": pa.int32(),
-        "entropy": NATS,
-    },
+    Trajectory: {"problem": PROBLEM, "tokens": IDS, "prompt_length": pa.int32(), "entropy": NATS},
     LoggedState: {"trajectory": pa.string(), "position": pa.int32(), "entropy": pa.float32(), "pool": POOL},
     Future: {"state": pa.string(), "first": pa.int32(), "tokens": IDS, "verdict": pa.string()},
     Group: {"state": PART},
@@ -109,7 +106,7 @@ COLUMNS: dict[type, dict[str, pa.DataType]] = {  # of each record's shards, by a
 def example_files(shard: str, kind: type, records: Sequence[Any]) -> dict[str, bytes]:
     """The file of a shard of trajectories, states, futures, groups (without matrices) or rollouts, for `Examples`."""
     columns = COLUMNS[kind]
-    rows = [{name: _plain(getattr(each, name), column) for name, column in columns.items()} for each in records]
+    rows = [{name: _plain(getattr(record, name), column) for name, column in columns.items()} for record in records]
     return {f"{shard}.parquet": table_bytes(rows, columns)}
 
 
@@ -137,10 +134,8 @@ def _plain(value: Any, column: pa.DataType) -> Any:
 class Examples:
     """The records of one shard from a run's finished stages; each kind is read when first used.
 
-    The trajectories' tokens and entropies are on the device, all else is on the CPU.
-
-    Raises:
-        ValueError: on reading: a file is missing, damaged, of another format, or of another run's states.
+    The trajectories' tokens and entropies are on the device, all else is on the CPU. Reading is a ValueError if a file
+    is missing, damaged, of another format, or of another run's states.
     """
 
     def __init__(self, run: Path, shard: str, device: torch.device | str = "cpu") -> None:
@@ -149,68 +144,56 @@ class Examples:
     @cached_property
     def trajectories(self) -> dict[str, Trajectory]:
         """Trajectories by the problem's id."""
-        trajectories = (
-            Trajectory(
-                Problem(**row["problem"]),
-                torch.tensor(row["tokens"], device=self.device),
-                row["prompt_length"],
-                torch.tensor(row["entropy"], dtype=torch.float32, device=self.device),
-            )
-            for row in self._rows("trajectories")
-        )
-        return {each.problem.id: each for each in trajectories}
+        trajectories = {}
+        for row in self._rows("trajectories"):
+            tokens = torch.tensor(row["tokens"], device=self.device)
+            entropy = torch.tensor(row["entropy"], dtype=torch.float32, device=self.device)
+            problem = Problem(**row["problem"])
+            trajectories[problem.id] = Trajectory(problem, tokens, row["prompt_length"], entropy)
+        return trajectories
 
     @cached_property
     def states(self) -> dict[str, LoggedState]:
         """States by id, like all records below."""
-        states = (
-            LoggedState(
-                self._lookup("states", self.trajectories, row["trajectory"]),
-                row["position"],
-                row["entropy"],
-                Pool(
-                    torch.tensor(row["pool"]["ids"], dtype=torch.int64),
-                    torch.tensor(row["pool"]["sources"], dtype=torch.int32),
-                    torch.tensor(row["pool"]["slm_logprob"], dtype=torch.float32),
-                    torch.tensor(row["pool"]["llm_logprob"], dtype=torch.float32),
-                ),
-            )
-            for row in self._rows("states")
-        )
-        return {each.id: each for each in states}
+        states = {}
+        for row in self._rows("states"):
+            trajectory = self._lookup("states", self.trajectories, row["trajectory"])
+            pool = Pool(**{name: torch.tensor(row["pool"][name], dtype=dtype) for name, dtype in DTYPES.items()})
+            state = LoggedState(trajectory, row["position"], row["entropy"], pool)
+            states[state.id] = state
+        return states
 
     def futures(self, stage: str = "futures") -> dict[str, Future]:
         """The LLM's futures, or those of another stage."""
-        return {
-            row["state"]: Future(
+        futures = {}
+        for row in self._rows(stage):
+            state, tokens = (
                 self._lookup(stage, self.states, row["state"]),
-                row["first"],
                 torch.tensor(row["tokens"], dtype=torch.int64),
-                row["verdict"],
             )
-            for row in self._rows(stage)
-        }
+            futures[state.id] = Future(state, row["first"], tokens, row["verdict"])
+        return futures
 
     @cached_property
     def groups(self) -> dict[str, Group]:
         """The groups of the states with a usable future."""
-        states = [self._part("scores", row["state"]) for row in self._rows("scores")]
+        states = [self._reduced("scores", row["state"]) for row in self._rows("scores")]
         sizes = [len(state.pool) for state in states]
         matrices = Artefact(self.run, "scores").tensors(self.shard)["logprob"].split(sizes)
         return {state.id: Group(state, matrix) for state, matrix in zip(states, matrices, strict=True)}
 
     def rollouts(self, stage: str = "rollouts") -> dict[str, Rollout]:
         """Rollouts of the states that were drawn for them, or those of another stage."""
-        rollouts = (
-            Rollout(self._part(stage, row["state"]), torch.tensor(row["correct"], dtype=torch.bool), row["texts"])
-            for row in self._rows(stage)
-        )
-        return {each.state.id: each for each in rollouts}
+        rollouts = {}
+        for row in self._rows(stage):
+            state, correct = self._reduced(stage, row["state"]), torch.tensor(row["correct"], dtype=torch.bool)
+            rollouts[state.id] = Rollout(state, correct, row["texts"])
+        return rollouts
 
     def _rows(self, stage: str) -> list[dict[str, Any]]:
         return Artefact(self.run, stage).table(self.shard)
 
-    def _part(self, stage: str, part: Mapping[str, Any]) -> LoggedState:
+    def _reduced(self, stage: str, part: Mapping[str, Any]) -> LoggedState:
         """A state with only the candidates in `part`."""
         state = self._lookup(stage, self.states, part["id"])
         index_of = {token: index for index, token in enumerate(state.pool.ids.tolist())}
@@ -221,8 +204,8 @@ class Examples:
 
     def _lookup(self, stage: str, by_id: Mapping[Any, Any], name: Any) -> Any:
         if name not in by_id:
-            raise ValueError(
-                f"{self.run / stage / self.shard}.parquet: expected rows of the states in {self.run}, got {name!r}; "
-                "run the stage again into a new run folder"
+            words = (
+                f"expected rows of the states in {self.run}, got {name!r}; run the stage again into a new run folder"
             )
+            raise ValueError(f"{self.run / stage / self.shard}.parquet: {words}")
         return by_id[name]

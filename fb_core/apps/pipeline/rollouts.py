@@ -8,11 +8,12 @@ from typing import ClassVar
 
 import torch
 
-from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStage, judged
+from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStage, judge_solutions
 from fb_core.apps.pipeline.models import verifier_of
 from fb_core.apps.pipeline.records import Examples, LoggedState, Rollout, example_files
 from fb_core.apps.pipeline.run import Output
-from fb_core.apps.pipeline.scores import part_of
+from fb_core.apps.pipeline.scores import reduce_pool
+from fb_core.apps.pipeline.statistics import outcomes_differ
 from fb_core.llm.local import LocalLLM
 from fb_core.models.facts import Tokenizer
 from fb_core.runtime.sampling import seeded
@@ -31,12 +32,12 @@ def roll_out(
         for first, rest in zip(own, rests, strict=True)
     ]
     owners = [state for state in states for _ in range(len(state.pool))]
-    texts, verdicts = judged(owners, branches, tokenizer, verifier)
+    texts, verdicts = judge_solutions(owners, branches, tokenizer, verifier)
     rollouts, start = [], 0
     for state in states:
-        mine = slice(start, start := start + len(state.pool))
-        correct = torch.tensor([verdict == "correct" for verdict in verdicts[mine]], dtype=torch.bool)
-        rollouts.append(Rollout(state, correct, texts[mine]))
+        own = slice(start, start := start + len(state.pool))
+        correct = torch.tensor([verdict == "correct" for verdict in verdicts[own]], dtype=torch.bool)
+        rollouts.append(Rollout(state, correct, texts[own]))
     return rollouts
 
 
@@ -58,21 +59,14 @@ class RolloutStage(OverStates):
     def work(self, shard: str) -> Output:
         seed, collect = self.settings.rollouts.seed, self.settings.collect
         logged = Examples(self.run, shard).states.values()
-        states = [replace(state, pool=part_of(state.pool, collect.slm_k)) for state in logged]
-        drawn = [
-            state
-            for state in states
-            if len(state.pool) >= 2 and seeded(seed, state.prefix.tolist()).random() < self.share
-        ]
-        rollouts = roll_out(
-            self.models.local_slm,
-            drawn,
-            self.models.tokenizer,
-            verifier_of(self.settings.verify),
-            collect.max_new_tokens,
-        )
-        mixed = sum(bool(rollout.correct.any() and not rollout.correct.all()) for rollout in rollouts)
-        counts = {"states": len(rollouts), "mixed": mixed, "rollouts": sum(len(each.texts) for each in rollouts)}
+        states = [replace(state, pool=reduce_pool(state.pool, collect.slm_k)) for state in logged]
+        states = [state for state in states if len(state.pool) >= 2]
+        drawn = [state for state in states if seeded(seed, state.prefix.tolist()).random() < self.share]
+        models, verifier = self.models, verifier_of(self.settings.verify)
+        rollouts = roll_out(models.local_slm, drawn, models.tokenizer, verifier, collect.max_new_tokens)
+        mixed = sum(outcomes_differ(rollout.correct) for rollout in rollouts)
+        texts = sum(len(rollout.texts) for rollout in rollouts)
+        counts = {"states": len(rollouts), "mixed": mixed, "rollouts": texts}
         return Output(example_files(shard, Rollout, rollouts), counts)
 
     def most_tokens(self) -> int:

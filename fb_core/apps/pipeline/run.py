@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -17,12 +16,14 @@ from rich.progress import ProgressColumn, Task, TimeRemainingColumn
 from rich.text import Text
 
 from fb_core.apps.pipeline.cluster import dismiss, work_on_ray
-from fb_core.apps.pipeline.files import Artefact, Receipt
+from fb_core.apps.pipeline.files import Artefact, Receipt, count_all
 from fb_core.apps.pipeline.models import Models, models_of
 from fb_core.apps.progress import Board
-from fb_core.apps.settings.config import RunSettings, Slice, identity_of
+from fb_core.apps.settings.run import RunSettings, Slice, identity_of
 from fb_core.verify.judges import FAULTS, Verdict, judge_of
 from fb_core.verify.verifier import tally_words
+
+SERVED_AT_ONCE = 4  # shards at once, so that a server stays busy while one shard's last continuations are written
 
 Engine = Literal["local", "ray"]
 Input = TypeVar("Input", bound="Stage")
@@ -39,8 +40,8 @@ class Output(NamedTuple):
 class Stage(ABC):
     """One stage over one run's folder.
 
-    A stage can read only its slice of the settings, and that slice is part of the identity of its files. The stages
-    of `instead` take the place of others under their names, as a variant's own scores.
+    A stage can read only its slice of the settings, and that slice is part of the identity of its files. `instead` maps
+    stages to the variants of them that replace them as inputs.
     """
 
     name: ClassVar[str]  # of the stage and its folder
@@ -87,10 +88,10 @@ class Stage(ABC):
 
     def worker(self) -> Callable[[], Callable[[str], Mapping[str, int]]]:
         """What makes, in another process, the function that computes and writes a shard of the same stage."""
-        return partial(_worker, partial(type(self), self.__whole, self.run.resolve(), self._instead))
+        return partial(_make_worker, type(self), self.__whole, self.run.resolve(), self._instead)
 
     def data(self) -> dict[str, Any]:
-        """Hashes of everything else that its files depend on, besides settings, inputs and models."""
+        """Hashes of what its files depend on besides settings, inputs and models."""
         return {}
 
     @abstractmethod
@@ -119,16 +120,15 @@ class Stage(ABC):
 
     def report(self, manifest: dict[str, Any]) -> str:
         """A report on the finished stage in Markdown."""
-        all_counts, told = manifest["counts"], {*get_args(Verdict), *FAULTS}
-        counts = [f"{count:,} {name}" for name, count in all_counts.items() if name not in told]
-        counts += filter(None, [tally_words(all_counts)])
-        return f"**{self.name}**: {', '.join(counts)}; {clock(manifest['cost']['seconds'])} of work"
+        counts, in_tally = manifest["counts"], {*get_args(Verdict), *FAULTS}
+        words = [f"{count:,} {name}" for name, count in counts.items() if name not in in_tally]
+        words += filter(None, [tally_words(counts)])
+        return f"**{self.name}**: {', '.join(words)}; {clock(manifest['cost']['seconds'])} of work"
 
     def identity(self, models: bool = True) -> dict[str, Any]:
         """Everything that its files depend on; with `models` their hashes, for which they may have to be downloaded.
 
-        Raises:
-            ValueError: a stage that it reads is not finished, or was made with other settings or models.
+        ValueError if a stage that it reads is not finished, or was made with other settings or models.
         """
         inputs = {}
         for kind in self.reads:
@@ -142,8 +142,8 @@ class Stage(ABC):
         return {"settings": identity_of(self.settings), "data": self.data(), "inputs": inputs, **hashes}
 
 
-def _worker(make: Callable[[], Stage]) -> Callable[[str], Mapping[str, int]]:
-    return partial(work_and_put, make())
+def _make_worker(kind: type[Stage], *arguments: Any) -> Callable[[str], Mapping[str, int]]:
+    return partial(work_and_put, kind(*arguments))
 
 
 def work_and_put(stage: Stage, shard: str) -> Mapping[str, int]:
@@ -161,26 +161,18 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-SERVED_AT_ONCE = 4  # shards at once, so that a server stays busy while one shard's last continuations are written
-
-
 def run_stage(stage: Stage, engine: Engine = "local", *, is_main: bool = True) -> dict[str, Any]:
     """Do what is left of a stage and write its final manifest, which is returned; empty if not `is_main`.
 
-    The engine "local" is this process, "ray" workers of a Ray cluster.
-
-    Raises:
-        ValueError: the stage was begun with other settings, models or inputs, or an input is missing or damaged.
-        OSError: no disk space or no server; finished work is kept.
+    The engine "local" is this process, "ray" workers of a Ray cluster. ValueError if the stage was begun with other
+    settings, models or inputs, or an input is bad; OSError without disk space or server. Finished work is kept.
     """
-    identity = stage.identity()
-    shards = stage.shards()
+    identity, shards = stage.identity(), stage.shards()
     stage.is_main = is_main
     if not is_main:
         done = stage.folder.receipts(shards)
-        for shard in shards:
-            if shard not in done:
-                stage.work(shard)
+        for shard in [shard for shard in shards if shard not in done]:
+            stage.work(shard)
         return {}
     with stage.folder.locked():
         begun = stage.folder.manifest()
@@ -226,21 +218,21 @@ def plan(stage: Stage) -> str:
         text = f"{stage.name}: cannot run yet: {str(problem).removeprefix(f'{stage.name}: ').rstrip('.')}"
         with suppress(OSError, ValueError, ImportError):  # the settings alone may not tell
             most = stage.most()
-            text += f"; according to the settings, at most {most:,} {stage.unit}{_bound(stage, most)}"
+            text += f"; according to the settings, at most {most:,} {stage.unit}{_tokens(stage, most)}"
         return text
     done = stage.folder.receipts(shards)
     units, finished = sum(shards.values()), sum(shards[shard] for shard in done)
     left = units - finished
     text = f"{stage.name}: {len(shards) - len(done)} of {len(shards)} shards, {left} of {units} {stage.unit} to do"
-    text += _bound(stage, left)
+    text += _tokens(stage, left)
     if finished:
         seconds = sum(receipt.seconds for receipt in done.values())
         text += f", {clock(seconds / finished * left)} on one device at the rate so far"
     return text
 
 
-def _bound(stage: Stage, units: int) -> str:
-    """The most tokens of `units` units, in words; empty if there are none."""
+def _tokens(stage: Stage, units: int) -> str:
+    """The most tokens of so many units, as the end of a sentence; empty if the stage counts none."""
     if not (tokens := stage.most_tokens() * units):
         return ""
     prompts = "" if stage.models.tokenizer_here else " without the prompts, since the tokenizer is not on this machine"
@@ -253,10 +245,7 @@ class _Display:
     def __init__(self, board: Board, stage: Stage, shards: Mapping[str, int], done: Mapping[str, Receipt]) -> None:
         self._board, self._stage, self._shards = board, stage, shards
         self._before = self._done = sum(shards[shard] for shard in done)
-        self._of = sum(shards.values())
-        self._counts: Counter[str] = Counter()
-        for receipt in done.values():
-            self._counts.update(receipt.counts)
+        self._of, self._counts = sum(shards.values()), count_all(done.values())
         self._began = time.perf_counter()
         board.show(stage.name, self._done, self._of)
         if self._done:

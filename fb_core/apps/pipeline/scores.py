@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fb_core.apps.pipeline.collect import OverStates, StateStage, TrajectoryStage
-from fb_core.apps.pipeline.futures import FutureStage, usable
+from fb_core.apps.pipeline.futures import FutureStage, filter_futures
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.pipeline.records import Examples, Future, Group, group_files
 from fb_core.apps.pipeline.run import Output
@@ -21,7 +21,7 @@ from fb_core.score.scorer import BranchGroup, CompatibilityScorer
 PartKind = Literal["joint", "slm", "llm", "slm-wide"]
 
 
-def part_of(pool: Pool, slm_k: int, kind: PartKind = "joint") -> Pool:
+def reduce_pool(pool: Pool, slm_k: int, kind: PartKind = "joint") -> Pool:
     """A part of a logged pool, which has more SLM candidates than the `slm_k` that a decoder takes.
 
     The SLM's likeliest candidates come first, then the LLM's that are not among them. "joint", "slm" and "llm" are as a
@@ -39,11 +39,10 @@ def part_of(pool: Pool, slm_k: int, kind: PartKind = "joint") -> Pool:
     return Pool(pool.ids[at], torch.tensor(sources, dtype=torch.int32), pool.slm_logprob[at], pool.llm_logprob[at])
 
 
-def in_parts(futures: Iterable[Future], slm_k: int, kind: PartKind = "joint") -> list[Future]:
+def reduce_pools(futures: Iterable[Future], slm_k: int, kind: PartKind = "joint") -> list[Future]:
     """The futures with their states' pools reduced by `part_of`."""
-    return [
-        replace(future, state=replace(future.state, pool=part_of(future.state.pool, slm_k, kind))) for future in futures
-    ]
+    pools = [(future, reduce_pool(future.state.pool, slm_k, kind)) for future in futures]
+    return [replace(future, state=replace(future.state, pool=pool)) for future, pool in pools]
 
 
 def score_states(
@@ -59,27 +58,21 @@ def score_states(
     Futures need `horizon` tokens or more; the others are ignored. `on_done` gets the number of finished groups after
     every `batch` trajectories; `token_budget` is the most rows of a packed forward.
     """
-    members: dict[int, list[int]] = {}
+    device, matrices = scorer.model.device, dict[int, Tensor]()
+    trajectories: dict[int, tuple[Tensor, dict[int, BranchGroup]]] = {}  # tokens, and branches by the future's index
     for index, future in enumerate(futures):
-        members.setdefault(id(future.state.trajectory), []).append(index)
-    matrices: dict[int, Tensor] = {}
-    by_trajectory = list(members.values())
-    for start in range(0, len(by_trajectory), batch):
-        part = by_trajectory[start : start + batch]
-        packed = [
-            (futures[first].state.trajectory.tokens, [_branches(futures[i], horizon, scorer) for i in (first, *others)])
-            for first, *others in part
-        ]
-        for indices, scores in zip(part, scorer.score_trajectories(packed, token_budget), strict=True):
-            matrices.update(zip(indices, scores, strict=True))
+        state, tokens = future.state, future.tokens[:horizon].to(device)
+        _, branches = trajectories.setdefault(id(state.trajectory), (state.trajectory.tokens, {}))
+        branches[index] = BranchGroup(state.position, state.pool.ids.to(device), tokens)
+    left = list(trajectories.values())
+    for start in range(0, len(left), batch):
+        part = left[start : start + batch]
+        packed = [(tokens, list(branches.values())) for tokens, branches in part]
+        for (_, branches), scores in zip(part, scorer.score_trajectories(packed, token_budget), strict=True):
+            matrices.update(zip(branches, scores, strict=True))
         if on_done is not None:
             on_done(len(matrices))
     return [matrices[index] for index in range(len(futures))]
-
-
-def _branches(future: Future, horizon: int, scorer: CompatibilityScorer) -> BranchGroup:
-    device, state = scorer.model.device, future.state
-    return BranchGroup(state.position, state.pool.ids.to(device), future.tokens[:horizon].to(device))
 
 
 class ScoreStage(OverStates):
@@ -106,26 +99,21 @@ class ScoreStage(OverStates):
             chosen = (self.folder.manifest() or {}).get("chosen", {})
             budget = chosen.get("token_budget", packing.TOKEN_BUDGET)
         futures = self.futures(Examples(self.run, shard, self.models.slm.device))
-        used, filters = usable(in_parts(futures, slm_k), settings.horizon)
-        good = {future.state.id for future in used}
-        scored = [
-            future
-            for future in in_parts(futures, slm_k, settings.pool)
-            if len(future.state.pool) >= 2 and future.state.id in good
-        ]
+        used, filters = filter_futures(reduce_pools(futures, slm_k), settings.horizon)
+        ids, reduced = {future.state.id for future in used}, reduce_pools(futures, slm_k, settings.pool)
+        scored = [future for future in reduced if len(future.state.pool) >= 2 and future.state.id in ids]
         matrices = score_states(self.models.scorer, scored, settings.horizon, self.on_progress, token_budget=budget)
         groups = [Group(future.state, matrix) for future, matrix in zip(scored, matrices, strict=True)]
-        side = shard.partition("-")[0]
-        counts = {**vars(filters), f"{side} groups": len(scored), "candidates": sum(map(len, matrices))}
+        counts = {f"{shard.partition('-')[0]} groups": len(scored), "candidates": sum(map(len, matrices))}
+        counts = vars(filters) | counts
         return Output(group_files(shard, groups, settings.horizon), counts)
 
     def report(self, manifest: dict[str, Any]) -> str:
         return filter_table(manifest["counts"])
 
     def most_tokens(self) -> int:
-        pools, prefix = self.input(StateStage), self.input(TrajectoryStage).longest
-        candidates = self.settings.collect.slm_k + pools.settings.futures.llm_k
-        return prefix + (1 + self.settings.score.horizon) * candidates
+        candidates = self.settings.collect.slm_k + self.input(StateStage).settings.futures.llm_k
+        return self.input(TrajectoryStage).longest + (1 + self.settings.score.horizon) * candidates
 
 
 FILTERS = {  # words, by name of the count
@@ -140,6 +128,7 @@ FILTERS = {  # words, by name of the count
 
 def filter_table(counts: dict[str, int]) -> str:
     """The paper's table of the states left after each condition, in Markdown."""
-    of = max(1, counts["admitted"])
-    rows = [(words, f"{counts.get(name, 0):,}", f"{counts.get(name, 0) / of:.1%}") for name, words in FILTERS.items()]
+    whole = max(1, counts["admitted"])
+    left = [(words, counts.get(name, 0)) for name, words in FILTERS.items()]
+    rows = [(words, f"{count:,}", f"{count / whole:.1%}") for words, count in left]
     return "\n".join(markdown_table(["condition", "states", "share of admitted"], rows))

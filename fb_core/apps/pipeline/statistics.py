@@ -1,7 +1,7 @@
 """Statistics of reported results: intervals over problems and seeds.
 
-Outcomes are one finite number a problem, [n], or one a problem and training seed, [n, S], the same problems and seeds
-in the same order. Bootstrap intervals are those of percentiles, and repeat with their seed.
+Outcomes are a finite number for each problem, [n], or for each problem and training seed, [n, S], in the same order for
+all methods. Bootstrap intervals are those of percentiles, and repeat with their seed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 DRAWS_AT_ONCE = 1 << 20  # resampled outcomes held in memory
-DRAWS_KEPT = 1 << 23  # the most of one set of problems that are kept for the next interval over it
+DRAWS_KEPT = 1 << 23  # resampled outcomes that are cached for the next interval over the same problems
 Vector = NDArray[np.float64]
 
 
@@ -99,10 +99,10 @@ def outcomes_differ(outcome: ArrayLike) -> bool:
 def bootstrap(
     statistic: Callable[[Resample], Vector], sets: Sequence[Vector], resamples: int, level: float, seed: int
 ) -> Interval:
-    """The interval of a statistic of a `Resample` of these sets, each [n, S]; a value [R] that it lacks is NaN."""
+    """The interval of a statistic [R] of a `Resample` of these sets, each [n, S]; NaN values of it are left out."""
     assert resamples >= 1
     assert 0 < level < 1
-    problems, seeds = tuple(len(one) for one in sets), max(one.shape[1] for one in sets)
+    problems, seeds = tuple(len(own) for own in sets), max(own.shape[1] for own in sets)
     draw = _kept_draws if resamples * sum(problems) <= DRAWS_KEPT else _draws
     values = np.concatenate([statistic(drawn) for drawn in draw(problems, seeds, resamples, seed)])
     low, high = np.quantile(values[~np.isnan(values)], [(1 - level) / 2, (1 + level) / 2])
@@ -137,7 +137,7 @@ def averages(values: Sequence[Vector], draw: Resample) -> Vector:
 
 def columns(*given: ArrayLike) -> Vector:
     """Vectors of the same problems, [C, n]."""
-    matrix = np.array([np.asarray(one, np.float64) for one in given])
+    matrix = np.array([np.asarray(vector, np.float64) for vector in given])
     assert matrix.ndim == 2
     assert matrix.size
     assert np.isfinite(matrix).all()
@@ -145,9 +145,9 @@ def columns(*given: ArrayLike) -> Vector:
 
 
 def by_problem(outcomes: Sequence[ArrayLike], like: Sequence[Vector] | None = None) -> list[Vector]:
-    """The outcomes on each benchmark, [n, S], as many as their counterparts; [n] is one seed's."""
-    found = [np.asarray(one, np.float64) for one in outcomes]
-    found = [one[:, None] if one.ndim == 1 else one for one in found]
-    assert all(one.ndim == 2 and one.size and np.isfinite(one).all() for one in found)
-    assert like is None or [len(one) for one in found] == [len(one) for one in like]
-    return found
+    """The outcomes on each benchmark as [n, S], S = 1 for [n]; with `like`, of as many problems as those."""
+    values = [np.asarray(own, np.float64) for own in outcomes]
+    values = [own[:, None] if own.ndim == 1 else own for own in values]
+    assert all(own.ndim == 2 and own.size and np.isfinite(own).all() for own in values)
+    assert like is None or list(map(len, values)) == list(map(len, like))
+    return values

@@ -8,9 +8,8 @@ import math
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fb_core.apps.pipeline.collect import StateStage, TrajectoryStage
-from fb_core.apps.pipeline.files import Artefact, tensor_bytes
+from fb_core.apps.pipeline.files import Artefact, count_all, tensor_bytes
 from fb_core.apps.pipeline.futures import FutureStage
 from fb_core.apps.pipeline.models import verifier_of
 from fb_core.apps.pipeline.records import Examples, Group
@@ -66,10 +65,10 @@ class TrainStage(Stage):
         settings = self.settings.train
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            arguments = (settings.rank, settings.lora_alpha, settings.dropout)
-            return TokenReranker.from_base(self.models.slm, *arguments, scope=settings.scope)
+            lora = (settings.rank, settings.lora_alpha, settings.dropout)
+            return TokenReranker.from_base(self.models.slm, *lora, scope=settings.scope)
 
-    def trained(self, epoch: int, horizon: int, seed: int) -> TokenReranker:
+    def reranker_after(self, epoch: int, horizon: int, seed: int) -> TokenReranker:
         """One run's reranker at the end of an epoch."""
         reranker, name = self.reranker(seed), run_name(horizon, seed)
         saved = self.folder.tensors(f"epoch-{epoch}")
@@ -93,29 +92,17 @@ class TrainStage(Stage):
         if not self.is_main:
             return Output({}, {})
         at_once = -(-self.settings.train.groups_per_step // self.settings.train.microbatches)
-        trained, validation = [run for sweep in sweeps for run in sweep.runs], self.groups("validation")
-        metrics = [
-            {name: None if math.isnan(value) else value for name, value in measured._asdict().items()}
-            for measured in validate(trained, validation, at_once)
-        ]
-        losses_by_run = [own for sweep in sweeps for own in zip(*sweep.losses[begin:end], strict=True)]
-        tensors = {
-            f"{run_name(*key)}/{name}": tensor
-            for key, run in zip(self.runs(), trained, strict=True)
-            for name, tensor in run.reranker.tensors().items()
-        }
-        rows = [
-            {
-                "epoch": epoch,
-                "horizon": horizon,
-                "seed": seed,
-                "loss": losses_by_run[index],
-                **{f"validation_{name}": value for name, value in metrics[index].items()},
-            }
-            for index, (horizon, seed) in enumerate(self.runs())
-        ]
-        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        files = {f"{shard}.safetensors": tensor_bytes(tensors), f"{shard}.jsonl": lines}
+        runs = [run for sweep in sweeps for run in sweep.runs]
+        metrics = validate(runs, self.groups("validation"), at_once)
+        losses = [own for sweep in sweeps for own in zip(*sweep.losses[begin:end], strict=True)]
+        tensors, lines = dict[str, Tensor](), ""
+        for (horizon, seed), run, loss, measured in zip(self.runs(), runs, losses, metrics, strict=True):
+            tensors |= {f"{run_name(horizon, seed)}/{name}": x for name, x in run.reranker.tensors().items()}
+            row = {"epoch": epoch, "horizon": horizon, "seed": seed, "loss": loss}
+            for name, value in measured._asdict().items():
+                row[f"validation_{name}"] = None if math.isnan(value) else value
+            lines += json.dumps(row) + "\n"
+        files = {f"{shard}.safetensors": tensor_bytes(tensors), f"{shard}.jsonl": lines.encode()}
         others = (processes - 1) * (time.perf_counter() - began)
         return Output(files, {"steps": end - begin}, seconds + others)
 
@@ -180,43 +167,25 @@ class TrainStage(Stage):
     def _fresh(self) -> list[Sweep]:
         """Each seed's sweep before its first step."""
         settings, accelerator = self.settings.train, self._accelerator()  # first, since it sets this process's device
-        columns = {horizon: column for column, horizon in enumerate(settings.horizons)}
-        optimisation = Optimisation(
-            learning_rate=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            warmup=settings.warmup,
-            clip=settings.clip,
-            groups_per_step=settings.groups_per_step,
-            epochs=settings.epochs,
-            microbatches=settings.microbatches,
-        )
+        options = settings.model_dump(include={field.name for field in fields(Optimisation)})
         groups = {split: self.groups(split) for split in ("train", "validation")}
         for split, trajectories in groups.items():
             if not trajectories:
                 raise ValueError(self._no_groups(split))
-        return [
-            self.sweep(
-                [RerankerRun(self.reranker(seed), seed, columns[horizon]) for horizon in settings.horizons],
-                groups["train"],
-                replace(optimisation, seed=seed),
-                accelerator,
-            )
-            for seed in settings.seeds
-        ]
+        sweeps = []
+        for seed in settings.seeds:
+            runs = [RerankerRun(self.reranker(seed), seed, column) for column in range(len(settings.horizons))]
+            sweeps.append(self.sweep(runs, groups["train"], Optimisation(**options, seed=seed), accelerator))
+        return sweeps
 
     def _no_groups(self, split: str) -> str:
         """The error message for a split without groups: what its states were lost to, and the remedy."""
-        counts: dict[str, Counter[str]] = {}
-        for kind in (FutureStage, ScoreStage):
-            folder = self.input(kind).folder
-            counts[kind.name] = Counter()
-            for receipt in folder.receipts(folder.shards(split)).values():
-                counts[kind.name].update(receipt.counts)
-        futures, scored = counts[FutureStage.name], counts[ScoreStage.name]
+        folders = [self.input(kind).folder for kind in (FutureStage, ScoreStage)]
+        futures, scored = (count_all(folder.receipts(folder.shards(split)).values()) for folder in folders)
         horizon = self.input(ScoreStage).settings.score.horizon
-        asked = self.input(TrajectoryStage).settings
-        form = verifier_of(asked.verify).judge.form
-        remedy = f'check that problems.prompt, "{asked.problems.prompt}", asks for {form}, and that the LLM gives it'
+        settings = self.input(TrajectoryStage).settings
+        prompt, form = settings.problems.prompt, verifier_of(settings.verify).judge.form
+        remedy = f'check that problems.prompt, "{prompt}", asks for {form}, and that the LLM gives it'
         if not scored["admitted"]:
             remedy = "lower collect.quantile or take more problems"
         elif scored["long_enough"]:
@@ -224,12 +193,11 @@ class TrainStage(Stage):
         elif scored["verified"]:
             remedy = (
                 f"every right one is shorter than score.horizon {horizon}: lower it and train.horizons with it, delete "
-                f"{self.input(ScoreStage).folder.path} and run `{ScoreStage.command}` again, which keeps the futures"
+                f"{folders[1].path} and run `{ScoreStage.command}` again, which keeps the futures"
             )
-        words = tally_words(futures) or "none"
         return (
             f"{self.name}: expected scored groups of the {split} problems, got none of {scored['admitted']} states "
-            f"with futures: {words}; {remedy}"
+            f"with futures: {tally_words(futures) or 'none'}; {remedy}"
         )
 
     def _accelerator(self) -> Any:

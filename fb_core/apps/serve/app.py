@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from ipaddress import ip_address
 from typing import Any, TypeVar, cast
@@ -55,16 +55,10 @@ class APIError(HTTPException):
     """An error, answered in OpenAI's format."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        kind: str = "invalid_request_error",
-        parameter: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
+        self, status: int, message: str, kind: str = "invalid_request_error", *, headers: Any = None, **more: Any
     ) -> None:
         super().__init__(status, message, headers)
-        self.fields = problem_fields(message, kind, parameter, code)
+        self.fields = problem_fields(message, kind, **more)
 
 
 class Application(Starlette):
@@ -78,24 +72,22 @@ class Application(Starlette):
 
     def __init__(self, service: Service, *, key: str | None = None, loopback: bool = False, page: bool = True) -> None:
         self.service, self.key, self.loopback = service, key, loopback
-        self._asked: set[asyncio.Task[Any]] = set()  # of requests that are read, begun, or answered whole
+        self._tasks: set[asyncio.Task[Any]] = set()  # of requests that are read, begun, or answered whole
         routes = [
             self._route("/v1/models", self._models),
             self._route("/v1/models/{model:path}", self._models),
-            self._route("/v1/completions", lambda request: self._answered(request, CompletionRequest), "POST"),
-            self._route("/v1/chat/completions", lambda request: self._answered(request, ChatRequest), "POST"),
-            self._route("/v1/continuations", lambda request: self._answered(request, ScoreRequest), "POST"),
+            self._route("/v1/completions", partial(self._answer, kind=CompletionRequest), "POST"),
+            self._route("/v1/chat/completions", partial(self._answer, kind=ChatRequest), "POST"),
+            self._route("/v1/continuations", partial(self._answer, kind=ScoreRequest), "POST"),
             self._route("/health", self._health),
             self._route("/metrics", self._metrics),
             *([self._route("/", self._page)] if page else []),
         ]
-        handlers: dict[Any, Any] = {HTTPException: self._refused, ClientDisconnect: self._left}
+        handlers: dict[Any, Any] = {HTTPException: self._refuse, ClientDisconnect: self._leave}
         self.origin, middleware = service.settings.allowed_origin, list[Middleware]()
         if self.origin is not None:
-            headers = ["Authorization", "Content-Type"]
-            middleware.append(
-                Middleware(CORSMiddleware, allow_origins=[self.origin], allow_methods=["POST"], allow_headers=headers)
-            )
+            allowed: dict[str, Any] = {"allow_methods": ["POST"], "allow_headers": ["Authorization", "Content-Type"]}
+            middleware.append(Middleware(CORSMiddleware, allow_origins=[self.origin], **allowed))
         super().__init__(routes=routes, lifespan=self._lifespan, exception_handlers=handlers, middleware=middleware)
         self.router.redirect_slashes = False  # it would redirect to whatever host the client named
 
@@ -106,7 +98,7 @@ class Application(Starlette):
         began, state = time.perf_counter(), scope.setdefault("state", {})
         state |= {"path": "other", "status": None, "reply": None}
 
-        async def watched(message: Message) -> None:
+        async def send_on(message: Message) -> None:
             last = False
             if message["type"] == "http.response.start":
                 state["status"] = state["status"] or message["status"]
@@ -118,7 +110,7 @@ class Application(Starlette):
                 self.service.end_of(state["reply"])
 
         try:
-            await super().__call__(scope, receive, watched)
+            await super().__call__(scope, receive, send_on)
         finally:
             seconds, reply, more = time.perf_counter() - began, state["reply"], {}
             status = state["status"] or GONE
@@ -140,7 +132,7 @@ class Application(Starlette):
     def end(self) -> None:
         """End all requests now, each with an error."""
         self.service.end()
-        for task in self._asked:
+        for task in self._tasks:
             task.cancel()
 
     @asynccontextmanager
@@ -155,7 +147,7 @@ class Application(Starlette):
     def _route(self, path: str, answer: Callable[[Request], Awaitable[Response]], method: str = "GET") -> Route:
         """A route that checks who asks; only /health and the page need no key."""
 
-        async def checked(request: Request) -> Response:
+        async def check_and_answer(request: Request) -> Response:
             request.state.path = path
             self._check_page(request)
             if path not in ("/health", "/"):
@@ -165,9 +157,9 @@ class Application(Starlette):
             except (HTTPException, ClientDisconnect):
                 raise
             except (Exception, asyncio.CancelledError) as problem:
-                raise _failed(problem) from None
+                raise _server_error(problem) from None
 
-        return Route(path, checked, methods=[method])
+        return Route(path, check_and_answer, methods=[method])
 
     def _check_key(self, request: Request) -> None:
         given = request.headers.get("authorization", "")
@@ -182,22 +174,19 @@ class Application(Starlette):
         if self.loopback and host and not _is_local(host):
             words = "expected localhost or a loopback address, got another; use one, or start the server with a key"
             raise APIError(403, f"Host: {words}", "permission_error")
-        if (
-            origin is not None
-            and self.origin not in ("*", origin)
-            and origin.partition("://")[2].lower() != host.lower()
-        ):
+        own = origin is None or origin.partition("://")[2].lower() == host.lower()
+        if not own and self.origin not in ("*", origin):
             words = "expected none or this server's own, got another; name it as allowed_origin, or serve with a key"
             raise APIError(403, f"Origin: {words}", "permission_error")
 
-    async def _refused(self, request: Request, problem: HTTPException) -> Response:
+    async def _refuse(self, request: Request, problem: HTTPException) -> Response:
         if not isinstance(problem, APIError):  # Starlette's own, of an unknown path or another method
             path = request.url.path[:100]
             message = f"path: expected one of this server's, got {request.method} {path}; see its documentation"
             problem = APIError(problem.status_code, message, headers=dict(problem.headers or {}))
         return JSONResponse(problem.fields, problem.status_code, problem.headers)
 
-    async def _left(self, _: Request, __: ClientDisconnect) -> Response:
+    async def _leave(self, _: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=GONE)
 
     # --- routes -------------------------------------------------------------------------------------------------------
@@ -216,18 +205,10 @@ class Application(Starlette):
 
     async def _models(self, request: Request) -> Response:
         """The one model, by its name or in a list, with how its events are made."""
-        decoder = self.service.engine.decoder
-        model = {
-            "id": self.service.settings.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "futurebridge",
-            "futurebridge": {
-                "threshold": decoder.policy.threshold if math.isfinite(decoder.policy.threshold) else None,
-                "max_events": decoder.max_events,
-                "chat": bool(self.service.tokenizer.chat_template),
-            },
-        }
+        decoder, chat = self.service.engine.decoder, bool(self.service.tokenizer.chat_template)
+        threshold = decoder.policy.threshold if math.isfinite(decoder.policy.threshold) else None
+        model = {"id": self.service.settings.name, "object": "model", "created": 0, "owned_by": "futurebridge"}
+        model["futurebridge"] = {"threshold": threshold, "max_events": decoder.max_events, "chat": chat}
         if "model" not in request.path_params:
             return JSONResponse({"object": "list", "data": [model]})
         self._check_model(request.path_params["model"])
@@ -238,14 +219,14 @@ class Application(Starlette):
             message = f"model: expected {own!r}, got another; /v1/models lists it, or leave it out"
             raise APIError(404, message, parameter="model", code="model_not_found")
 
-    async def _answered(self, request: Request, kind: type[Body]) -> Response:
-        self._asked.add(task := cast("asyncio.Task[Any]", asyncio.current_task()))
+    async def _answer(self, request: Request, kind: type[Body]) -> Response:
+        self._tasks.add(task := cast("asyncio.Task[Any]", asyncio.current_task()))
         try:
             body = await self._read(request, kind)
             self._check_model(body.model)
             return await _while_there(request, self._reply(request, body))
         finally:
-            self._asked.discard(task)
+            self._tasks.discard(task)
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         """The request's body, checked; reading stops at the limit."""
@@ -267,31 +248,29 @@ class Application(Starlette):
 
     async def _reply(self, request: Request, body: CompletionRequest | ChatRequest | ScoreRequest) -> Response:
         if isinstance(body, ScoreRequest):
-            scoring = await self._begun(request, body, self.service.score(body))
+            scoring = await self._begin(request, body, self.service.score(body))
             fields = await scoring.fields(self.service.settings.name)
-            return Response(await self.service.turns.run(_encoded(fields)), media_type="application/json")
-        reply = await self._begun(request, body, self.service.begin(body))
-        chat = isinstance(body, ChatRequest)
-        shape = Shape(
-            self.service.settings.name, chat=chat, stream=body.stream, copies=reply.copies, ids=body.return_token_ids
-        )
+            return Response(await self.service.turns.run(_encode(fields)), media_type="application/json")
+        reply, chat = await self._begin(request, body, self.service.begin(body)), isinstance(body, ChatRequest)
+        name, ids = self.service.settings.name, body.return_token_ids
+        shape = Shape(name, chat=chat, stream=body.stream, copies=reply.copies, ids=ids)
         if body.stream:
             request.state.status = GONE  # until it has ended otherwise
             events, headers = self._events(request, body, reply, shape), {"Cache-Control": "no-cache"}
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-        came: list[list[Piece]] = [[] for _ in reply.answers]
+        pieces: list[list[Piece]] = [[] for _ in reply.answers]
         async for index, piece in reply.pieces():
-            came[index].append(piece)
-        return Response(await self.service.turns.run(_written(shape, reply, came)), media_type="application/json")
+            pieces[index].append(piece)
+        return Response(await self.service.turns.run(_write(shape, reply, pieces)), media_type="application/json")
 
-    async def _begun(self, request: Request, body: object, beginning: Coroutine[Any, Any, Begun]) -> Begun:
-        """The reply, begun; a Problem for what the service refuses."""
+    async def _begin(self, request: Request, body: object, beginning: Coroutine[Any, Any, Begun]) -> Begun:
+        """The reply, once the service has begun it; an APIError for what the service refuses."""
         try:
             reply = request.state.reply = await beginning
             return reply
         except Busy as busy:
-            again = {"Retry-After": "1"}
-            raise APIError(429, str(busy), "rate_limit_error", None, "rate_limit_exceeded", again) from None
+            more: dict[str, Any] = {"code": "rate_limit_exceeded", "headers": {"Retry-After": "1"}}
+            raise APIError(429, str(busy), "rate_limit_error", **more) from None
         except (ValueError, TypeError) as wrong:
             name, _, words = str(wrong).partition(":")
             if not (parameter := name.partition("[")[0]).isidentifier():
@@ -321,7 +300,7 @@ class Application(Starlette):
             request.state.status = 200  # set before the last line: a client may close as soon as it has read that
             yield "data: [DONE]\n\n"
         except Exception as problem:
-            failed = _failed(problem)
+            failed = _server_error(problem)
             request.state.status = failed.status_code
             yield f"data: {JSON.encode(failed.fields)}\n\n"
 
@@ -330,26 +309,22 @@ class Application(Starlette):
 def try_page() -> tuple[str, str]:
     """The page and its policy: its own style and script alone, and requests to this server alone."""
     text = resources.files("fb_core.apps.serve").joinpath("page.html").read_text()
-    style, script = (
-        base64.b64encode(
-            hashlib.sha256(re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[0].encode()).digest()
-        ).decode()
-        for tag in ("style", "script")
-    )
+    inside = (re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[0] for tag in ("style", "script"))
+    style, script = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in inside)
     allowed = f"style-src 'sha256-{style}'; script-src 'sha256-{script}'; connect-src 'self'"
     return text, f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-def _written(shape: Shape, reply: Reply, came: list[list[Piece]]) -> Work[bytes]:
+def _write(shape: Shape, reply: Reply, pieces: list[list[Piece]]) -> Work[bytes]:
     """A whole response."""
     choices = list[dict[str, Any]]()
-    for index, (pieces, answer) in enumerate(zip(came, reply.answers, strict=True)):
-        choices += shape.choices(index, Piece.joined(pieces), answer.prompt)
+    for index, (own, answer) in enumerate(zip(pieces, reply.answers, strict=True)):
+        choices += shape.choices(index, Piece.join(own), answer.prompt)
         yield
-    return (yield from _encoded(shape.fields(choices, reply.usage(), reply.answers[0].prompt)))
+    return (yield from _encode(shape.fields(choices, reply.usage(), reply.answers[0].prompt)))
 
 
-def _encoded(fields: dict[str, Any]) -> Work[bytes]:
+def _encode(fields: dict[str, Any]) -> Work[bytes]:
     """JSON, a part at each step."""
     parts = list[str]()
     for part in _parts(fields):
@@ -359,11 +334,11 @@ def _encoded(fields: dict[str, Any]) -> Work[bytes]:
 
 
 def _parts(value: Any) -> Iterator[str]:
-    """JSON in parts, none of which takes the encoder long: what has an index stands alone, of a list a few."""
+    """JSON in parts that take the encoder a short time each: a choice alone, of other lists a few items together."""
     if value and isinstance(value, dict):
-        for place, (name, each) in enumerate(value.items()):
+        for place, (name, inner) in enumerate(value.items()):
             yield f"{',' if place else '{'}{JSON.encode(name)}:"
-            yield from _parts(each)
+            yield from _parts(inner)
         yield "}"
     elif value and isinstance(value, list):
         alone = isinstance(value[0], dict) and "index" in value[0]
@@ -375,7 +350,7 @@ def _parts(value: Any) -> Iterator[str]:
         yield JSON.encode(value)
 
 
-def _failed(problem: BaseException) -> APIError:
+def _server_error(problem: BaseException) -> APIError:
     """What a client is told of an error on the server's side; the details go to the log."""
     if isinstance(problem, CancelledError | asyncio.CancelledError):
         return APIError(
@@ -396,20 +371,19 @@ def _is_local(host: str) -> bool:
         return False
 
 
-async def _while_there(request: Request, doing: Coroutine[Any, Any, Result]) -> Result:
-    """The coroutine's result; ClientDisconnect, and its end, as soon as the client has closed the connection."""
-    done, leaving = asyncio.ensure_future(doing), asyncio.ensure_future(_gone(request))
+async def _while_there(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The coroutine's result; it is cancelled, with ClientDisconnect, once the client has closed the connection."""
+
+    async def wait_until_gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(wait_until_gone())
     try:
-        await asyncio.wait((done, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
             raise ClientDisconnect
-        return done.result()
+        return working.result()
     finally:
-        done.cancel()
+        working.cancel()
         leaving.cancel()
-
-
-async def _gone(request: Request) -> None:
-    """Wait until the client has closed the connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -41,10 +41,7 @@ class _Head(h11.Connection):
 
 
 class Crowd:
-    """The connections that wait for their clients; the one that has waited longest goes when there are too many.
-
-    `most` is how many there may be in all, waiting or not.
-    """
+    """The connections that wait for their clients; if there are more than `most` in all, the longest waiting closes."""
 
     def __init__(self, most: int) -> None:
         self.most, self.held = most, 0
@@ -58,7 +55,7 @@ class Crowd:
             return
         self.waiting[connection] = held
         while (full := self._full()) or len(connection.connections) > self.most:
-            others = (each for each, size in self.waiting.items() if each is not connection and (size or not full))
+            others = (other for other, size in self.waiting.items() if other is not connection and (size or not full))
             if (oldest := next(others, None)) is None:
                 return
             self.note(oldest, None)
@@ -79,8 +76,8 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **options)
         self.conn = _Head(h11.SERVER, HEAD)
         self.crowd, self.log = crowd, log
-        self._came = 0  # bytes of this request
-        self._awaited: Any = None  # the state of the client that the clock is for
+        self._received = 0  # bytes of this request
+        self._state: Any = None  # the state of the client that the clock is for
         self._clock: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._paused = self._waited = 0.0  # when the answer began to wait, and seconds that it had waited before
@@ -99,7 +96,7 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         for start in range(0, len(data), HEAD):  # a head is measured while it is read
             if not self.transport.is_closing():
-                self._came += len(data[start : start + HEAD])
+                self._received += len(data[start : start + HEAD])
                 super().data_received(data[start : start + HEAD])
 
     def handle_events(self) -> None:
@@ -112,28 +109,28 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._came, self._waited = 0, 0.0
+        self._received, self._waited = 0, 0.0
         self._time()
 
     def _time(self) -> None:
-        """Start the clock of what the client has to send now, or of the rest that it has to take."""
+        """Start the clock for what the client has to send next, or for the rest of the answer that it has to take."""
         state = h11.CLOSED if self.conn.our_state is h11.CLOSED else self.conn.their_state
-        if state is not self._awaited:
-            self._awaited = state
+        if state is not self._state:
+            self._state = state
             if self._clock is not None:
                 self._clock.cancel()
             seconds = {h11.IDLE: HEAD_SECONDS, h11.SEND_BODY: BODY_SECONDS, h11.CLOSED: STALL_SECONDS}.get(state)
-            self._clock = None if seconds is None else self.loop.call_later(seconds, self._late, seconds)
+            self._clock = None if seconds is None else self.loop.call_later(seconds, self._time_out, seconds)
             self.crowd.note(self, None)
         self._note()
 
     def _note(self) -> None:
         """Tell the crowd whether this connection waits for its client, and what it holds."""
         waits = self in self.connections and (self._clock or self.flow.write_paused or self.transport.is_closing())
-        self.crowd.note(self, self._came + self.transport.get_write_buffer_size() if waits else None)
+        self.crowd.note(self, self._received + self.transport.get_write_buffer_size() if waits else None)
 
-    def _late(self, seconds: float) -> None:
-        if self._awaited is h11.IDLE and not self.conn.trailing_data[0]:
+    def _time_out(self, seconds: float) -> None:
+        if self._state is h11.IDLE and not self.conn.trailing_data[0]:
             self.transport.close()  # it has sent nothing
         else:
             self._refuse(408, f"request: expected all of it within {seconds:.0f} s, got a part; send it at once")
@@ -158,11 +155,7 @@ class Connection(H11Protocol):
             self.transport.abort()
             return
         body = json.dumps(problem_fields(message, "invalid_request_error")).encode()
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
@@ -181,7 +174,7 @@ class Connection(H11Protocol):
         self._note()
 
     def _watch(self, before: int | None) -> None:
-        """Close the connection if the client has taken nothing since it was watched last, or too little in all."""
+        """Close the connection if the client has taken nothing of the `before` bytes, or too little in all."""
         left = self.transport.get_write_buffer_size()
         seconds = min(STALL_SECONDS, ANSWER_SECONDS - self._waited - (self.loop.time() - self._paused))
         if seconds <= 0 or (before is not None and left >= before):

@@ -24,36 +24,21 @@ from fb_core.runtime.step import RANKED
 
 STOPS, STOP_LENGTH, STOP_IDS = 16, 256, 128  # strings, characters of one, token ids
 MESSAGES, CALLS = 4096, 128  # of a chat; of tools in a message
+
 OFF: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "detokenize": (True,),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "mm_processor_kwargs": ({},),
+    **dict.fromkeys(("add_generation_prompt", "detokenize", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("continue_final_message", "ignore_eos", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("return_tokens_as_token_ids", "store", "use_beam_search"), (False,)),
+    **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "priority"), (0,)),
+    **dict.fromkeys(("best_of", "length_penalty", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("bad_words", "logits_processors"), ([],)),
+    **dict.fromkeys(("chat_template_kwargs", "logit_bias", "mm_processor_kwargs"), ({},)),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "priority": (0,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "use_beam_search": (False,),
 }
 """Values, besides null, that these parameters may have: those that ask for what decoding of text does anyway."""
 UNREAD = ("functions", "metadata", "prompt_cache_key", "request_id", "safety_identifier", "tools", "user")
@@ -99,13 +84,14 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 
 def _continuations(value: Any) -> list[str] | list[list[int]]:
     """Texts, or token ids of each; one id is a continuation of one token."""
-    given = [[each] if type(each) is int else each for each in value] if isinstance(value, list) else value
+    given = [[item] if type(item) is int else item for item in value] if isinstance(value, list) else value
     if not isinstance(given, list) or not given or not all(given):
         raise ValueError("expected a list of texts or of token ids, none of them empty")
     return _prompts(given)
 
 
 def _text_or_ids(value: Any) -> str | list[int]:
+    """One text, or its token ids."""
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         return _prompts(value)[0]
     raise ValueError(f"expected a text or a list of token ids, not empty, got {_shown(value)}")
@@ -140,13 +126,6 @@ def _calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return calls
 
 
-def _messages(value: Any) -> Any:
-    """Messages, before any of them is read."""
-    if isinstance(value, list) and len(value) > MESSAGES:
-        raise ValueError(f"expected at most {MESSAGES}, got {len(value)}; send fewer")
-    return value
-
-
 class _Strict(BaseModel):
     """A part of a request: a null is as if left out, and of several wrong fields only the first is told."""
 
@@ -156,19 +135,19 @@ class _Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _supported(cls, body: Any) -> Any:
+    def _drop_unread(cls, body: Any) -> Any:
         """The fields without nulls, labels and those in `off`; an error's second argument is the name."""
         if not isinstance(body, dict):
             return body
         known = {field.alias or name for name, field in cls.model_fields.items()}
         given = {name: value for name, value in body.items() if value is not None and name not in cls.unread}
         for name, value in given.items():
-            confirming = (each for each in cls.off.get(name, ()) if isinstance(each, bool) == isinstance(value, bool))
-            if name in cls.off and value not in confirming:  # Python's True is 1, and JSON's is not
-                allowed = " or ".join(json.dumps(each) for each in cls.off[name])
-                words = f"expected {allowed}, or nothing, got {_shown(value)}; this server supports no other"
-                raise ValueError(words, name)
-            if name not in cls.off and name not in known:
+            if name in cls.off:  # compared with their types, since Python's True is 1, and JSON's is not
+                if (type(value) is bool, value) not in [(type(own) is bool, own) for own in cls.off[name]]:
+                    allowed = " or ".join(map(json.dumps, cls.off[name]))
+                    words = f"expected {allowed}, or nothing, got {_shown(value)}; this server supports no other"
+                    raise ValueError(words, name)
+            elif name not in known:
                 raise ValueError("expected a parameter that this server supports; leave it out", name[:100])
         return {name: value for name, value in given.items() if name in known}
 
@@ -210,7 +189,7 @@ class Request(_Strict):
     futurebridge: Overrides = Overrides()
 
     @model_validator(mode="after")
-    def _streamed(self) -> Request:
+    def _check_stream(self) -> Request:
         if self.stream_options is not None and not self.stream:
             raise ValueError("expected it only with stream true, got it without; leave it out", "stream_options")
         if self.prompt_ranking is not None and self.stream:
@@ -271,7 +250,7 @@ class ChatRequest(Request):
 
     off = OFF | {"add_special_tokens": (False,), "echo": (False,)}
     echo: ClassVar[bool] = False
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_messages)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES, fail_fast=True)]
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
@@ -280,8 +259,8 @@ class ChatRequest(Request):
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            words = "expected it or max_tokens, got both; max_tokens is its older name"
-            raise ValueError(words, "max_completion_tokens")
+            message = "expected it or max_tokens, got both; max_tokens is its older name"
+            raise ValueError(message, "max_completion_tokens")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("expected it only with logprobs true, got it without", "top_logprobs")
         self.max_tokens = self.max_tokens or self.max_completion_tokens
@@ -289,12 +268,12 @@ class ChatRequest(Request):
 
     @property
     def ranking(self) -> int | None:
-        """As of a `CompletionRequest`."""
+        """How many of the likeliest tokens are returned with each token; None without log-probs."""
         return self.top_logprobs if self.logprobs else None
 
     @property
     def inputs(self) -> Sequence[str | list[int]]:
-        """As of a `CompletionRequest`."""
+        """The messages' text, whose length is checked."""
         return ["".join(message.content for message in self.messages)]
 
 
@@ -319,9 +298,8 @@ class ScoreRequest(_Strict):
         given = [name for name in ("continuations", "candidates", "future") if getattr(self, name) is not None]
         if given not in (["continuations"], ["candidates", "future"]):
             got = " and ".join(given) or "none of them"
-            words = f"expected it alone, or candidates and future instead, got {got}"
-            raise ValueError(words, "continuations")
-        if len({type(each) for each in self.inputs}) > 1:
+            raise ValueError(f"expected it alone, or candidates and future instead, got {got}", "continuations")
+        if len({type(text) for text in self.inputs}) > 1:
             raise ValueError("expected all as texts or all as token ids, got both", "prefix")
         return self
 
@@ -360,12 +338,13 @@ class Piece(NamedTuple):
     prompt: Sequence[dict[str, Any] | None] | None = None  # `prompt_entry` of each of the prompt's tokens, if requested
 
     @classmethod
-    def joined(cls, pieces: Sequence[Piece]) -> Piece:
+    def join(cls, pieces: Sequence[Piece]) -> Piece:
         """The parts of an answer as one."""
-        events = [event for piece in pieces for event in piece.events]
-        logprobs = [token for piece in pieces for token in piece.logprobs]
-        tokens, prompt = [token for piece in pieces for token in piece.tokens], pieces[0].prompt
-        return cls("".join(piece.text for piece in pieces), events, logprobs, pieces[-1].finish, tokens, prompt)
+        text = "".join(piece.text for piece in pieces)
+        events, logprobs, tokens = (
+            [item for piece in pieces for item in getattr(piece, name)] for name in ("events", "logprobs", "tokens")
+        )
+        return cls(text, events, logprobs, pieces[-1].finish, tokens, pieces[0].prompt)
 
 
 def event_fields(event: Event, texts: Sequence[str], offset: int) -> dict[str, Any]:
@@ -381,12 +360,12 @@ def event_fields(event: Event, texts: Sequence[str], offset: int) -> dict[str, A
 def _finite(value: Any) -> Any:
     """The value with None for NaN and infinity, which JSON lacks."""
     if isinstance(value, list):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Shape:
-    """The JSON of one request's answers: in pieces or whole, of each some copies, and with the token ids if `ids`."""
+    """The JSON of a request's answers, in pieces or whole, with `copies` of each; with the token ids if `ids`."""
 
     def __init__(self, model: str, *, chat: bool, stream: bool, copies: int, ids: bool = False) -> None:
         self.chat, self.stream, self.copies, self.ids = chat, stream, copies, ids
@@ -397,7 +376,7 @@ class Shape:
     def fields(
         self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, prompt: Sequence[int] | None = None
     ) -> dict[str, Any]:
-        """A response with the choices, or a part of a streamed one; what it has of a chat's prompt is beside them."""
+        """A response with the choices, or a part of a streamed one; a chat's prompt is described beside them."""
         more: dict[str, Any] = {} if usage is None else {"usage": usage}
         if self.ids and self.chat and prompt is not None:
             more["prompt_token_ids"] = list(prompt)
@@ -408,21 +387,21 @@ class Shape:
 
     def choices(self, index: int, piece: Piece, prompt: Sequence[int], first: bool = True) -> list[dict[str, Any]]:
         """A whole answer or a piece of one, for each of its copies; `prompt` are its prompt's token ids."""
-        said = {"role": "assistant"} if first else {}
+        message = {"role": "assistant"} if first else {}
         if piece.text or first:
-            said["content"] = piece.text
-        own: dict[str, Any] = {"delta" if self.stream else "message": said} if self.chat else {"text": piece.text}
-        own["logprobs"] = (_chat_logprobs if self.chat else _logprobs)(piece.logprobs) if piece.logprobs else None
-        own["finish_reason"] = piece.finish
+            message["content"] = piece.text
+        choice: dict[str, Any] = {"delta" if self.stream else "message": message} if self.chat else {"text": piece.text}
+        choice["logprobs"] = (_chat_logprobs if self.chat else _logprobs)(piece.logprobs) if piece.logprobs else None
+        choice["finish_reason"] = piece.finish
         if self.ids:
-            own["token_ids"] = list(piece.tokens)
+            choice["token_ids"] = list(piece.tokens)
             if first and not self.chat:
-                own["prompt_token_ids"] = list(prompt)
+                choice["prompt_token_ids"] = list(prompt)
         if piece.prompt is not None:
-            own["prompt_logprobs"] = piece.prompt
+            choice["prompt_logprobs"] = piece.prompt
         if piece.events or not self.stream:
-            own["futurebridge"] = {"events": list(piece.events)}
-        return [{"index": self.copies * index + copy, **own} for copy in range(self.copies)]
+            choice["futurebridge"] = {"events": list(piece.events)}
+        return [{"index": self.copies * index + copy, **choice} for copy in range(self.copies)]
 
 
 def _logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -454,9 +433,9 @@ def _top(token: TokenLogprobs) -> dict[str, float]:
 
 def _chat_logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """Log-probs of a chat."""
-    content = [
-        {**_entry(token.name, token.logprob), "top_logprobs": [_entry(*each) for each in token.top]} for token in tokens
-    ]
+    content = []
+    for token in tokens:
+        content.append(_entry(token.name, token.logprob) | {"top_logprobs": [_entry(*likely) for likely in token.top]})
     return {"content": content, "refusal": None}
 
 
@@ -477,7 +456,7 @@ def score_fields(model: str, group: TextGroup, scores: Scores) -> Generator[None
     data, tokens = [], len(group.prefix)
     for index, (ids, (exact, greedy)) in enumerate(zip(group.candidates, scores, strict=True)):
         start = len(ids) if group.future else 0
-        logprobs = [max(each, LEAST) for each in exact[start:].tolist()]
+        logprobs = [max(logprob, LEAST) for logprob in exact[start:].tolist()]
         total = sum(logprobs)
         own = {"sum": total, "mean": total / len(logprobs), "logprobs": logprobs, "greedy": greedy[start:].tolist()}
         data.append({"index": index, **own, "token_ids": [*ids, *group.future]})

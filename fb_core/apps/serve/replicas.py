@@ -8,7 +8,7 @@ from ray import serve
 
 from fb_core.apps.serve.app import Application
 from fb_core.apps.serve.run import load_server
-from fb_core.apps.settings.config import ServeSettings
+from fb_core.apps.settings.pair import ServeSettings
 
 
 class ReplicaSettings(ServeSettings):

@@ -19,8 +19,8 @@ import uvicorn
 from fb_core.apps.serve.app import LAST, LOG, Application
 from fb_core.apps.serve.connection import Connection, Crowd
 from fb_core.apps.serve.service import Service
-from fb_core.apps.settings.config import ServeSettings
 from fb_core.apps.settings.loading import load
+from fb_core.apps.settings.pair import ServeSettings
 from fb_core.decode.engine import Engine
 from fb_core.llm.remote import key_in
 from fb_core.runtime.kv_pages import SIZE
@@ -42,11 +42,7 @@ def load_server(settings: ServeSettings, *, loopback: bool, page: bool = True) -
         loaded.pair,
         loaded.selector,
         loaded.policy,
-        max_batch=settings.max_batch,
-        max_length=settings.max_length,
-        kv_memory=settings.kv_memory,
-        prefill_tokens=settings.prefill_tokens,
-        on_llm_error=settings.on_llm_error,
+        **settings.model_dump(include={"max_batch", "max_length", "kv_memory", "prefill_tokens", "on_llm_error"}),
         **loaded.options,
     )
     engine.warm()
@@ -100,8 +96,8 @@ def serve(settings: ServeSettings, *, host: str, port: int, drain: int, page: bo
         engine.close()
 
 
-def _open_files() -> int:
-    """Open files that this process may have, after it has asked for more; `FILES` are enough."""
+def _raise_file_limit() -> int:
+    """Let this process open up to `FILES` files, if the system allows that; returns how many it may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # infinity is -1
     wanted = min(FILES, hard) if hard >= 0 else FILES
     if 0 <= soft < wanted:
@@ -115,10 +111,11 @@ class Server(uvicorn.Server):
     """Ends open answers with an error once `drain` seconds are over, so that their clients learn of it."""
 
     def __init__(self, app: Application, drain: int) -> None:
-        self.end, self.drain, files = app.end, drain, _open_files()
-        made: Any = partial(Connection, crowd=Crowd(files // 2), log=app.log)  # half: some come before others have gone
+        self.end, self.drain, files = app.end, drain, _raise_file_limit()
+        crowd = Crowd(files // 2)  # half: some connections come before others have gone
+        protocol: Any = partial(Connection, crowd=crowd, log=app.log)
         options: dict[str, Any] = {"ws": "none", "log_level": "error", "access_log": False, "backlog": files // 16}
-        super().__init__(uvicorn.Config(app, http=made, timeout_graceful_shutdown=drain + int(LAST), **options))
+        super().__init__(uvicorn.Config(app, http=protocol, timeout_graceful_shutdown=drain + int(LAST), **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, and end the answers that are still open after `drain` seconds."""

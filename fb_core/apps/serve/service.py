@@ -27,7 +27,7 @@ from fb_core.apps.serve.protocol import (
     prompt_entry,
     score_fields,
 )
-from fb_core.apps.settings.config import ServeSettings
+from fb_core.apps.settings.pair import ServeSettings
 from fb_core.decode.decoder import Generation, Usage
 from fb_core.decode.engine import Engine, Handle, Scores, Token
 from fb_core.decode.selectors import LLMPreference
@@ -60,26 +60,26 @@ class Turns:
 
     async def run(self, work: Work[Result]) -> Result:
         """The result of some work, after as many turns as it takes; it goes no further once the caller is cancelled."""
-        loop = asyncio.get_running_loop()
-        while not (came := await loop.run_in_executor(self.thread, self._turn, work)):
-            pass
-        return came[0]
 
-    @staticmethod
-    def _turn(work: Work[Result]) -> tuple[Result] | None:
-        """One turn; the result, if it has come."""
-        end = time.perf_counter() + TURN
-        try:
-            while time.perf_counter() < end:
-                next(work)
-        except StopIteration as stop:
-            return (stop.value,)
-        return None
+        def turn() -> tuple[Result] | None:
+            """Work for a turn; the result, if it is done."""
+            end = time.perf_counter() + TURN
+            try:
+                while time.perf_counter() < end:
+                    next(work)
+            except StopIteration as stop:
+                return (stop.value,)
+            return None
+
+        loop = asyncio.get_running_loop()
+        while not (done := await loop.run_in_executor(self.thread, turn)):
+            pass
+        return done[0]
 
 
 @dataclass(eq=False)
 class Answer:
-    """What a prompt becomes; `finish` is known at its end."""
+    """The answer to a prompt; `finish` is known at its end."""
 
     handle: Handle[Generation]
     request: CompletionRequest | ChatRequest
@@ -87,26 +87,26 @@ class Answer:
     before: Text  # of the prompt
     prompt: list[int]
     ends: frozenset[int]
-    begun: bool = False  # whether what is returned of the prompt has been
+    begun: bool = False  # whether the prompt's own text and log-probs are sent, if they are wanted
     completion: int = 0
     events: list[Event] = field(default_factory=list)
     finish: Finish = "length"
     ended: bool = False
 
     def beginning(self) -> Work[Piece]:
-        """What is returned of the prompt, once its log-probs are known, if they are needed."""
+        """The prompt's text and log-probs, as far as they are wanted, once they are known."""
         self.begun = True
         echo, ranking, count = self.request.echo, self.request.ranking, self.request.prompt_ranking
         text, logprobs, entries = "", list[TokenLogprobs](), list[dict[str, Any] | None]()
         for token, ranked in zip_longest(self.prompt, [None, *self.handle.prompt_ranks]):
             if echo and ranking is not None:
-                logprobs.append(_named(self.before, token, ranked, ranking, self.before.decoded))
+                logprobs.append(_token_logprobs(self.before, token, ranked, ranking, self.before.decoded))
             if ranked is None:
                 entries.append(None)
             elif count is not None:
                 places = {ranked.ids[n]: (ranked.logprobs[n], n + 1) for n in range(min(count, len(ranked.ids)))}
                 places = {token: places.get(token, (ranked.taken, ranked.place))} | places
-                entries.append(prompt_entry([(each, self.before.name(each), *at) for each, at in places.items()]))
+                entries.append(prompt_entry([(own, self.before.name(own), *at) for own, at in places.items()]))
             text += self.before.add(token)
             yield
         text += self.before.end()
@@ -125,10 +125,10 @@ class Answer:
             offset = self.text.decoded + (self.before.decoded if self.request.echo else 0)
             if token.event is not None:
                 self.events.append(token.event)
-                texts = [self.text.name(each).text for each in token.event.pool]
+                texts = [self.text.name(candidate).text for candidate in token.event.pool]
                 events.append(event_fields(token.event, texts, offset))
             if self.request.ranking is not None and token.ranked is not None:
-                logprobs.append(_named(self.text, token.id, token.ranked, self.request.ranking, offset))
+                logprobs.append(_token_logprobs(self.text, token.id, token.ranked, self.request.ranking, offset))
             if token.id not in self.ends:  # the token that ends an answer is no part of its text
                 text += self.text.add(token.id)
             if self.text.stopped or token.id in self.ends:
@@ -150,7 +150,7 @@ class Answer:
             yield Piece(finish=self.finish)
 
 
-def _named(text: Text, token: int, ranked: Ranked | None, count: int, offset: int) -> TokenLogprobs:
+def _token_logprobs(text: Text, token: int, ranked: Ranked | None, count: int, offset: int) -> TokenLogprobs:
     """A token with its log-prob and likeliest alternatives; without them where nothing is before it."""
     own = text.name(token)
     if ranked is None:
@@ -161,13 +161,13 @@ def _named(text: Text, token: int, ranked: Ranked | None, count: int, offset: in
 
 
 class Reply:
-    """The answers to a request, `samples` for each prompt and `copies` of each, as they come."""
+    """The answers to a request, as they come: `samples` for each prompt, each sent `copies` times."""
 
     def __init__(self, turns: Turns, places: int = 1, samples: int = 1, copies: int = 1) -> None:
         self.turns, self.places, self.samples, self.copies = turns, places, samples, copies
         self.answers: list[Answer] = []  # in the order of the prompts
         self._handles: list[Handle[Any]] = []
-        self._over = False
+        self._cancelled = False
         self.tokens = asyncio.Queue[tuple[int, Token | None]]()  # with their answers' indices; None ends an answer
         self.first: float | None = None  # when the first piece came, by `time.perf_counter`
         self.cut = False  # whether the end of the server cuts the answers off
@@ -181,15 +181,15 @@ class Reply:
             concurrent.futures.CancelledError: the server or its engine ends.
         """
         while not all(answer.ended for answer in self.answers):
-            came: dict[int, list[Token | None]] = {}
-            for count in range(PIECE):  # what has come is one piece, but not all that a slow reader left lying
+            arrived: dict[int, list[Token | None]] = {}
+            for count in range(PIECE):  # a piece has all tokens that are there, up to a limit for a slow reader
                 if count and self.tokens.empty():
                     break
                 index, token = await self.tokens.get()
-                came.setdefault(index, []).append(token)
+                arrived.setdefault(index, []).append(token)
             if self.cut:
                 raise CancelledError
-            for index, tokens in came.items():
+            for index, tokens in arrived.items():
                 answer = self.answers[index]
                 if not answer.begun and (answer.request.echo or answer.request.prompt_ranking is not None):
                     self.first = self.first or time.perf_counter()
@@ -199,7 +199,7 @@ class Reply:
                         if piece.finish is None:
                             self.first = self.first or time.perf_counter()
                         yield index, piece
-            await asyncio.sleep(0)  # what has come already holds up no other request
+            await asyncio.sleep(0)  # tokens that are there already hold up no other request
 
     @property
     def prompt(self) -> int:
@@ -217,27 +217,27 @@ class Reply:
             "large_model": {"calls": large.calls, "tokens": large.appended},
         }
 
-    def submitted(self, handle: Handle[Any]) -> None:
-        """Take what was submitted to the engine, from any thread."""
+    def add(self, handle: Handle[Any]) -> None:
+        """Take a handle of what was submitted to the engine, from any thread."""
         self._handles.append(handle)
-        if self._over:
+        if self._cancelled:
             handle.cancel()
 
     def cancel(self) -> None:
-        """Cancel what has not ended, and what is still submitted."""
-        self._over = True
+        """Cancel the handles, and those that are still added."""
+        self._cancelled = True
         for handle in list(self._handles):
             handle.cancel()
 
 
 class Scoring(Reply):
-    """Scores of continuations, as they come; of candidates with one future, its tokens alone count."""
+    """The scores of continuations, or of the future after each candidate, as one reply."""
 
     handle: Handle[Scores]
     group: TextGroup
 
     async def fields(self, model: str) -> dict[str, Any]:
-        """The response; raises as `pieces`."""
+        """The response, once the scores are there; raises as `pieces`."""
         await self.tokens.get()
         if self.cut:
             raise CancelledError
@@ -261,16 +261,16 @@ class Service:
 
     def prompts(self, request: CompletionRequest | ChatRequest) -> Iterator[list[int]]:
         """Token ids of each of a request's prompts; ValueError for a text that the tokenizer refuses."""
-        if isinstance(request, ChatRequest):
-            messages = [message.model_dump(exclude_none=True) for message in request.messages]
-            fits = partial(self._check_texts, "messages")
-            try:
-                yield chat_ids(self.tokenizer, messages, self.thinking, lambda text: fits([text]))
-            except TemplateError as problem:
-                raise ValueError(f"messages: expected what the model's chat template takes, got {problem}") from None
-        else:
-            for each in request.prompt:
-                yield text_ids(self.tokenizer, each) if isinstance(each, str) else each
+        if isinstance(request, CompletionRequest):
+            for prompt in request.prompt:
+                yield text_ids(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
+            return
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        try:
+            check = partial(self._check_texts, "messages")
+            yield chat_ids(self.tokenizer, messages, self.thinking, lambda text: check([text]))
+        except TemplateError as problem:
+            raise ValueError(f"messages: expected what the model's chat template takes, got {problem}") from None
 
     async def begin(self, request: CompletionRequest | ChatRequest) -> Reply:
         """Submit a request to the engine: one sequence per prompt, or `n` if their tokens are drawn.
@@ -284,13 +284,17 @@ class Service:
         """
         sampling = self.settings.sampling(request)
         samples = 1 if sampling is None else request.n
-        self._check_size(request)
-        reply = Reply(self.turns, len(request.inputs) * samples, samples, request.n // samples)
-        await self._begun(reply, self._submitted(reply, request, sampling, asyncio.get_running_loop()))
+        count, queue = len(request.inputs), self.settings.queue
+        if count * request.n > queue:
+            name, got = "prompt" if count > queue else "n", count * request.n
+            raise ValueError(f"{name}: expected at most the queue's {queue} answers, got {got}; ask for fewer")
+        self._check_texts("prompt", request.inputs)
+        reply = Reply(self.turns, count * samples, samples, request.n // samples)
+        await self._take_places(reply, self._submit(reply, request, sampling, asyncio.get_running_loop()))
         self.metrics.prompt_tokens.inc(reply.prompt)
         return reply
 
-    async def _begun(self, reply: Reply, work: Work[None]) -> None:
+    async def _take_places(self, reply: Reply, work: Work[None]) -> None:
         """Do the work that begins a reply; Busy if there are no places for it."""
         if self.requests + reply.places > self.settings.queue:
             raise Busy(f"queue: expected at most {self.settings.queue} sequences under way; try again")
@@ -309,30 +313,20 @@ class Service:
             self.requests -= reply.places
             reply.cancel()
 
-    def _check_size(self, request: CompletionRequest | ChatRequest) -> None:
-        """ValueError for more answers than the queue, and texts too long to tokenize."""
-        count, queue = len(request.inputs), self.settings.queue
-        if count * request.n > queue:
-            name, got = "prompt" if count > queue else "n", count * request.n
-            raise ValueError(f"{name}: expected at most the queue's {queue} answers, got {got}; ask for fewer")
-        self._check_texts("prompt", request.inputs)
-
     def _check_logprobs(self, request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]]) -> None:
         """ValueError for too many log-probs."""
         tokens = self.settings.max_new_tokens if request.max_tokens is None else request.max_tokens
-        each, own = (0 if ranks is None else 1 + ranks for ranks in (request.ranking, request.prompt_ranking))
-        places = sum(map(len, prompts)) * (own + each * request.echo)
-        logprobs = request.n * (len(prompts) * min(tokens, self.length) * each + places)
+        new, old = (0 if ranks is None else 1 + ranks for ranks in (request.ranking, request.prompt_ranking))
+        places = sum(map(len, prompts)) * (old + (new if request.echo else 0))
+        logprobs = request.n * (len(prompts) * min(tokens, self.length) * new + places)
         if logprobs > LOGPROBS:
-            raise ValueError(
-                f"ranking: expected at most {LOGPROBS} log-probs in an answer, its prompts times n times tokens times "
-                f"1 + the ranks, got {logprobs}; ask for less"
-            )
+            words = f"expected at most {LOGPROBS} log-probs in an answer, its prompts times n times tokens times"
+            raise ValueError(f"ranking: {words} 1 + the ranks, got {logprobs}; ask for less")
 
     def _check_texts(self, name: str, inputs: Sequence[str | list[int]]) -> None:
         """ValueError for a text with more bytes than a sequence can have."""
-        most, longest = BYTES * self.length, max(len(each.encode()) if isinstance(each, str) else 0 for each in inputs)
-        if longest > most:
+        sizes = (len(text.encode()) for text in inputs if isinstance(text, str))
+        if (longest := max(sizes, default=0)) > (most := BYTES * self.length):
             raise ValueError(
                 f"{name}: expected at most {most} bytes of text for the {self.length} tokens of a sequence, got "
                 f"{longest}; shorten it"
@@ -341,13 +335,13 @@ class Service:
     async def score(self, request: ScoreRequest) -> Scoring:
         """Submit continuations to the engine; raises as `begin`."""
         reply = Scoring(self.turns)
-        await self._begun(reply, self._scored(reply, request, asyncio.get_running_loop()))
+        await self._take_places(reply, self._submit_scoring(reply, request, asyncio.get_running_loop()))
         self.metrics.prompt_tokens.inc(len(reply.group.prefix))
         self.metrics.scored.inc(sum(len(ids) + len(reply.group.future) for ids in reply.group.candidates))
         return reply
 
-    def _scored(self, reply: Scoring, request: ScoreRequest, loop: asyncio.AbstractEventLoop) -> Work[None]:
-        """Submit what is to be scored; ValueError for what is refused, and for too much."""
+    def _submit_scoring(self, reply: Scoring, request: ScoreRequest, loop: asyncio.AbstractEventLoop) -> Work[None]:
+        """Tokenize and submit what is to be scored; ValueError for what is refused, and for too much."""
         many, future = request.many, request.future
         kind = "continuations" if future is None else "candidates"
         if len(many) > CONTINUATIONS:
@@ -366,13 +360,15 @@ class Service:
             raise ValueError(f"{kind}: expected at most {LOGPROBS} tokens together, got {tokens}; ask more than once")
         decoder, rows = self.engine.decoder, list[Tensor]()
         for start in range(0, len(group.candidates), PIECE):
-            some = [[*ids, *group.future] for ids in group.candidates[start : start + PIECE]]
-            rows += many_token_ids(kind, some, decoder.slm, decoder.vocabulary)
+            part = [[*ids, *group.future] for ids in group.candidates[start : start + PIECE]]
+            rows += many_token_ids(kind, part, decoder.slm, decoder.vocabulary)
             yield
 
-        told = partial(loop.call_soon_threadsafe, reply.tokens.put_nowait, (0, None))
-        reply.group, reply.handle = group, self.engine.score(group.prefix, rows, listener=lambda _: told())
-        reply.submitted(reply.handle)
+        def on_scores(_: object) -> None:
+            loop.call_soon_threadsafe(reply.tokens.put_nowait, (0, None))
+
+        reply.group, reply.handle = group, self.engine.score(group.prefix, rows, listener=on_scores)
+        reply.add(reply.handle)
 
     def end(self) -> None:
         """End all answers now, even if the engine is waiting for the large model."""
@@ -384,7 +380,7 @@ class Service:
         """Accept no more requests."""
         self.turns.thread.shutdown(wait=False, cancel_futures=True)
 
-    def _submitted(
+    def _submit(
         self,
         reply: Reply,
         request: CompletionRequest | ChatRequest,
@@ -396,9 +392,8 @@ class Service:
         if own.recipe in ("direct", "futurebridge") and not decoder.max_events:
             raise ValueError(f'recipe: expected "greedy", got "{own.recipe}"; this server asks no large model')
         if own.recipe == "futurebridge" and isinstance(decoder.selector, LLMPreference):
-            raise ValueError(
-                'recipe: expected "greedy" or "direct", got "futurebridge"; this server decodes with "direct"'
-            )
+            words = 'expected "greedy" or "direct", got "futurebridge"; this server decodes with "direct"'
+            raise ValueError(f"recipe: {words}")
         prompts = list[list[int]]()
         for ids in self.prompts(request):
             prompts.append(ids)
@@ -415,9 +410,8 @@ class Service:
             row, tokens = torch.tensor(ids, dtype=torch.int64, device=decoder.slm.device), request.max_tokens
             if tokens is None:
                 tokens = min(self.settings.max_new_tokens, max(1, self.length - len(ids)))
-            after_text = isinstance(request, CompletionRequest) and bool(
-                self.tokenizer.decode(ids[-8:], skip_special_tokens=True)
-            )
+            is_completion = isinstance(request, CompletionRequest)
+            after_text = is_completion and bool(self.tokenizer.decode(ids[-8:], skip_special_tokens=True))
             for sample in range(earlier * reply.samples, (earlier + 1) * reply.samples):
                 index = len(reply.answers)
                 handle = self.engine.submit(
@@ -432,15 +426,10 @@ class Service:
                     sample=sample,
                     prompt_ranking=ranks_prompt or not tokens,
                 )
-                reply.submitted(handle)
-                self.metrics.scored.inc((len(ids) - 1) * ranks_prompt)
-                text = Text(
-                    self.tokenizer,
-                    request.stop,
-                    request.stop_token_ids,
-                    skip_special=request.skip_special_tokens,
-                    after_text=after_text,
-                )
-                before = Text(self.tokenizer, (), skip_special=request.skip_special_tokens)
+                reply.add(handle)
+                self.metrics.scored.inc(len(ids) - 1 if ranks_prompt else 0)
+                skip, stops = request.skip_special_tokens, (request.stop, request.stop_token_ids)
+                text = Text(self.tokenizer, *stops, skip_special=skip, after_text=after_text)
+                before = Text(self.tokenizer, (), skip_special=skip)
                 reply.answers.append(Answer(handle, request, text, before, ids, decoder.pair.ends))
                 yield

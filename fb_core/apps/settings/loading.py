@@ -6,7 +6,7 @@ import logging
 from typing import Any, NamedTuple
 
 from fb_core.apps.demo import checkpoint
-from fb_core.apps.settings.config import PairSettings
+from fb_core.apps.settings.pair import PairSettings
 from fb_core.decode.deployment import deployment_of, thinking_of
 from fb_core.decode.pair import Pair
 from fb_core.decode.policy import RequestPolicy
@@ -33,25 +33,17 @@ class Loaded(NamedTuple):
 def load(settings: PairSettings) -> Loaded:
     """Read models, tokenizers and adapter.
 
-    Raises:
-        ValueError: models that do not belong together, or settings that do not fit them.
-        OSError: a model, adapter or server that is not there.
+    ValueError for models or settings that do not fit together, OSError if a model, adapter or server is not there.
     """
     slm, tokenizer = load_model(checkpoint(settings.slm, "slm"), settings.device, settings.dtype)
-    deployment = deployment_of(
-        settings.adapter,
-        slm,
-        recipe=settings.recipe,
-        threshold=settings.threshold,
-        max_events=settings.max_events,
-    )
+    overrides = settings.model_dump(include={"recipe", "threshold", "max_events"})
+    deployment = deployment_of(settings.adapter, slm, **overrides)
     thinking = thinking_of(settings.adapter) if settings.thinking is None else settings.thinking
     if deployment.selector is None:
         log.warning(
             "%s: training chose greedy decoding, so the small model answers alone: %s is neither loaded nor asked; "
             "set recipe to published to decode with the reranker",
-            settings.adapter,
-            settings.llm or settings.server,
+            *(settings.adapter, settings.llm or settings.server),
         )
         return Loaded(Pair(slm, None, tokenizer), tokenizer, *deployment, thinking)
     llm, other = _llm(settings, tokenizer)

@@ -1,187 +1,36 @@
-"""Settings, checked by pydantic."""
+"""Settings of a run and its stages."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from fb_core._util import read_file
+from fb_core.apps.settings.base import (
+    LARGEST_FILE,
+    Dtype,
+    Flavour,
+    Section,
+    ServerUrl,
+    parse_yaml,
+    read_settings,
+    validate,
+)
 from fb_core.verify import judges
-
-if TYPE_CHECKING:
-    from fb_core.runtime.sampling import Sampling
-
-
-def _server_url(url: str) -> str:
-    from fb_core.llm.http import checked_url
-
-    checked_url(url)  # settings are stored and shown: no secret may be in them
-    return url
-
-
-def _origin(origin: str) -> str:
-    if not re.fullmatch(r"\*|(?!http://.*:80$|https://.*:443$)[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+", origin):
-        words = 'expected "*", or an origin as browsers send it, such as https://chat.example, got another form'
-        raise ValueError(f"{words}; write it in small letters, with no path, slash at its end or usual port")
-    return origin
-
-
-ServerUrl = Annotated[str, AfterValidator(_server_url)]
-Flavour = Literal["vllm", "sglang", "llama.cpp"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 AVERAGE = "average"  # in place of a benchmark's name: the average of a run's benchmarks, equally weighted
 SETTINGS = "settings.json"  # file in a run's folder: the settings of its last finished command
-LARGEST_FILE = 100_000  # bytes of a file with settings
-MOST_VALUES = 10_000  # in such a file
-MOST_LEVELS = 32
-LONGEST_NUMBER = 1000  # characters
-NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 NOT_IN_IDENTITY = "changes no result"  # marks a setting that is not part of a stage's identity
-AS_BEFORE = "at its default as before there was such a setting"  # marks one that is part of it at other values only
-FOLDERS = ("slm", "llm", "adapter")  # settings that may name a folder beside the file that they are in
-FILES = ("train", "held_out", "benchmarks")  # and those that may name files there
-DATA = (".jsonl", ".json", ".parquet")  # ends of such files; no known set has one
+NOT_AT_DEFAULT = "in the identity unless it has its default"  # so runs of versions without this setting can go on
 SHIPPED = dict(sorted((path.stem, path) for path in (Path(__file__).parent / "configs").glob("*.yaml")))
-Settings = TypeVar("Settings", bound=BaseModel)
-Changes = Mapping[str, Mapping[str, Any]]  # new values, by section and key
-
-
-class Section(BaseModel):
-    """Settings that belong together: unknown keys and integers of more than 64 bits are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True)
-
-    @field_validator("*")
-    @classmethod
-    def _in_64_bits(cls, value: Any) -> Any:
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, int) and abs(number) >= 1 << 63:
-                raise ValueError("expected a number below 2**63")
-        return value
-
-
-class PairSettings(Section):
-    """A pair of models that decodes from the command line."""
-
-    slm: str
-    """Folder or hub id of the small model; "demo:plans" is a pair of the demo."""
-    llm: str | None = None
-    """Folder or hub id of the large model; with a server, the model's name there, if the server needs one."""
-    server: ServerUrl | None = None
-    """URL of an inference server to use instead of a large model in this process."""
-    flavour: Flavour = "vllm"
-    """The kind of server."""
-    api_key_variable: str | None = None
-    """Environment variable that holds the server's key, if the server needs one."""
-    adapter: str | None = None
-    """Folder of an adapter, as `train` writes it; without one, the LLM's likeliest candidate is taken."""
-    recipe: Literal["chosen", "published"] = "chosen"
-    """The recipe that `train` chose for the adapter, or the published one."""
-    threshold: float | None = None
-    """Entropy in nats above which the LLM is asked. If left out, the adapter's, or 1 without an adapter; required with
-    an adapter that names none."""
-    thinking: bool | None = None
-    """Whether a chat's answer begins with thinking, where the chat template can switch it. If left out, as the adapter
-    was trained; without an adapter, false."""
-    max_new_tokens: int = Field(default=512, ge=1)
-    """Maximum tokens of an answer."""
-    max_events: int | None = Field(default=None, ge=0, lt=1 << 31)
-    """Maximum events of an answer, never above the adapter's. If left out, the adapter's, else 8."""
-    temperature: float = Field(default=0, ge=0, allow_inf_nan=False)
-    """Sampling temperature of the small model's own tokens; 0 takes the likeliest. A request to `serve` may have its
-    own temperature, top_p, top_k and seed."""
-    top_p: float = Field(default=1, gt=0, le=1)
-    """Tokens are drawn from the fewest that hold this share of the probability of the `top_k`."""
-    top_k: int = Field(default=0, ge=0)
-    """Tokens are drawn from this many likeliest, at most the 64 that are known; 0 for all of these."""
-    seed: int | None = None
-    """Seed of the sampling; the same seed and prompt give the same answer. If left out, another one each time."""
-    max_length: int = Field(default=8192, ge=2)
-    """Maximum tokens of prompt and answer; memory is allocated for this many."""
-    device: str = "auto"
-    """cpu, cuda or cuda:1; "auto" takes a GPU if there is one."""
-    dtype: Dtype = "auto"
-    """Dtype of the weights; "auto" is the checkpoint's own."""
-
-    @model_validator(mode="after")
-    def _some_llm(self) -> PairSettings:
-        if self.llm is None and self.server is None:
-            raise ValueError("llm: expected llm or server, got neither; name the large model or its server")
-        if self.api_key_variable is not None and self.server is None:
-            raise ValueError("api_key_variable: expected a server with it, got none; leave it out")
-        return self
-
-    @classmethod
-    def load(cls, file: Path | None = None, **given: str | None) -> Self:
-        """Load a YAML file, if one is named; settings that are given and not None override its own.
-
-        Raises:
-            OSError: no such file.
-            ValueError: as for `RunSettings.load`.
-        """
-        options = {name: value for name, value in given.items() if value is not None}
-        if file is None:
-            return checked(cls, options, "")
-        served = {"server": options["server"]} if "server" in options else {}
-        return checked(cls, _beside(_read_yaml(file) | served, file.parent) | options, str(file))
-
-    def sampling(self, request: object = None) -> Sampling | None:
-        """What a request asks for, or else these settings; None at temperature 0.
-
-        The request's attributes of the same names count where they are not None; a `top_k` of -1 is 0. A seed that
-        neither names is new.
-        """
-        from fb_core.runtime.sampling import Sampling  # with torch, which takes a second
-
-        names = ("temperature", "top_p", "top_k", "seed")
-        asked = [getattr(request, name, None) for name in names]
-        temperature, top_p, top_k, seed = (
-            getattr(self, name) if value is None else value for name, value in zip(names, asked, strict=True)
-        )
-        if not temperature:
-            return None
-        new = random.SystemRandom().getrandbits(62) if seed is None else seed
-        return Sampling(temperature, top_p, max(0, top_k), new)
-
-
-class ServeSettings(PairSettings):
-    """A pair behind OpenAI's API."""
-
-    key_variable: str | None = None
-    """Environment variable that holds the key that clients must send; None if no key is needed."""
-    max_batch: int = Field(default=32, ge=1)
-    """Sequences that run together."""
-    kv_memory: int | None = Field(default=None, ge=1)
-    """Bytes for keys and values; None for at most half of the free memory."""
-    queue: int = Field(default=256, ge=1)
-    """Maximum number of sequences that wait or run."""
-    body_limit: int = Field(default=1 << 20, ge=1)
-    """Maximum bytes of a request."""
-    on_llm_error: Literal["raise", "slm"] = "raise"
-    """What happens if the large model does not answer: the answer ends with an error ("raise"), or goes on with the
-    small model's own token ("slm")."""
-    prefill_tokens: int = Field(default=512, ge=1)
-    """Maximum prompt tokens prefilled between two steps while others run."""
-    served_name: str | None = None
-    """The model's name for clients; if left out, `slm`."""
-    allowed_origin: Annotated[str, AfterValidator(_origin)] | None = None
-    """Origin of a web page that may use the server from browsers, such as https://chat.example; "*" for any."""
-
-    @property
-    def name(self) -> str:
-        """The model's name for clients."""
-        return self.served_name or self.slm
 
 
 class ServerSettings(Section):
@@ -389,8 +238,8 @@ class EvaluateSettings(Section):
 class VerifierSettings(Section):
     """What a right answer is, and the processes that judge."""
 
-    judge: Annotated[str, AS_BEFORE] = Field(default="boxed", description=judges.described())
-    pattern: Annotated[str | None, AS_BEFORE] = None
+    judge: Annotated[str, NOT_AT_DEFAULT] = Field(default="boxed", description=judges.describe_judges())
+    pattern: Annotated[str | None, NOT_AT_DEFAULT] = None
     """For the judge "number": a regular expression whose last match, or its first group, is the number."""
 
     workers: Annotated[int, NOT_IN_IDENTITY] = Field(default=2, ge=1)
@@ -445,11 +294,11 @@ class RunSettings(Section):
             OSError: no such file, and none shipped under that name.
             ValueError: not YAML, too large, a key given twice, or settings that do not fit.
         """
-        path = _file(source)
-        values = _beside(_read_yaml(path), path.parent)
+        path = _find(source)
+        values = read_settings(path)
         if "base" in values:
-            values = _over(_base(path, values.pop("base")), values)
-        return checked(cls, reduce(_over, map(_change, changes), values), source)
+            values = _merge(_read_base(path, values.pop("base")), values)
+        return validate(cls, reduce(_merge, map(_parse_change, changes), values), source)
 
 
 class Slice:
@@ -482,7 +331,7 @@ def identity_of(part: BaseModel | Slice) -> dict[str, Any]:
         for name, value in vars(part).items()
         if name != "_kind"
         and NOT_IN_IDENTITY not in fields[name].metadata
-        and not (AS_BEFORE in fields[name].metadata and value == fields[name].default)
+        and not (NOT_AT_DEFAULT in fields[name].metadata and value == fields[name].default)
     }
 
 
@@ -497,7 +346,19 @@ def first_words(name: str) -> str:
     return text.removeprefix("# ").partition("\n")[0].partition(". ")[0].rstrip(".")
 
 
-def _file(source: str, folder: Path = Path()) -> Path:
+def settings_of(run: Path) -> RunSettings:
+    """The settings of a run's last finished command; ValueError for no run, or damaged settings."""
+    path = run / SETTINGS
+    try:
+        values = json.loads(read_file(path, LARGEST_FILE))
+    except OSError as problem:
+        raise ValueError(f"{path}: expected a run's settings, got {problem.strerror}; name a run's folder") from None
+    except (ValueError, RecursionError) as problem:
+        raise ValueError(f"{path}: expected a run's settings, got {problem}; run its last command again") from None
+    return validate(RunSettings, values, str(path))
+
+
+def _find(source: str, folder: Path = Path()) -> Path:
     """The settings that are shipped under a name, else a file in a folder, else in the current one."""
     if source in SHIPPED:
         return SHIPPED[source]
@@ -507,152 +368,31 @@ def _file(source: str, folder: Path = Path()) -> Path:
     raise OSError(f"{source}: expected a YAML file or one of {', '.join(SHIPPED)}, got neither; check the name")
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file, by key."""
-    with path.open("rb") as file:
-        data = file.read(LARGEST_FILE + 1)
-    if len(data) > LARGEST_FILE:
-        raise ValueError(f"{path}: expected at most {LARGEST_FILE} bytes of settings, got more; name another file")
-    try:
-        values = _yaml(data.decode("utf-8-sig"))
-    except ValueError as problem:
-        raise ValueError(f"{path}: expected YAML in UTF-8, got {problem}; fix the file") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected settings by key, got {type(values).__name__}; name another file")
-    return values
-
-
-def _beside(value: Any, folder: Path, key: str = "") -> Any:
-    """The values of a settings file, in which names of what lies in its folder have become paths."""
-    if isinstance(value, dict):
-        served = value.get("server") or value.get("llm_server")  # then llm is a name there
-        return {
-            name: inner if name == "llm" and served else _beside(inner, folder, name) for name, inner in value.items()
-        }
-    if isinstance(value, list):
-        return [_beside(one, folder, key) for one in value]
-    if key not in (*FOLDERS, *FILES) or not isinstance(value, str) or folder == Path() or value.startswith("demo:"):
-        return value
-    is_there = os.path.isdir if key in FOLDERS else os.path.isfile
-    known_set, equals, file = value.rpartition("=")  # as in gsm8k=test.jsonl
-    for before, name in (("", value), (known_set + equals, file)):
-        if name and is_there(folder / name) and (key in FOLDERS or name.lower().endswith(DATA)):
-            return f"{before}{folder / name}"
-    return value
-
-
-def _base(file: Path, name: Any) -> dict[str, Any]:
+def _read_base(file: Path, name: Any) -> dict[str, Any]:
     """The settings that a file names as its base: shipped ones, or a file, looked for beside it first."""
     if not isinstance(name, str):
         raise ValueError(f"{file}: base: expected a file or a shipped name, got {type(name).__name__}; name one")
-    path = _file(name, file.parent)
-    values = _beside(_read_yaml(path), path.parent)
+    path = _find(name, file.parent)
+    values = read_settings(path)
     if "base" in values:
         raise ValueError(f"{path}: expected a base of {file} without a base of its own, got one; name that one")
     return values
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in bounded time and memory, in which each key is given once."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = self._values = 0
-        self._sizes: dict[int, int] = {}  # values in a finished node, aliases counted as what they stand for
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        before, alias = self._values, self.check_event(yaml.AliasEvent)
-        self._depth += 1
-        if self._depth > MOST_LEVELS:
-            raise ValueError(f"more than {MOST_LEVELS} levels")
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if alias and id(node) not in self._sizes:
-            raise ValueError("a value inside itself")
-        self._values += self._sizes[id(node)] if alias else 1
-        self._sizes[id(node)] = self._values - before
-        if self._values > MOST_VALUES:
-            raise ValueError(f"more than {MOST_VALUES} values, aliases counted as what they stand for")
-        if node.tag in NUMBERS and len(node.value) > LONGEST_NUMBER:
-            raise ValueError(f"a number of {len(node.value)} characters")
-        return node
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node, seen = super().compose_mapping_node(anchor), set()
-        for key, _ in node.value:
-            if (name := (key.tag, str(key.value))) in seen:
-                raise ValueError(f"a key twice, again on line {key.start_mark.line + 1}")
-            seen.add(name)
-        return node
-
-
-def _yaml(text: str) -> Any:
-    """The content of a YAML text; ValueError in a few words if it is none, or out of bounds."""
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as problem:
-        raise ValueError(" ".join(str(problem).split())) from None
-    except (LookupError, AttributeError, TypeError):  # of PyYAML, such as for !!int ""
-        raise ValueError("a tag that does not fit its value") from None
-
-
-def _change(change: str) -> dict[str, Any]:
+def _parse_change(change: str) -> dict[str, Any]:
     """The content of a YAML file that would only set this "key=value"."""
     key, equals, text = change.partition("=")
     if not equals or not all(parts := key.strip().split(".")):
         raise ValueError("--set: expected KEY=VALUE, got no '=' or no key; name key and value")
     try:
-        value = _yaml(text)
+        value = parse_yaml(text)
     except ValueError:
         raise ValueError(f"--set {key}: expected a value in YAML, got none; put a text into quotes") from None
     return reduce(lambda inside, part: {part: inside}, reversed(parts), value)
 
 
-def _over(base: Any, values: Any) -> Any:
+def _merge(base: Any, values: Any) -> Any:
     """Values that override those of a base, key by key."""
     if not (isinstance(base, dict) and isinstance(values, dict)):
         return values
-    return base | {key: _over(base.get(key), value) for key, value in values.items()}
-
-
-def settings_of(run: Path) -> RunSettings:
-    """The settings of a run's last finished command.
-
-    Raises:
-        ValueError: no run there, or damaged settings.
-    """
-    path = run / SETTINGS
-    try:
-        values = json.loads(read_file(path, LARGEST_FILE))
-    except OSError as problem:
-        raise ValueError(f"{path}: expected a run's settings, got {problem.strerror}; name a run's folder") from None
-    except (ValueError, RecursionError) as problem:
-        raise ValueError(f"{path}: expected a run's settings, got {problem}; run its last command again") from None
-    return checked(RunSettings, values, str(path))
-
-
-def changed(settings: Settings, changes: Changes) -> Settings:
-    """The settings with some changed; raises ValueError if they do not fit together."""
-    values = settings.model_dump()
-    for section, parts in changes.items():
-        values[section] |= parts
-    return type(settings).model_validate(values)
-
-
-def checked(kind: type[Settings], values: Any, source: str) -> Settings:
-    """Settings from plain values.
-
-    Raises:
-        ValueError: values that do not fit, one line each: file, key, what is wrong. No value is shown, since it may be
-            long or secret.
-    """
-    try:
-        return kind.model_validate(values)
-    except ValidationError as problem:
-        lines = [f"{source}: {words_of(error)}" if source else words_of(error) for error in problem.errors()]
-        raise ValueError("\n".join(lines)) from None
-
-
-def words_of(error: Any) -> str:
-    """Key and text of one of pydantic's errors."""
-    return ": ".join(filter(None, (".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, "))))
+    return base | {key: _merge(base.get(key), value) for key, value in values.items()}
