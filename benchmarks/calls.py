@@ -15,8 +15,8 @@ from fb_kernels import calls
 
 ROUNDS, SECONDS = 15, 0.02  # rounds of each way, seconds per round
 STEP: tuple[tuple[str, dict[str, int]], ...] = (  # ops of a small decoder's step, with their sizes
-    ("rms_norm", {"n": 4, "d": 64, "added": False}),
-    ("rms_norm", {"n": 4, "d": 64, "added": True}),
+    ("rms_norm", {"n": 4, "d": 64, "residual": False}),
+    ("rms_norm", {"n": 4, "d": 64, "residual": True}),
     ("swiglu", {"n": 4, "f": 64}),
     ("merge_attention_states", {"n": 4, "hq": 4, "e": 16}),
     ("candidate_head", {"g": 1, "k": 13, "d": 64}),

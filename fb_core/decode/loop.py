@@ -79,7 +79,7 @@ class PairLoop(Loop[PairTask]):
 
     Args:
         pair: its SLM has a native decoder.
-        policy: when the device halts for an event; gives `top_k` and `ask`.
+        policy: its threshold and `top_k` say where a sequence halts.
         rows: maximum number of sequences that run together.
         length: maximum tokens of a sequence.
         memory: bytes for keys and values of the models in this process; None for what `rows` sequences of `length`

@@ -59,12 +59,12 @@ class OneByOne:
 
     def _run(self, task: PairTask) -> Iterator[None]:
         decoder = copy.copy(self.decoder)
-        check_decodable("slm", decoder.slm)
         if task.continuations is not None:
             scorer = CompatibilityScorer(decoder.slm, valid_vocab=decoder.vocabulary)
             scores = scorer.logprobs(task.row.tokens, task.continuations, return_greedy=True)
             task.scores = [tuple(each.cpu() for each in one) for one in scores]
             return
+        check_decodable("slm", decoder.slm)
         decoder.policy = replace(decoder.policy, threshold=task.threshold)
         decoder.max_events = task.halts
         if task.selector is not None:
@@ -79,7 +79,7 @@ class OneByOne:
         if task in self.waiting:
             self.waiting.remove(task)
         if task is self.running:
-            self.running = None
+            self.running, self._steps = None, iter(())  # its cache goes with its steps
 
     def clear(self) -> None:
         """End all sequences."""

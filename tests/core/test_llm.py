@@ -394,7 +394,8 @@ IDS = prompts(4)[0]
 )
 def test_ids_are_checked_once(call, times, monkeypatch):
     check = mock.Mock(side_effect=token_ids)
-    monkeypatch.setattr("fb_core.llm.local.token_ids", check)
+    for module in ("fb_core.models.tokens", "fb_core.llm.local"):
+        monkeypatch.setattr(f"{module}.token_ids", check)
     call(LocalLLM(tiny("qwen3")))
     assert check.call_count == times
 

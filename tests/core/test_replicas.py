@@ -98,8 +98,9 @@ def test_a_replica_answers_as_one_process_does(replicas, single, method, path, s
         answer = client.request(method, path, **options)
         return answer.status_code, {name: it for name, it in answer.json().items() if name not in ("id", "created")}
 
-    assert said(single)[0] == status
-    assert said(replicas) == said(single)
+    wanted = said(single)  # once: the large model's cache would round a second answer differently
+    assert wanted[0] == status
+    assert said(replicas) == wanted
 
 
 @pytest.mark.slow

@@ -333,7 +333,7 @@ def test_the_llm_answers_more_queries_than_its_pages_hold():
 def test_a_prompt_is_checked_once_and_not_again_at_its_events(monkeypatch):
     decoder = LowLatencyDecoder(*pair("qwen3"), LLMPreference(), RequestPolicy(-1.0))
     check = mock.Mock(side_effect=token_ids)
-    monkeypatch.setattr("fb_core.llm.local.token_ids", check)
+    monkeypatch.setattr("fb_core.models.tokens.token_ids", check)
     assert len(decoder.generate(prompts(9)[0], 12).events) == 8
     assert check.call_count == 1
 

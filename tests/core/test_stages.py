@@ -132,7 +132,7 @@ def test_the_sweep_logs_losses_and_validation_of_every_run(run):
 def test_a_seed_trains_as_it_does_alone_in_an_order_of_its_own(run):
     stage = TrainStage(settings(), run)
     logged = {row["seed"]: row["loss"] for row in stage.metrics() if row["epoch"] == 1}
-    recipe, orders = stage._fresh()[0].recipe, []
+    recipe, orders = stage._fresh()[0].optimisation, []
     for seed in (0, 1):
         sweep = Sweep([RerankerRun(stage.reranker(seed), seed)], stage.groups("train"), replace(recipe, seed=seed))
         assert [loss for _ in logged[seed] for loss in sweep.advance()] == logged[seed]

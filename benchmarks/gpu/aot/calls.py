@@ -64,5 +64,6 @@ def by_triton(op: Op, *arguments: Any) -> Any:
     launcher: Callable[..., Any] = getattr(import_module(f"fb_kernels.{op.stem}.triton"), op.name)
     if op._function is None or not torch.is_grad_enabled():
         return launcher(*arguments)
-    function: type[torch.autograd.Function] = type(op.name, (op._function,), {"forward": staticmethod(launcher)})
+    forward = staticmethod(lambda *given: launcher(*given))  # `apply` would add the launcher's own defaults
+    function: type[torch.autograd.Function] = type(op.name, (op._function,), {"forward": forward})
     return function.apply(*arguments)

@@ -1,4 +1,4 @@
-"""Tests of compiled kernels need a process in which Triton compiles: test_compiled.py starts one."""
+"""Tests of compiled kernels need a process in which Triton compiles: tests/kernels/test_ptx.py starts one."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def carried(tmp_path: Path) -> ModuleType:
     """The kernel with the bound of a nested loop carried by the outer one, of which Gluon keeps the first value."""
     text = Path(source.__file__).read_text()
     inside = re.search(r"\n( +)done = gl\.where\(stretch == low, BLOCK_N, 0\)[^\n]*", text)
-    loop = text.index("            for stretch in range(low, high + 1):\n                done = ")
+    loop = text.rindex("            for stretch in range(low, high + 1):\n", 0, inside.start() if inside else None)
     end = text.index("            mbarrier.arrive(q_empty)")
     assert inside
     lines = [text[:loop], "            done = BLOCK_N\n", text[loop : inside.start()], text[inside.end() : end]]
