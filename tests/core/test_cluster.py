@@ -19,6 +19,7 @@ from runs import SMALL, contents, settings
 from warm import launched, start_futurebridge
 
 from fb_core.apps.pipeline.collect import TrajectoryStage
+from fb_core.apps.pipeline.commands import COMMANDS
 from fb_core.apps.pipeline.run import Output
 
 HERE = Path(__file__).parent
@@ -35,7 +36,7 @@ from fb_core.apps.pipeline.run import run_stage
 ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 settings, folder = RunSettings.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2])
 run_stage(test_cluster.DyingStage(settings, folder / "run"), "ray")
-for command in ("collect", "futures", "score", "train", "evaluate"):
+for command in sys.argv[3:]:
     run_command(command, settings, folder / "run", "ray")
 try:
     run_stage(test_cluster.RefusingStage(settings, folder / "refused"), "ray")
@@ -45,37 +46,27 @@ ray.shutdown()
 """
 
 
-@pytest.fixture(scope="session")
-def on_ray(once) -> Path:
-    """A folder with what one process did on two workers of one Ray, and `shown`, what it printed."""
-    pytest.importorskip("ray")
-
-    def make(folder: Path) -> None:
-        paths = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent.parent)))
-        done = subprocess.run(
-            [sys.executable, "-c", ON_RAY, settings().model_dump_json(), str(folder)],
-            env=ONE_THREAD | {"PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-            timeout=HANG,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        (folder / "shown").write_text(done.stdout)
-
-    return once("on_ray", make)
-
-
 @pytest.mark.slow
-def test_ray_with_two_workers_gives_the_bytes_of_one_process(undisturbed, on_ray):
+@pytest.mark.parametrize("last", ["score", pytest.param("evaluate", marks=pytest.mark.sweep)])
+def test_ray_with_two_workers_gives_the_bytes_of_one_process(undisturbed, tmp_path, last):
     """Though a task's process is killed, which is run again; a mistake in a task is the user's error, and not."""
-    shown = (on_ray / "shown").read_text()
-    assert "valid group" in shown
-    assert "expected another shard" in shown
-    died = list((on_ray / "run").glob("*.died"))
+    pytest.importorskip("ray")
+    commands = COMMANDS[: COMMANDS.index(last) + 1]
+    done = subprocess.run(
+        [sys.executable, "-c", ON_RAY, settings().model_dump_json(), tmp_path, *commands],
+        env=ONE_THREAD | {"PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent.parent)))},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "valid group" in done.stdout
+    assert "expected another shard" in done.stdout
+    died = list((tmp_path / "run").glob("*.died"))
     assert len(died) == len(DEADLY)
     for marker in died:
         marker.unlink()
-    assert contents(on_ray / "run") == contents(undisturbed[0]["evaluate"])
+    assert contents(tmp_path / "run") == contents(undisturbed[0][last])
 
 
 DEADLY = ("train-00001", "validation-00000")
