@@ -1,4 +1,4 @@
-"""An intervention: the pool of candidates and the event that is kept of it."""
+"""A step at which the LLM was asked: the pool of candidates, and the event that is kept of it."""
 
 from __future__ import annotations
 

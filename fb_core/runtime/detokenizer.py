@@ -1,7 +1,7 @@
 """Tokens as text, as they come: whole characters, and nothing after a stop string.
 
-`tokenizers.decoders.DecodeStream` will not do: it fails where a byte makes those before it no text, keeps what is not
-whole at the end, takes quadratic time over such bytes, knows no clean-up, and forgets special tokens that are left out.
+`tokenizers.decoders.DecodeStream` will not do: it fails on bytes that are no UTF-8, drops an unfinished character at
+the end, takes quadratic time over such bytes, knows no clean-up, and forgets special tokens that are left out.
 """
 
 from __future__ import annotations

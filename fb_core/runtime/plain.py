@@ -52,7 +52,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Stop:
-    """When a generation ends; asked once after every token."""
+    """When a generation ends by its tokens, asked after each; stop strings are found in the text (`detokenizer.py`)."""
 
     ends: frozenset[int]  # stop at one of these ids
     room: int  # maximum new tokens

@@ -38,7 +38,7 @@ def group_targets(
 
     Args:
         logprobs: one [K, H] per group; futures may be longer than the longest horizon.
-        horizons: the h horizons.
+        horizons: h lengths, in tokens.
         temperature: of the softmax over standardised scores.
         eps: added to the group's standard deviation.
         local: one [K] of log p_T per group, for the hybrid target.

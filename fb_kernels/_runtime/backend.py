@@ -3,8 +3,8 @@
 Every op is a folder: `__init__.py` defines `fb::<op>`, and the other files are named for what they run: `reference.py`
 plain PyTorch on any device, `triton.py` and `cuda.py` kernels for CUDA tensors, `cpu.py` a compiled one for CPU
 tensors, each with a function of the op's name. A kernel's function returns NotImplemented for arguments that it was not
-made for (float64, an unusual head size), and the next one takes them: on CUDA tensors compiled, then Triton, then the
-reference; on CPU tensors compiled, then the reference.
+made for (float64, an unusual head size), and the next one takes them: on CUDA tensors that of `cuda.py`, then Triton's,
+then the reference; on CPU tensors that of `cpu.py`, then the reference.
 
 `FB_KERNELS_BACKEND=auto|reference|triton|cuda|cpu[,op=...]` overrides what runs, for all ops or for those named by
 stem. It is an error to ask for a kernel that is absent. A kernel that was found wrong on a device (recorded by

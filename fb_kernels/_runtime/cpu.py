@@ -1,11 +1,11 @@
 """The compiled kernels for CPU tensors, `csrc/cpu.cpp`: loads their library on first use, or says why there is none.
 
-The library is plain C, next to this file (setup.py builds it if there is a C++ compiler), and needs no torch. It takes
-float32; the ops of a decode step, branch attention and log-probs also take bfloat16. It is made for small inputs, such
-as the rows of a decode step and the candidates of a training step, where torch's overhead exceeds the arithmetic. Sizes
-at which torch's threads are faster are left to an op's reference. Linear layers, log-probs and branch attention run on
-torch's threads, by the OpenMP runtime that torch has loaded (on threads of its own if that is another one); everything
-else runs on one thread.
+The library is plain C, lies in the package's folder (setup.py builds it if there is a C++ compiler) and needs no torch.
+It takes float32; the ops of a decode step, branch attention and log-probs also take bfloat16. It is made for small
+inputs, such as the rows of a decode step and the candidates of a training step, where torch's overhead exceeds the
+arithmetic. Sizes at which torch's threads are faster are left to an op's reference. Linear layers, log-probs and branch
+attention run on torch's threads, by the OpenMP runtime that torch has loaded (on threads of its own if that is another
+one); everything else runs on one thread.
 
 `fb_kernels/<op>/cpu.py` calls its functions.
 """

@@ -1,7 +1,7 @@
 """The compiled kernels of `csrc/`: loads their library on first use and launches them, or says why there is none.
 
-The library is plain C, next to this file (setup.py builds it if there is nvcc). It needs no torch, and a driver only to
-launch a kernel. Built with FB_HOST_EMULATION it takes CPU tensors instead; tests use that.
+The library is plain C and lies in the package's folder (setup.py builds it if there is nvcc). It needs no torch, and a
+driver only to launch a kernel. Built with FB_HOST_EMULATION it takes CPU tensors instead; tests use that.
 
 `fb_kernels/<op>/cuda.py` calls its functions.
 """

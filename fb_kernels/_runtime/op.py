@@ -84,17 +84,17 @@ class Op:
         fake: Callable,
         folder: str = "",
         triton: bool = False,
-        compiled: bool = False,
+        cuda: bool = False,
         cpu: bool = False,
     ) -> None:
         """Define the operator, whose signature is in the schema language, and register implementations and fake.
 
         The fake gives the shapes and dtypes of the results. The function `name` of the folder's `reference.py` is the
-        plain PyTorch one; `triton`, `compiled` and `cpu` say whether `triton.py`, `cuda.py` and `cpu.py` have one. By
+        plain PyTorch one; `triton`, `cuda` and `cpu` say whether `triton.py`, `cuda.py` and `cpu.py` have one. By
         default the folder has the operator's name.
         """
         self.name = name
-        self.kinds = [kind for kind, has in (("cuda", compiled), ("triton", triton), ("cpu", cpu)) if has]
+        self.kinds = [kind for kind, has in (("cuda", cuda), ("triton", triton), ("cpu", cpu)) if has]
         LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
         self.stem = stem = folder or name
         self.checked: dict[tuple, Callable] = {}

@@ -177,7 +177,7 @@ _branch_attention = Op(
     f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)",
     fake=_fake,
     triton=True,
-    compiled=True,
+    cuda=True,
     cpu=True,
 )
 _branch_attention_backward = Op(

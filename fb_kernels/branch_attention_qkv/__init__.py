@@ -187,7 +187,7 @@ _branch_attention_qkv = Op(
     "float eps, SymInt? window, float scale) -> Tensor",
     fake=_fake,
     triton=True,
-    compiled=True,
+    cuda=True,
     cpu=True,
 )
 _branch_attention_qkv.has_no_gradient()

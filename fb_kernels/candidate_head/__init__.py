@@ -92,7 +92,7 @@ _candidate_head = Op(
     "-> (Tensor, Tensor, Tensor)",
     fake=_fake,
     triton=True,
-    compiled=True,
+    cuda=True,
     cpu=True,
 )
 _candidate_head_backward = Op(

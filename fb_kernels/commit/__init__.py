@@ -114,6 +114,6 @@ _commit = Op(
     "Tensor threshold, Tensor eos_ids, Tensor max_length, Tensor(d!)? outcome) -> ()",
     folder="commit",
     fake=lambda *_: None,
-    compiled=True,
+    cuda=True,
 )
 _commit.has_no_gradient()

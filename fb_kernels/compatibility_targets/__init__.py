@@ -25,7 +25,7 @@ def compatibility_targets(
     """Mean log-likelihood of the shared future after each candidate, and its softmax within the group, per horizon.
 
     B_h = mean of the first h log-probs; z(x) = (x - group mean) / (group's population deviation + eps);
-    q = softmax(z(B_h) / temperature) in the group. With `local`, the hybrid of equation (hybrid_ablation):
+    q = softmax(z(B_h) / temperature) in the group. With `local`, the hybrid of the paper's ablation:
     q = softmax((alpha z(B_h) + (1 - alpha) z(local)) / temperature). Under torch.autocast logprob and local of two
     dtypes are cast to the wider one (float64 stays).
 

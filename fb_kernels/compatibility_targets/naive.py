@@ -1,4 +1,4 @@
-"""What `compatibility_targets` means: B_h, z and q of the method, and of equation (hybrid_ablation) with `local`."""
+"""What `compatibility_targets` means: B_h, z and q of the method, and of the paper's hybrid with `local`."""
 
 import torch
 from torch import Tensor

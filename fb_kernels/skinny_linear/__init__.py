@@ -88,7 +88,7 @@ _skinny_linear = Op(
     "bool frozen) -> Tensor",
     fake=_fake,
     triton=True,
-    compiled=True,
+    cuda=True,
     cpu=True,
 )
 _skinny_linear.has_no_gradient()

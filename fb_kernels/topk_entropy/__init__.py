@@ -53,7 +53,7 @@ _topk_entropy = Op(
     "(Tensor logits, SymInt k) -> (Tensor, Tensor, Tensor)",
     fake=_fake,
     triton=True,
-    compiled=True,
+    cuda=True,
     cpu=True,
 )
 _topk_entropy.has_no_gradient()

@@ -1,4 +1,4 @@
-"""Decoding problems with methods: rows, and the stage under selection, choice, evaluation, comparison and costs."""
+"""Problems decoded by a method, a row each; selection, choice, evaluation and comparison build on this stage."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A stage's folder holds `<shard>.parquet`, `.safetensors` or `.jsonl`, for each shard a receipt `<shard>.json` (hashes,
 counts, time), which is written last, and `manifest.json`. A shard is done if its receipt and all its files agree.
-Receipts and manifests hold a hash of their contents; an edited or damaged file is refused by name.
+Receipts and manifests hold a hash of their contents. An edited or damaged shard is made anew when its stage runs again;
+a later stage that reads it refuses it by name.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _Strict(BaseModel):
-    """A part of a request: a null is as if left out, and of several wrong fields only the first is told."""
+    """A part of a request: a null counts as left out, and an error names the first of several wrong fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     off: ClassVar[dict[str, tuple[Any, ...]]] = {}
