@@ -1,6 +1,6 @@
 // The ops of a decode step, branch attention and small calls of other ops on the CPU, in float32; the ops of a decode
-// step, attention and log-probs also in bfloat16, with sums in float32. Plain C functions for fb_kernels/cpu.py, which
-// checks what it passes. Linear layers, log-probs and attention run on the threads of torch's OpenMP runtime, all else
+// step, attention and log-probs also in bfloat16, with sums in float32. Plain C functions for the ops' cpu.py, which
+// check what they pass. Linear layers, log-probs and attention run on the threads of torch's OpenMP runtime, all else
 // on one thread. The compiler reassociates nothing, so that NaN and inf behave as in PyTorch.
 
 #include <algorithm>
@@ -164,6 +164,37 @@ struct Layout {
   int64_t products(int64_t width) const {  // a lower bound
     int64_t sum = 0;
     for (int64_t g = 0; g < groups; ++g) sum += 2 * (first(g + 1) - first(g)) * width * (length[g] + 1);
+    return sum;
+  }
+};
+
+// Blocks of a group's rows that attend to one key head, the longest first, so that threads which take the next one end
+// together.
+struct Blocks {  // no template, as Slots
+  struct Piece {
+    int64_t h, g, first, stop, pairs;  // pairs: of a row and a key that it sees
+  };
+  std::vector<Piece> pieces;
+
+  Blocks(const Layout& layout, int64_t kv_heads, int64_t most, int64_t window) {
+    for (int64_t g = 0; g < layout.groups; ++g)
+      for (int64_t row = layout.first(g), end = layout.first(g + 1), next; row < end; row = next) {
+        next = std::min(end, row + most);
+        int64_t pairs = 0, b = layout.branch_of(row);
+        for (int64_t at = row; at < next; ++at) {
+          while (layout.branch[b + 1] <= at) ++b;
+          pairs += std::min(window, layout.length[g] + at - layout.branch[b] + 1);
+        }
+        for (int64_t h = 0; h < kv_heads; ++h) pieces.push_back({h, g, row, next, pairs});
+      }
+    std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.pairs > b.pairs; });
+  }
+
+  int64_t count() const { return pieces.size(); }
+
+  int64_t products(int64_t width) const {  // of rows of so many columns with their keys, then values
+    int64_t sum = 0;
+    for (const Piece& piece : pieces) sum += 2 * piece.pairs * width;
     return sum;
   }
 };

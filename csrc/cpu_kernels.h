@@ -284,6 +284,18 @@ INLINE Lanes exponential(Lanes x) {
   return p * (Lanes)((half + 127) << 23) * (Lanes)((whole - half + 127) << 23);
 }
 
+// e^x of scores, x at most about 0: to 1e-7 where it is near 1, 4e-7 at e^-20; 0 from where it would be subnormal.
+INLINE Lanes probability(Lanes x) {
+  const Lanes shifted = x * 1.44269504088896341f + 12582912.0f;  // its low bits are the nearest integer to log2
+  const Lanes r = x * 1.44269504088896341f - (shifted - 12582912.0f);
+  Lanes p = r * 1.3264727e-3f + 9.6715128e-3f;
+  p = p * r + 5.5507337e-2f;
+  p = p * r + 2.4022242e-1f;
+  p = p * r + 6.9314698e-1f;
+  p = p * r + 1.0f;
+  return x < -87.0f ? Lanes{} : (Lanes)((Ints)p + ((Ints)shifted << 23));
+}
+
 // tanh to 2 ulps: Cephes' polynomial, from 0.625 on by the exponential.
 INLINE Lanes tangent(Lanes x) {
   Lanes size = x < 0 ? -x : x, square = x * x;
@@ -783,6 +795,7 @@ INLINE void panel_rows(
 constexpr int64_t KEYS = 256;                  // keys that a block of rows takes at a time
 constexpr int64_t KEY_STRIDE = KEYS + LANES;   // of rows of scores: not of one set of the cache
 constexpr int64_t QUERIES = 384;               // query heads of a block's rows, whose scores stay in a cache
+constexpr int64_t FEWEST = 48;                 // of them, for which keys are worth packing
 
 template <typename F>
 constexpr int64_t value_panel() { return KEYS * LANES / F::STEP * PANEL; }  // floats of PANEL columns of KEYS values
@@ -809,15 +822,58 @@ INLINE bool packed_values(const At& at, int64_t count, int64_t width, float* pan
   return sum == 0;
 }
 
-// score[r][j] = x[r] . keys(j), of keys as they lie where there are few.
+struct Span {
+  int64_t low, high;
+};
+
+// The keys that each query head of a block's rows sees, from head `first` on: all `repeat` of a row the same, and those
+// that fill a panel's last rows none.
+struct Spans {
+  const Span* of;
+  int64_t repeat, first;
+
+  const Span& operator[](int64_t r) const { return of[(first + r) / repeat]; }
+  Spans from(int64_t r) const { return {of, repeat, first + r}; }
+
+  Span rows(int64_t count, int64_t low, int64_t high) const {  // outside which none of `count` sees keys low to high
+    auto none = [&](int64_t r) { return (*this)[r].low >= high || (*this)[r].high <= low; };
+    int64_t from = 0, to = count;
+    while (from < to && none(from)) ++from;
+    while (from < to && none(to - 1)) --to;
+    return {from, to};
+  }
+};
+
+// score[r][j] = x[r] . keys(j), of keys as they lie where there are few; else only where row r sees a key near j.
 template <typename F, typename At>
 INLINE void key_products(
     const typename F::X* x, int64_t stride, int64_t rows, const At& keys, int64_t count, int64_t width, bool few,
-    float* panel, float* score) {
+    const Spans& seen, float* panel, float* score) {
   if (few) return tiled<F>(x, rows, keys(0), keys.row, width, 0, count, score, KEY_STRIDE);
   for (int64_t j = 0; j < count; j += PANEL) {
+    auto [from, to] = seen.rows(rows, j, j + PANEL);
+    if (from == to) continue;
+    from = from / FEW * FEW, to = std::min(rows, in_fews(to));
     packed<F>([&](int64_t i) { return keys(j + i); }, count - j, width, panel);
-    panel_rows<F, false>({x, stride, 1}, rows, stride, panel, PANEL, score + j, KEY_STRIDE);
+    panel_rows<F, false>({x + from * stride, stride, 1}, to - from, stride, panel, PANEL, score + from * KEY_STRIDE + j,
+                         KEY_STRIDE);
+  }
+}
+
+// To out[r] the sum over the keys that row r sees of p[r][j] values(j), in panels.
+template <typename F>
+INLINE void value_products(
+    const typename F::X* p, int64_t stride, int64_t rows, const Spans& seen, int64_t width, const float* panel,
+    float* out, int64_t out_stride) {
+  for (int64_t r = 0; r < rows; r += PANEL_ROWS) {
+    const int64_t some = std::min<int64_t>(PANEL_ROWS, rows - r);
+    int64_t low = KEYS, high = 0;
+    for (int64_t i = r; i < r + some; ++i) low = std::min(low, seen[i].low), high = std::max(high, seen[i].high);
+    low = low / LANES * LANES;
+    for (int64_t e = 0; e < width && low < high; e += PANEL)
+      panel_rows<F, true>({p + r * stride + low, stride, 1}, some, high - low,
+                          panel + e / PANEL * value_panel<F>() + low * LANES / F::STEP * PANEL, PANEL,
+                          out + r * out_stride + e, out_stride);
   }
 }
 
@@ -830,13 +886,15 @@ INLINE bool all_finite(const T* x, int64_t width) {
   return total == 0;
 }
 
-// A row's scores, but for a factor, from its products, in place; -inf but from `low` to `high`. Returns the factor.
-INLINE float scored(float* score, int64_t low, int64_t high, int64_t count, const Scoring& how) {
+// A row's scores, but for a factor, from its products, in place, in the whole lanes from `begin` on that hold what it
+// sees; -inf around that. Returns the factor.
+INLINE float scored(float* score, const Span& seen, int64_t begin, const Scoring& how) {
+  const int64_t end = padded(seen.high);
   if (how.softcap != 0)
-    for (int64_t i = 0; i < count; i += LANES)
+    for (int64_t i = begin; i < end; i += LANES)
       store(score + i, tangent(load(score + i) * how.scale / how.softcap) * how.softcap);
-  for (int64_t i = 0; i < low; ++i) score[i] = -INFINITY;
-  for (int64_t i = high; i < padded(count); ++i) score[i] = -INFINITY;
+  for (int64_t i = begin; i < seen.low; ++i) score[i] = -INFINITY;
+  for (int64_t i = seen.high; i < end; ++i) score[i] = -INFINITY;
   return how.softcap != 0 ? 1.0f : how.scale;
 }
 
@@ -880,24 +938,24 @@ struct Attended {
     }
   }
 
-  // Rows from `first` on meet keys and values at(0) to at(count); range(r, low, high) says which row r sees. `few`:
-  // keys as they lie. Whether all values are finite.
-  template <typename Keys, typename Values, typename Range>
+  // Rows from `first` on meet keys and values at(0) to at(count); row first + r sees seen[r] of them. `few`: keys as
+  // they lie. Whether all values are finite.
+  template <typename Keys, typename Values>
   bool meet(
-      int64_t first, int64_t rows, const Keys& keys, const Values& values, int64_t count, bool few,
-      const Scoring& how, const Range& range) {
+      int64_t first, int64_t rows, const Keys& keys, const Values& values, int64_t count, bool few, const Spans& seen,
+      const Scoring& how) {
     typedef typename F::X X;
     float* scores = score + first * KEY_STRIDE;
     const X* x = query + first * stride;
     const int64_t made = first + rows == taken ? in_fews(rows) : rows;
-    key_products<F>(x, stride, few ? rows : made, keys, count, width, few, key_panel, scores);
+    key_products<F>(x, stride, few ? rows : made, keys, count, width, few, seen, key_panel, scores);
     for (int64_t r = first; r < first + rows; ++r) {
       float* of = score + r * KEY_STRIDE;
-      int64_t low = 0, high = count;
-      range(r, low, high);
-      const float factor = scored(of, low, high, count, how), before = top[r];
+      const Span& own = seen[r - first];
+      const int64_t begin = own.low / LANES * LANES, end = padded(own.high);
+      const float factor = scored(of, own, begin, how), before = top[r];
       Lanes most = Lanes{} - INFINITY;
-      for (int64_t i = 0; i < count; i += LANES) {
+      for (int64_t i = begin; i < end; i += LANES) {
         Lanes s = load(of + i);
         most = s > most ? s : most;
       }
@@ -906,11 +964,13 @@ struct Attended {
       const float kept = before == top[r] ? 1 : before == -INFINITY ? 0 : std::exp(before - shift);
       Lanes added = {};
       auto p = (X*)of;
-      for (int64_t i = 0; i < count; i += LANES) {
-        Lanes e = exponential(load(of + i) * factor - shift);
+      for (int64_t i = 0; i < begin; i += LANES) F::put(p + i, Lanes{});
+      for (int64_t i = begin; i < end; i += LANES) {
+        Lanes e = probability(load(of + i) * factor - shift);
         F::put(p + i, e);
         added += e;
       }
+      for (int64_t i = end; i < count; i += LANES) F::put(p + i, Lanes{});
       Quad four = quarter(added);
       total[r] = total[r] * kept + ((four[0] + four[1]) + (four[2] + four[3]));
       if (kept != 1 && before != -INFINITY)
@@ -918,19 +978,19 @@ struct Attended {
           store(sum + r * sum_stride + e, load(sum + r * sum_stride + e) * kept);
     }
     const bool finite = packed_values<F>(values, count, width, panel);
-    for (int64_t e = 0; e < width; e += PANEL)
-      panel_rows<F, true>({(X*)scores, KEY_STRIDE * sizeof(float) / sizeof(X), 1}, made, count,
-                          panel + e / PANEL * value_panel<F>(), PANEL, sum + first * sum_stride + e, sum_stride);
+    value_products<F>((X*)scores, KEY_STRIDE * sizeof(float) / sizeof(X), made, seen, width, panel,
+                      sum + first * sum_stride, sum_stride);
     return finite;
   }
 };
 
 // The keys that a block of a group's rows sees, in pieces that are the same in every block: of the prefix, then of each
-// branch. meet(own, at, count, from, to, few, range): rows `from` to `to` meet `count` keys from `at` on; a row
-// sees those that range(row, low, high) says, `few` where their branch is short.
+// branch. meet(own, at, count, from, to, few, seen): rows `from` to `to` meet `count` keys from `at` on, `few` where
+// their branch is short, of which seen[0] and so on say what their query heads see.
 template <typename Meet>
 INLINE void each_piece(
-    const Layout& layout, const Scoring& how, bool own, int64_t g, int64_t first, int64_t stop, const Meet& meet) {
+    const Layout& layout, const Scoring& how, bool own, int64_t g, int64_t first, int64_t stop, int64_t repeat,
+    const Meet& meet) {
   const int64_t length = layout.length[g];
   int64_t began[QUERIES], least = 0, b = layout.branch_of(first);  // each row's branch; the first key that one sees
   for (int64_t row = first, at = b; row < stop; ++row) {
@@ -939,22 +999,29 @@ INLINE void each_piece(
     const int64_t low = length + row - layout.branch[at] + 1 - how.window;
     least = row == first ? low : std::min(least, low);
   }
+  Span of[QUERIES + FEW];
+  const Spans seen = {of, repeat, 0};
+  // Rows `from` to `to` see of `count` keys those up to stop(row), and of these the window's.
+  auto see = [&](int64_t from, int64_t to, int64_t count, const auto& stop) {
+    for (int64_t row = from; row < to; ++row) {
+      const int64_t end = std::max<int64_t>(0, stop(row));
+      auto within = [&](int64_t key) { return std::min(count, std::max<int64_t>(0, key)); };
+      of[row - from] = {within(end - how.window), within(end)};
+    }
+    std::fill_n(of + (to - from), FEW, Span{KEYS, 0});
+  };
   for (int64_t at = std::max<int64_t>(0, least) / KEYS * KEYS; at < length; at += KEYS) {
     const int64_t count = std::min(KEYS, length - at);
-    meet(false, at, count, first, stop, false, [&](int64_t row, int64_t& low, int64_t& high) {
-      low = std::min(count, std::max<int64_t>(0, length + row - began[row - first] + 1 - how.window - at));
-      high = count;
-    });
+    see(first, stop, count, [&](int64_t row) { return length + row - began[row - first] + 1 - at; });
+    meet(false, at, count, first, stop, false, seen);
   }
   for (; own && b < layout.branches && layout.branch[b] < stop; ++b) {
     const int64_t start = layout.branch[b], end = layout.branch[b + 1];
-    const int64_t from = std::max(first, start), to = std::min(stop, end), seen = from + 1 - how.window - start;
-    for (int64_t at = start + std::max<int64_t>(0, seen) / KEYS * KEYS; from < to && at < to; at += KEYS) {
+    const int64_t from = std::max(first, start), to = std::min(stop, end), oldest = from + 1 - how.window - start;
+    for (int64_t at = start + std::max<int64_t>(0, oldest) / KEYS * KEYS; from < to && at < to; at += KEYS) {
       const int64_t count = std::min(KEYS, to - at);
-      meet(true, at, count, from, to, end - start < PANEL, [&](int64_t row, int64_t& low, int64_t& high) {
-        low = std::min(count, std::max<int64_t>(0, row + 1 - how.window - at));
-        high = std::min(count, std::max<int64_t>(0, row + 1 - at));
-      });
+      see(from, to, count, [&](int64_t row) { return row + 1 - at; });
+      meet(true, at, count, from, to, end - start < PANEL, seen);
     }
   }
 }
@@ -973,26 +1040,26 @@ static int branch_attention(
   typedef Factors<T> F;
   if (rows) std::memset(done, 1, rows);
   if (!rows || !heads) return 0;
-  const int64_t repeat = heads / kv_heads, most = std::max<int64_t>(1, QUERIES / repeat), room = most * repeat + FEW;
-  int64_t blocks = 0;
-  for (int64_t g = 0; g < layout.groups; ++g) blocks += (layout.first(g + 1) - layout.first(g) + most - 1) / most;
-  threads = sharing(threads, blocks * kv_heads, layout.products(heads * width));
+  const int64_t repeat = heads / kv_heads, fitting = std::max<int64_t>(1, QUERIES / repeat);
+  const int64_t enough = (rows * kv_heads + 4 * threads - 1) / (4 * threads);  // rows of a block, four to a thread
+  const int64_t most = std::min(fitting, std::max(enough, FEWEST / repeat + 1)), room = most * repeat + FEW;
+  const Blocks blocks(layout, kv_heads, most, how.window);
+  threads = sharing(threads, blocks.count(), blocks.products(repeat * width));
   const int64_t floats = Attended<F>::floats(room, width);
   const Scratch scratch(threads * floats);
   float* memory = scratch.data();
   if (!memory) return OUT_OF_MEMORY;
-  auto attend = [=, &layout, &how](Attended<F>& of, int64_t h, int64_t g, int64_t first, int64_t stop) {
+  auto attend = [=, &layout, &how](Attended<F>& of, const Blocks::Piece& piece) {
+    const auto [h, g, first, stop, pairs] = piece;
     const int64_t n = (stop - first) * repeat;
     bool sound[QUERIES];
     for (int64_t row = first; row < stop; ++row) sound[row - first] = true;
     of.begin(q.queries(first, h, repeat), n);
     const Keys<T> shared_k = layout.keys(prefix_k, g, h), shared_v = layout.keys(prefix_v, g, h);
-    each_piece(layout, how, k.data, g, first, stop, [&](bool own, int64_t at, int64_t count, int64_t from, int64_t to,
-                                                        bool few, const auto& range) {
+    each_piece(layout, how, k.data, g, first, stop, repeat, [&](
+        bool own, int64_t at, int64_t count, int64_t from, int64_t to, bool few, const Spans& seen) {
       const Keys<T> keys = (own ? k.of(h) : shared_k).from(at), values = (own ? v.of(h) : shared_v).from(at);
-      if (of.meet((from - first) * repeat, (to - from) * repeat, keys, values, count, few, how,
-                  [&](int64_t r, int64_t& low, int64_t& high) { range(first + r / repeat, low, high); }))
-        return;
+      if (of.meet((from - first) * repeat, (to - from) * repeat, keys, values, count, few, seen, how)) return;
       bool strange = !own;
       for (int64_t row = own ? at : from; row < to; ++row) {
         strange = strange || (row < at + count && !all_finite(v.at(row, h), width));
@@ -1012,14 +1079,11 @@ static int branch_attention(
       }
     }
   };
-  share(blocks * kv_heads, 1, threads, [=, &layout](int64_t at, int64_t last) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
+  for (int64_t i = 0; i < blocks.count(); ++i) {
     Attended<F> of(memory + (threads > 1 ? part() : 0) * floats, room, width);
-    int64_t task = 0;
-    for (int64_t h = 0; h < kv_heads; ++h)
-      for (int64_t g = 0; g < layout.groups; ++g)
-        for (int64_t row = layout.first(g), end = layout.first(g + 1); row < end; row += most, ++task)
-          if (at <= task && task < last) attend(of, h, g, row, std::min(end, row + most));
-  });
+    attend(of, blocks.pieces[i]);
+  }
   return 0;
 }
 
@@ -1039,69 +1103,93 @@ static int branch_attention_backward(
   const int64_t repeat = heads / kv_heads, most = std::max<int64_t>(1, QUERIES / repeat), room = most * repeat + FEW;
   const int64_t span = stride_of<F>(width), stride = (width + PANEL - 1) / PANEL * PANEL;
   const int64_t panels = stride / PANEL * value_panel<F>();
-  const int64_t floats = room * (2 * span + stride + 2 * (KEY_STRIDE + 1)) + span * PANEL + panels + KEYS * stride;
+  const int64_t of_block = padded(room * (2 * span + stride + 2 * (KEY_STRIDE + 1)));
+  const int64_t of_thread = padded(span * PANEL + panels + KEYS * stride);
   const bool apart = !dprefix_k || !dprefix_v;  // then groups have no sum in common
   const int64_t pieces = kv_heads * (apart ? layout.groups : 1);
-  threads = sharing(threads, pieces, layout.products(heads * width));
-  const Scratch scratch(threads * padded(floats));
+  threads = sharing(threads, layout.first(layout.groups), layout.products(heads * width));
+  const bool together = threads > 1 && pieces < 4 * threads;  // threads share each block: all have enough to do
+  const Scratch scratch(threads * (of_block + of_thread));
   float* memory = scratch.data();
   if (!memory) return OUT_OF_MEMORY;
   auto undo = [=](int64_t place) {
 #pragma omp atomic write
     done[place] = 0;
   };
-  auto block = [=, &layout, &how](float* query, int64_t h, int64_t g, int64_t first, int64_t stop) {
-    const int64_t n = (stop - first) * repeat;
-    float *slope = query + room * span, *sum = slope + room * span, *score = sum + room * stride;
-    float *ds = score + room * KEY_STRIDE, *log = ds + room * KEY_STRIDE, *delta = log + room;
-    float *key_panel = delta + room, *panel = key_panel + span * PANEL, *part = panel + panels;
-    std::memset(query, 0, room * (2 * span + stride) * sizeof(float));
+  auto wait = [=] {
+    if (together) {
+#pragma omp barrier
+    }
+  };
+  auto block = [=, &layout, &how](int64_t h, int64_t g, int64_t first, int64_t stop) {
+    const int64_t n = (stop - first) * repeat, thread = threads > 1 ? part() : 0;
+    const int64_t me = together ? thread : 0, team = together ? parts() : 1;
+    auto mine = [=](int64_t count) -> Span {  // of rows or keys, by panels
+      const int64_t units = (count + PANEL_ROWS - 1) / PANEL_ROWS;
+      return {units * me / team * PANEL_ROWS, std::min(count, units * (me + 1) / team * PANEL_ROWS)};
+    };
+    float *query = memory + (together ? 0 : thread) * of_block, *slope = query + room * span;
+    float *sum = slope + room * span, *score = sum + room * stride, *ds = score + room * KEY_STRIDE;
+    float *log = ds + room * KEY_STRIDE, *delta = log + room;
+    float* key_panel = memory + (together ? 1 : threads) * of_block + thread * of_thread;
+    float *panel = key_panel + span * PANEL, *part = panel + panels;
     const Block<const T> queries = q.queries(first, h, repeat), slopes = grad.queries(first, h, repeat);
     const Block<const T> outs = out.queries(first, h, repeat);
-    for (int64_t r = 0; r < n; ++r) {
+    for (auto [r, last] = mine(n); r < last; ++r) {
       copied(queries[r], width, query + r * span);
       copied(slopes[r], width, slope + r * span);
+      pad<F>(query + r * span, width);
+      pad<F>(slope + r * span, width);
+      std::memset(sum + r * stride, 0, stride * sizeof(float));
       const int64_t place = (h * repeat + r % repeat) * rows + first + r / repeat;
       log[r] = lse[place] == -INFINITY ? 0 : lse[place];
       delta[r] = (float)added(
           width, [&](int64_t e, int64_t m) { return some(outs[r] + e, m) * some(slopes[r] + e, m); });
       if (dlse) delta[r] -= dlse[place];
     }
-    // To each of `count` rows of `to` sum_r p[r][j] x[r].
-    auto collect = [&](const float* p, const float* x, int64_t from, int64_t taken, int64_t count, float* to) {
-      for (int64_t e = 0; e < width; e += PANEL)
-        panel_rows<F, false>({p + from * KEY_STRIDE, 1, KEY_STRIDE}, count, taken, x + from * span + e, span,
-                             part + e, stride);
-      for (int64_t j = 0; j < count; ++j)
+    // To each of `count` rows of `to`, as far as they are this thread's, sum_r p[r][j] x[r].
+    auto collect = [&](const float* p, const float* x, int64_t taken, int64_t count, const Spans& seen, float* to) {
+      const auto [begin, end] = mine(count);
+      for (int64_t j = begin; j < end; j += PANEL_ROWS) {
+        const int64_t keys = std::min<int64_t>(PANEL_ROWS, end - j);
+        const auto [from, stop] = seen.rows(taken, j, j + keys);
+        for (int64_t e = 0; e < width; e += PANEL)
+          panel_rows<F, false>({p + from * KEY_STRIDE + j, 1, KEY_STRIDE}, keys, stop - from, x + from * span + e, span,
+                               part + j * stride + e, stride);
+      }
+      for (int64_t j = begin; j < end; ++j)
         for (int64_t e = 0; e < width; e += LANES) {
           const int64_t m = width - e < LANES ? width - e : LANES;
           float* at = to + j * kv_heads * width + e;
           store(at, some(at, m) + load(part + j * stride + e), m);
         }
     };
-    each_piece(layout, how, k.data, g, first, stop, [&](bool own, int64_t at, int64_t count, int64_t from, int64_t to,
-                                                        bool few, const auto& range) {
+    wait();
+    each_piece(layout, how, k.data, g, first, stop, repeat, [&](
+        bool own, int64_t at, int64_t count, int64_t from, int64_t to, bool few, const Spans& all) {
       const Keys<T> keys = (own ? k.of(h) : layout.keys(prefix_k, g, h)).from(at);
       const Keys<T> values = (own ? v.of(h) : layout.keys(prefix_v, g, h)).from(at);
       const int64_t begin = (from - first) * repeat, taken = (to - from) * repeat;
+      const auto [low_row, high_row] = mine(taken);
+      const int64_t start = begin + low_row, own_rows = high_row - low_row;
+      const Spans seen = all.from(low_row);
       auto multiply = [&](const float* x, const Keys<T>& with, float* into) {
-        x += begin * span, into += begin * KEY_STRIDE;
-        key_products<F>(x, span, taken, with, count, width, few, key_panel, into);
+        key_products<F>(x + start * span, span, own_rows, with, count, width, few, seen, key_panel,
+                        into + start * KEY_STRIDE);
       };
       multiply(query, keys, score);
       multiply(slope, values, ds);
-      for (int64_t r = begin; r < begin + taken; ++r) {
+      for (int64_t r = start; r < start + own_rows; ++r) {
         float *p = score + r * KEY_STRIDE, *d = ds + r * KEY_STRIDE;
-        int64_t low, high;
-        range(first + r / repeat, low, high);
-        for (int64_t i = 0; i < count; i += LANES) {
+        const auto [low, high] = seen[r - start];
+        for (int64_t i = low / LANES * LANES; i < high; i += LANES) {
           Lanes s = load(p + i) * how.scale, slant = Lanes{} + how.scale;
           if (how.softcap != 0) {
             const Lanes t = tangent(s / how.softcap);
             s = t * how.softcap;
             slant *= 1.0f - t * t;
           }
-          const Lanes e = exponential(s - log[r]);
+          const Lanes e = probability(s - log[r]);
           store(p + i, e);
           store(d + i, e * (load(d + i) - delta[r]) * slant);
         }
@@ -1120,32 +1208,41 @@ static int branch_attention_backward(
         }
         if (row >= from && strange) undo(row);
       }
-      for (int64_t e = 0; e < width; e += PANEL)
-        panel_rows<F, true>({ds + begin * KEY_STRIDE, KEY_STRIDE, 1}, taken, count,
-                            panel + e / PANEL * value_panel<F>(), PANEL, sum + begin * stride + e, stride);
+      value_products<F>(
+          ds + start * KEY_STRIDE, KEY_STRIDE, own_rows, seen, width, panel, sum + start * stride, stride);
+      wait();
       const int64_t place = ((own ? at : layout.start[g] + at) * kv_heads + h) * width;
-      if (own || dprefix_k) collect(ds, query, begin, taken, count, (own ? dk : dprefix_k) + place);
-      if (own || dprefix_v) collect(score, slope, begin, taken, count, (own ? dv : dprefix_v) + place);
+      auto gather = [&](const float* p, const float* x, float* to) {
+        if (to) collect(p + begin * KEY_STRIDE, x + begin * span, taken, count, all, to + place);
+      };
+      gather(ds, query, own ? dk : dprefix_k);
+      gather(score, slope, own ? dv : dprefix_v);
+      wait();
     });
-    for (int64_t r = 0; r < n; ++r) {
+    for (auto [r, last] = mine(n); r < last; ++r) {
       copied(sum + r * stride, width, dq + ((first + r / repeat) * heads + h * repeat + r % repeat) * width);
       if (!all_finite(sum + r * stride, width)) undo(first + r / repeat);
     }
+    wait();
   };
-  share(pieces, 1, threads, [=, &layout](int64_t piece, int64_t last) {
-    float* own = memory + (threads > 1 ? part() : 0) * padded(floats);
-    for (; piece < last; ++piece) {
-      const int64_t h = apart ? piece / layout.groups : piece;
-      int64_t g = apart ? piece % layout.groups : 0;
-      for (const int64_t past = apart ? g + 1 : layout.groups; g < past; ++g) {
-        const int64_t start = layout.first(g), end = layout.first(g + 1);
-        for (int64_t row = start; row < end; row += most) block(own, h, g, row, std::min(end, row + most));
-        for (int64_t row = start; row < end && k.data; ++row)
-          for (const float* of : {dk, dv})
-            if (!all_finite(of + (row * kv_heads + h) * width, width)) undo(rows + row);
-      }
+  auto work = [=, &layout](int64_t piece) {
+    const int64_t h = apart ? piece / layout.groups : piece;
+    int64_t g = apart ? piece % layout.groups : 0;
+    for (const int64_t past = apart ? g + 1 : layout.groups; g < past; ++g) {
+      const int64_t start = layout.first(g), end = layout.first(g + 1);
+      for (int64_t row = start; row < end; row += most) block(h, g, row, std::min(end, row + most));
+      for (int64_t row = start; row < end && k.data; ++row)
+        for (const float* of : {dk, dv})
+          if (!all_finite(of + (row * kv_heads + h) * width, width)) undo(rows + row);
     }
-  });
+  };
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  if (together) {
+    for (int64_t piece = 0; piece < pieces; ++piece) work(piece);
+  } else {
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t piece = 0; piece < pieces; ++piece) work(piece);
+  }
   return 0;
 }
 
