@@ -284,8 +284,10 @@ INLINE Lanes exponential(Lanes x) {
   return p * (Lanes)((half + 127) << 23) * (Lanes)((whole - half + 127) << 23);
 }
 
-// e^x of scores, x at most about 0: to 1e-7 where it is near 1, 4e-7 at e^-20; 0 from where it would be subnormal.
+// e^x of scores, x at most about 0: to 1e-7 where it is near 1, 4e-7 at e^-20; 0 from where it would be subnormal, NaN
+// of NaN.
 INLINE Lanes probability(Lanes x) {
+  x = x > 88.0f ? Lanes{} + 88.0f : x;
   const Lanes shifted = x * 1.44269504088896341f + 12582912.0f;  // its low bits are the nearest integer to log2
   const Lanes r = x * 1.44269504088896341f - (shifted - 12582912.0f);
   Lanes p = r * 1.3264727e-3f + 9.6715128e-3f;
@@ -293,7 +295,8 @@ INLINE Lanes probability(Lanes x) {
   p = p * r + 2.4022242e-1f;
   p = p * r + 6.9314698e-1f;
   p = p * r + 1.0f;
-  return x < -87.0f ? Lanes{} : (Lanes)((Ints)p + ((Ints)shifted << 23));
+  const Lanes y = (Lanes)((Ints)p + ((Ints)shifted << 23));
+  return x >= -87.0f ? y : x < 0 ? Lanes{} : x;
 }
 
 // tanh to 2 ulps: Cephes' polynomial, from 0.625 on by the exponential.
@@ -1050,7 +1053,7 @@ static int branch_attention(
   float* memory = scratch.data();
   if (!memory) return OUT_OF_MEMORY;
   auto attend = [=, &layout, &how](Attended<F>& of, const Blocks::Piece& piece) {
-    const auto [h, g, first, stop, pairs] = piece;
+    const int64_t h = piece.h, g = piece.g, first = piece.first, stop = piece.stop;
     const int64_t n = (stop - first) * repeat;
     bool sound[QUERIES];
     for (int64_t row = first; row < stop; ++row) sound[row - first] = true;
@@ -1135,7 +1138,8 @@ static int branch_attention_backward(
     float *panel = key_panel + span * PANEL, *part = panel + panels;
     const Block<const T> queries = q.queries(first, h, repeat), slopes = grad.queries(first, h, repeat);
     const Block<const T> outs = out.queries(first, h, repeat);
-    for (auto [r, last] = mine(n); r < last; ++r) {
+    const Span loaded = mine(n);
+    for (int64_t r = loaded.low; r < loaded.high; ++r) {
       copied(queries[r], width, query + r * span);
       copied(slopes[r], width, slope + r * span);
       pad<F>(query + r * span, width);
@@ -1146,6 +1150,7 @@ static int branch_attention_backward(
       delta[r] = (float)added(
           width, [&](int64_t e, int64_t m) { return some(outs[r] + e, m) * some(slopes[r] + e, m); });
       if (dlse) delta[r] -= dlse[place];
+      if (!all_finite(query + r * span, width) || !all_finite(slope + r * span, width)) undo(first + r / repeat);
     }
     // To each of `count` rows of `to`, as far as they are this thread's, sum_r p[r][j] x[r].
     auto collect = [&](const float* p, const float* x, int64_t taken, int64_t count, const Spans& seen, float* to) {
@@ -1219,7 +1224,7 @@ static int branch_attention_backward(
       gather(score, slope, own ? dv : dprefix_v);
       wait();
     });
-    for (auto [r, last] = mine(n); r < last; ++r) {
+    for (int64_t r = loaded.low; r < loaded.high; ++r) {
       copied(sum + r * stride, width, dq + ((first + r / repeat) * heads + h * repeat + r % repeat) * width);
       if (!all_finite(sum + r * stride, width)) undo(first + r / repeat);
     }

@@ -163,6 +163,15 @@ def test_a_sequence_has_the_same_bits_in_any_layer_call(dtype: torch.dtype) -> N
 
 
 @every_width
+def test_a_nan_with_any_payload_is_seen() -> None:
+    case = single(make_branches([([3, 70], 0, 300)], (6, 3), 64))
+    case.tensors["prefix_k"][10].view(torch.int32)[..., 0] = 0x7FC00001
+    results, grads = evaluate(case)
+    assert results[0].isnan().all()
+    assert grads[0].isnan().all()
+
+
+@every_width
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     """Also where heads or rows do not share out evenly."""
     attended = single(make_branches([([3, 70, 1], 0, 300), ([1] * 7, 0, 90)], (6, 3), 64))
