@@ -203,7 +203,7 @@ class PairLoop(Loop[PairTask]):
         """As `Loop.tick`, and resolve events."""
         changed = super().tick()
         self._resolve_events(changed)
-        return changed
+        return list(dict.fromkeys(changed))
 
     def _request_candidates(self, task: PairTask, entropy: float) -> None:
         assert task.step_row is not None

@@ -55,12 +55,25 @@ class Task:
     step_row: int | None = None  # its row of the step; None until its prompt is prefilled
     since: int = 0  # outcomes of earlier steps are not for this sequence
 
+    @property
+    def prefilled(self) -> int:
+        """Tokens of its prompt that are prefilled: all, or all but the last where no first token is wanted of it."""
+        return len(self.row.tokens) - (self.continuations is not None or not self.stop.room)
+
     def give_up(self) -> None:
         """Say that nobody waits for it any more."""
         self.gone.cancel()
 
 
 AnyTask = TypeVar("AnyTask", bound=Task)
+
+
+def _wanted(tasks: Sequence[Task]) -> dict[str, bool]:
+    """What a step over these sequences computes besides."""
+    return {
+        "ranked": any(task.ranking for task in tasks),
+        "sampled": any(task.draw.temperature > 0 for task in tasks),
+    }
 
 
 class Loop(Generic[AnyTask]):
@@ -82,7 +95,7 @@ class Loop(Generic[AnyTask]):
         self.entering: deque[AnyTask] = deque()  # they have pages, and their prompts are being prefilled
         self.scoring: deque[AnyTask] = deque()  # their prompts are complete, and continuations are left
         self.rows: list[AnyTask] = []  # the step's rows, in order
-        self._runs: deque[list[AnyTask]] = deque()  # the rows of each step whose outcome was not read yet
+        self._runs: deque[tuple[int, list[AnyTask]]] = deque()  # (first row, rows) of each step not read yet
         self._untrimmed = 0  # logits on a CPU since memory was given back
 
     def check(self, task: AnyTask) -> None:
@@ -139,12 +152,15 @@ class Loop(Generic[AnyTask]):
         self._enter(changed)
         self._score(changed)
         if any(not task.halted for task in self.rows):
-            sampled = any(task.draw.temperature > 0 for task in self.rows)
-            self.step.run(len(self.rows), any(task.ranking for task in self.rows), sampled)
-            self._runs.append(list(self.rows))
-            while self.step.enqueued > self.step.ahead:
-                self._read_outcomes(changed)
-        return changed
+            self.step.run(len(self.rows), **_wanted(self.rows))
+            self._enqueued(0, changed)
+        return list(dict.fromkeys(changed))  # a sequence that begins gets two tokens
+
+    def _enqueued(self, begin: int, changed: list[AnyTask]) -> None:
+        """Note a step of the rows from `begin` on, and read the outcomes of the steps that are not to be ahead."""
+        self._runs.append((begin, self.rows[begin:]))
+        while self.step.enqueued > self.step.ahead:
+            self._read_outcomes(changed)
 
     # --- in and out ---------------------------------------------------------------------------------------------------
 
@@ -178,11 +194,11 @@ class Loop(Generic[AnyTask]):
         room, parts, tasks = self._room, [], []
         short, half = list[AnyTask](), room // 2
         for task in self.entering:
-            if (left := len(task.row.tokens) - 1 - task.held) <= half:
+            if (left := task.prefilled - task.held) <= half:
                 short.append(task)
                 half -= left
         for task in [*short, *(task for task in self.entering if task not in short)]:
-            wanted = task.row.tokens[task.held : -1][:room]
+            wanted = task.row.tokens[task.held : task.prefilled][:room]
             if wanted:
                 assert task.pages is not None
                 parts.append(Part(wanted, task.held, task.pages))
@@ -190,14 +206,20 @@ class Loop(Generic[AnyTask]):
                 room -= len(wanted)
             if not room:
                 break
+        streams = list[Tensor]()  # after each part's last token
         if any(task.prompt_ranking for task in tasks):
-            self._rank(tasks, parts, self.model.extend(parts, every=True))
+            every = self.model.extend(parts, every=True).split([len(part.tokens) for part in parts])
+            self._rank(tasks, parts, every)
+            streams = [own[-1] for own in every]
         elif parts:
-            self.model.extend(parts)
+            streams = list(self.model.extend(parts))
         for task, part in zip(tasks, parts, strict=True):
             task.held += len(part.tokens)
-            self.model.pages.filled(task.row.tokens[: task.held], part.pages)
-        for task in [task for task in self.entering if task.held == len(task.row.tokens) - 1]:
+            known = task.row.tokens[:-1][: task.held]  # a step may write the last one's keys again
+            self.model.pages.filled(known, part.pages)
+        last = dict(zip(tasks, streams, strict=True))
+        begun = len(self.rows)
+        for task in [task for task in self.entering if task.held == task.prefilled]:
             self.entering.remove(task)
             if task.continuations:
                 self.scoring.append(task)
@@ -207,15 +229,19 @@ class Loop(Generic[AnyTask]):
                 self.end(task)
             if task.done:
                 changed.append(task)
+        if rows := self.rows[begun:]:
+            hidden = torch.stack([last[task] for task in rows])
+            self.step.first(slice(begun, len(self.rows)), hidden, **_wanted(rows))
+            self._enqueued(begun, changed)
 
     @torch.no_grad()
-    def _rank(self, tasks: Sequence[AnyTask], parts: Sequence[Part], streams: Tensor) -> None:
-        """Keep the likeliest tokens at the places of prompts that ask for them; streams are after the parts' tokens."""
-        for task, part, own in zip(tasks, parts, streams.split([len(part.tokens) for part in parts]), strict=True):
+    def _rank(self, tasks: Sequence[AnyTask], parts: Sequence[Part], streams: Sequence[Tensor]) -> None:
+        """Keep the likeliest tokens at the places of prompts that ask for them; streams are after each token."""
+        for task, part, own in zip(tasks, parts, streams, strict=True):
             if not task.prompt_ranking:
                 continue
             tokens = torch.tensor(task.row.tokens[part.held + 1 :][: len(own)], device=own.device)
-            for rows, targets in zip(own.split(LOGITS), tokens.split(LOGITS), strict=True):
+            for rows, targets in zip(own[: len(tokens)].split(LOGITS), tokens.split(LOGITS), strict=True):
                 logits = self.model.logits(rows, self.step.vocabulary)
                 taken, ids = logits.gather(-1, targets[:, None]), torch.arange(logits.shape[-1], device=own.device)
                 before = (logits > taken) | ((logits == taken) & (ids < targets[:, None]))
@@ -300,8 +326,8 @@ class Loop(Generic[AnyTask]):
     def _read_outcomes(self, changed: list[AnyTask]) -> None:
         """Read the outcomes of the oldest step not read yet."""
         number = self.step.begun - self.step.enqueued
-        tasks = self._runs.popleft()
-        for task, outcome in zip(tasks, self.step.outcomes(len(tasks)), strict=True):
+        begin, tasks = self._runs.popleft()
+        for task, outcome in zip(tasks, self.step.outcomes(len(tasks), begin), strict=True):
             if task.done or task.halted or number < task.since:
                 continue
             if outcome.halt == Halt.NAN:

@@ -114,7 +114,7 @@ class DecodeStep:
         threshold: float,
         draw: Draw = GREEDY,
     ) -> None:
-        """Put a sequence into an empty row; the keys and values of all its tokens but the last are in its pages.
+        """Put a sequence into an empty row; keys and values of its tokens, but perhaps the last, are in its pages.
 
         It halts at `limit` tokens, for which the pages are enough; the threshold is in nats.
         """
@@ -189,11 +189,21 @@ class DecodeStep:
         draw their tokens as they were put; otherwise all take the likeliest.
         """
         self.wait_for_stream()
+        self._ready(self._captured(count), self.begun % RING, sampled)()
+        self._enqueued(slice(count), ranked)
+
+    @torch.no_grad()
+    def first(self, rows: slice, hidden: Tensor, ranked: bool = False, sampled: bool = False) -> None:
+        """As `run`, for some rows alone, whose last token needs no forward: `hidden` [n, D] is the stream after it."""
+        self.wait_for_stream()
+        self._commit(rows, hidden, self.begun % RING, sampled)
+        self._enqueued(rows, ranked)
+
+    def _enqueued(self, rows: slice, ranked: bool) -> None:
         slot = self.begun % RING
-        self._ready(self._captured(count), slot, sampled)()
         self._ranked[slot] = ranked
         if ranked:
-            self.ranks[slot, :count].copy_(rank(self.logits[:count], self.token[:count]), non_blocking=True)
+            self.ranks[slot, rows].copy_(rank(self.logits[rows], self.token[rows]), non_blocking=True)
         if self.ended:
             self.ended[slot].record(torch.cuda.current_stream(self.logits.device))
         self.begun += 1
@@ -204,16 +214,17 @@ class DecodeStep:
         """Number of steps whose outcome was not read."""
         return self.begun - self._looked
 
-    def outcomes(self, count: int) -> list[Outcome]:
-        """Wait for the oldest step not read yet; what it did to its first `count` rows."""
+    def outcomes(self, count: int, begin: int = 0) -> list[Outcome]:
+        """Wait for the oldest step not read yet; what it did to `count` rows from `begin` on."""
         slot = self._looked % RING
         if self.ended:
             self.ended[slot].synchronize()
         self._looked += 1
-        ranks = map(ranked, self.ranks[slot, :count].tolist()) if self._ranked[slot] else repeat(None)
+        rows = slice(begin, begin + count)
+        ranks = map(ranked, self.ranks[slot, rows].tolist()) if self._ranked[slot] else repeat(None)
         return [
             Outcome(Halt(int(halt)), int(token), nats, top)
-            for (halt, token, nats), top in zip(self.ring[slot, :count].tolist(), ranks, strict=False)
+            for (halt, token, nats), top in zip(self.ring[slot, rows].tolist(), ranks, strict=False)
         ]
 
     @torch.no_grad()
@@ -241,18 +252,21 @@ class DecodeStep:
         return ready
 
     def _compute(self, rows: int, slot: int, sampled: bool) -> None:
-        model, state = self.model, DecodeState(*(x[:rows] for x in self.state))
-        position, token_place, slot_place = state.length + self.offsets[:, :rows]
-        last = state.tokens.view(-1).index_select(0, token_place)
+        position, token_place, slot_place = self.state.length[:rows] + self.offsets[:, :rows]
+        last = self.state.tokens[:rows].view(-1).index_select(0, token_place)
         slots = self.slots[:rows].view(-1).index_select(0, slot_place)
-        hidden = model.forward(last, position, position, self.table[:rows], slots)
-        logits = self.logits[:rows]
-        logits.copy_(model.logits(hidden, self.vocabulary))
+        hidden = self.model.forward(last, position, position, self.table[:rows], slots)
+        self._commit(slice(rows), hidden, slot, sampled)
+
+    def _commit(self, rows: slice, hidden: Tensor, slot: int, sampled: bool) -> None:
+        """Rows append their tokens or halt, from the residual stream [n, D] after the last one."""
+        state, logits = DecodeState(*(x[rows] for x in self.state)), self.logits[rows]
+        logits.copy_(self.model.logits(hidden, self.vocabulary))
         entropy, values, ids = topk_entropy(logits, self.top_k)
-        token = self.token[:rows]
+        token = self.token[rows]
         if sampled:
-            token.copy_(drawn(values, ids, Draws(*(each[:rows] for each in self.draws)), state.length))
+            token.copy_(drawn(values, ids, Draws(*(each[rows] for each in self.draws)), state.length))
         else:
             token.copy_(ids[:, 0])  # the first of equal ones
-        limits = {"threshold": self.threshold[:rows], "eos_ids": self.ends, "max_length": self.limit[:rows]}
-        commit_(state, token, entropy, **limits, outcome=self.ring[slot, :rows])
+        limits = {"threshold": self.threshold[rows], "eos_ids": self.ends, "max_length": self.limit[rows]}
+        commit_(state, token, entropy, **limits, outcome=self.ring[slot, rows])

@@ -199,7 +199,7 @@ def test_a_prompt_enters_in_pieces_while_others_run(monkeypatch):
         next(iter(first))
         assert facts(running.submit(long, 9).result(60)) == want_long
         assert facts(first.result(60)) == want_short
-    assert [count for _, count in pieces] == [16] * 9 + [149 % 16]
+    assert [count for _, count in pieces] == [16] * 9 + [150 % 16]
     assert len({begun for begun, _ in pieces}) == 10  # a step between each two
     with pytest.raises(ValueError, match="prefill_tokens: expected 1 or more, got 0"):
         engine(slm, llm, prefill_tokens=0)
@@ -222,7 +222,7 @@ def test_short_prompts_go_ahead_of_long_ones_which_keep_half_of_each_piece(monke
         with running._state.changed:
             handles = [running.submit(ids, 9) for ids in asked]
         assert [facts(handle.result(60)) for handle in handles] == want
-    assert packs[:5] == [[5, 11], [5, 11], [5, 11], [5, 11], [16]]
+    assert packs[:5] == [[6, 10], [6, 10], [6, 10], [6, 10], [16]]
 
 
 def test_prompts_that_arrive_together_compute_their_common_pages_once(monkeypatch):
@@ -243,7 +243,7 @@ def test_prompts_that_arrive_together_compute_their_common_pages_once(monkeypatc
         slm, llm, Mixed(), RequestPolicy(1.2), **OPTIONS, max_length=200, max_batch=4, kv_memory=None
     )
     assert [facts(one) for one in decoder.generate_many(asked, 12)] == want
-    assert counts[slm] == 149 + (148 - 128) + (159 - 64) + 37
+    assert counts[slm] == 150 + (149 - 128) + (160 - 64) + 38
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -326,6 +326,17 @@ def test_where_pages_are_scarce_sequences_wait():
             running.submit(prompts(190)[0], 20)
     with pytest.raises(ValueError, match=f"kv_memory: expected {page} bytes or more"):
         engine(slm, llm, kv_memory=page - 1)
+
+
+def test_a_sequence_may_begin_and_end_in_one_tick():
+    """Its first token is sure, its second and last an event."""
+    slm, llm = models()
+    asked, threshold = prompts(*[9] * 30, seed=8), 2.2
+    want = alone(slm, llm, asked, 2, threshold=threshold)
+    assert any([step for step, *_ in events] == [1] for _, events in want)
+    with engine(slm, llm, threshold=threshold, max_batch=2) as running:
+        handles = [running.submit(ids, 2) for ids in asked]
+        assert [facts(handle.result(60)) for handle in handles] == want
 
 
 def test_a_threshold_and_a_budget_of_ones_own():

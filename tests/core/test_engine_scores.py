@@ -103,7 +103,7 @@ def test_a_beginning_that_anyone_computed_is_computed_once(monkeypatch):
             handle.result(60)
         assert counts.prefix == 199 + (194 - 128)
         running.submit(torch.cat([stem, other[:5]]), 3, max_events=0).result(60)
-        assert counts.prefix == 199 + 66 + (204 - 192)
+        assert counts.prefix == 199 + 66 + (205 - 192)
         running.submit(other, 3, max_events=0).result(60)
         before = counts.prefix
         check_scores(slm, other, tokens, running.score(other, tokens).result(60))
@@ -264,10 +264,11 @@ def test_a_prompts_own_log_probs_are_those_of_plain_forwards(new, monkeypatch):
     with engine(slm, llm, max_batch=3, max_length=300, prefill_tokens=100) as running:
         handles = [running.submit(ids, new, prompt_ranking=place != 4 or not new) for place, ids in enumerate(asked)]
         found = [facts(handle.result(60)) for handle in handles]
-        assert counts.prefix == sum(len(ids) - 1 for ids in asked)  # no page is shared: all places are computed
+        whole = sum(len(ids) - (not new) for ids in asked)  # no page is shared: all places are computed
+        assert counts.prefix == whole
         assert found == (want if new else [([], [])] * 6)
         running.submit(asked[3], 1, max_events=0).result(60)
-        assert counts.prefix == sum(len(ids) - 1 for ids in asked) + 149 - 128  # but others share what they computed
+        assert counts.prefix == whole + 150 - 128  # but others share what they computed
         assert running.decoder.loop.model.pages.free == running.decoder.loop.model.pages.count
     for place, (ids, handle) in enumerate(zip(asked, handles, strict=True)):
         if place == 4 and new:

@@ -284,6 +284,17 @@ def test_extending_in_chunks_is_one_forward(count):
     assert not any(buffer[last, place:].any() for buffer in (*model.keys, *model.values))
 
 
+@pytest.mark.parametrize("length", [1, 9, CHUNK + 1])
+def test_the_first_token_takes_no_step_of_its_own(monkeypatch, length):
+    steps, forward = [], PagedModel.forward
+    monkeypatch.setattr(PagedModel, "forward", lambda *given: steps.append(1) or forward(*given))
+    slm, llm = pair("qwen3", max_position_embeddings=600)
+    decoder = LowLatencyDecoder(slm, llm, LLMPreference(), RequestPolicy(NEVER), max_length=600)
+    (ids,) = prompts(length)
+    new = decoder.generate(ids, 3).token_ids
+    assert len(steps) == len(new) - 1 == 2
+
+
 # --- the large model --------------------------------------------------------------------------------------------------
 
 
