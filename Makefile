@@ -15,7 +15,7 @@ BUILD_CUDA = FB_BUILD_CUDA=$${FB_BUILD_CUDA:-$(1)}
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install test test-all quick test-real test-servers demo bench figures docs aot ptx wheel kernels-hub tune gpu-wheels gpu-library gpu-check gpu-results gpu-sanitize check clean
+.PHONY: install test test-all quick test-real test-servers demo bench bench-diff figures docs aot ptx wheel kernels-hub tune gpu-wheels gpu-library gpu-check gpu-results gpu-sanitize check clean
 
 install: $(STAMP)
 
@@ -77,6 +77,11 @@ demo: $(RUN)
 
 bench: $(STAMP)
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-disable-gc -p no:xdist -s
+
+# A new run beside the committed results of the same kind of machine; red where a ratio to a peer lost a tenth.
+bench-diff: $(STAMP)
+	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-disable-gc -p no:xdist -s --write-results build/bench
+	$(BIN)/python -m benchmarks.diff build/bench
 
 # The generated tables of README and docs, and plots of GPU results.
 figures: $(STAMP)

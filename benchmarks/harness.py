@@ -415,7 +415,7 @@ def _status(name: str) -> int:
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
-    about: dict[str, Any] = {"device": f"{_processor()}, {torch.get_num_threads()} threads"}
+    about: dict[str, Any] = {"device": f"{_processor()}, {torch.get_num_threads()} threads", "isa": _instructions()}
     if DEVICE == "cuda":
         about = {"device": torch.cuda.get_device_name(), "driver": _driver(), "cuda": torch.version.cuda}
     return {
@@ -454,6 +454,12 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else ()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, platform.processor() or platform.machine())
+
+
+def _instructions() -> list[str]:
+    """Of the instruction sets that our kernels for CPUs have forms for, or are to have, those that this one knows."""
+    known = set((PROC.parent / "cpuinfo").read_text().split()) if (PROC.parent / "cpuinfo").exists() else set()
+    return [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in known]
 
 
 def _commit() -> str:

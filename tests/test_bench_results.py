@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import torch
 from limits import HANG
 from torch import Tensor
 
-from benchmarks import bench_decode, conftest, harness
+from benchmarks import bench_decode, conftest, diff, harness
 from benchmarks.harness import Implementation, named, read_results
 from fb_kernels._runtime import timing
 
@@ -161,3 +162,33 @@ def test_tokens_are_settled_up_to_the_first_near_tie() -> None:
     assert settled(0.6) == 1
     assert settled(2.0) == 0
     assert settled(0.1, count=2) == 2
+
+
+def result_of(median, *, device="a CPU, 2 threads", **more):
+    rows = [("fb", median), ("eager", 100.0), ("absent", None)]
+    cases = [{"op": "swiglu", "shape": "N=2", "impl": impl, "median_us": time} for impl, time in rows]
+    return {"device": device, "isa": ["avx2"], "cases": cases, **more}
+
+
+@pytest.mark.parametrize(
+    ("after", "said", "lost"),
+    [
+        (result_of(50.0), "+0.0%  2.00x -> 2.00x  eager  swiglu: N=2", False),
+        (result_of(55.0), "-9.1%  2.00x -> 1.82x", False),
+        (result_of(60.0), "LOST  -16.7%  2.00x -> 1.67x", True),
+        (result_of(60.0, device="another, 2 threads"), "ops: no committed file of another, 2 threads", False),
+        (
+            result_of(60.0, isa=["avx2", "amx_bf16"]),
+            "ops: no committed file of a CPU, 2 threads, avx2, amx_bf16",
+            False,
+        ),
+    ],
+)
+def test_a_lost_tenth_is_red_on_the_same_kind_of_machine(tmp_path, capsys, after, said, lost):
+    for name, result in (("before", result_of(50.0)), ("after", after)):
+        folder = tmp_path / name / harness.device_name()
+        folder.mkdir(parents=True)
+        (folder / "ops.json").write_text(json.dumps(result))
+    with pytest.raises(SystemExit) if lost else nullcontext():
+        diff.main(tmp_path / "after", tmp_path / "before")
+    assert said in capsys.readouterr().out
