@@ -248,6 +248,7 @@ def test_bits_are_the_same_in_every_batch(way: str, longest: int | None, options
 
 @pytest.mark.parametrize("others", [[[1, 2]], [[0, 1]], [[0]], [[3], [1, 0, 1]]], ids=str)
 @pytest.mark.parametrize("way", CPU)
+@pytest.mark.sweep(3)
 def test_a_group_beside_others(way: str, others: list[list[int]]) -> None:
     """The same bits beside groups of other branches, beside long prefixes and beside what is not finite."""
     groups: Groups = [([1, 1], 0, 5), *((lengths, 1, 3) for lengths in others), ([1], 2, 2200), ([1], 6, 2)]
@@ -279,7 +280,7 @@ BAD += [(*pair, 4, *bad) for pair in ALL for bad in PAGES]
 
 
 @pytest.mark.parametrize(("way", "longest", "page", "name", "place", "value", "wrong"), BAD)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(7)
 def test_layouts_that_do_not_fit(
     way: str, longest: int | None, page: int | None, name: str, place: Any, value: int, wrong: Sequence[int]
 ) -> None:

@@ -128,6 +128,7 @@ WRONG_PAGES = [
 
 @pytest.mark.parametrize(("name", "place", "value", "rows"), WRONG_PAGES)
 @pytest.mark.parametrize("way", ONCE)
+@pytest.mark.sweep(4)
 def test_out_of_range_in_pages(
     way: str, name: str, place: int | tuple[int, int], value: int | None, rows: tuple[int, ...]
 ) -> None:

@@ -335,7 +335,7 @@ def test_an_operator_has_a_gradient_or_refuses() -> None:
 
 
 @promised(ONCE)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(5)
 def test_opcheck(name: str, way: str) -> None:
     """Every operator that a call and its gradients come to, as they call it."""
     op, taken = declared(name, way)

@@ -155,7 +155,7 @@ def test_what_is_asked_for_is_what_comes(way: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("rows", [4, 20])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(7)
 def test_a_log_prob_is_the_largest_exactly_where_it_is(way: str, rows: int, options: dict[str, Any]) -> None:
     """Every id is asked of every row, -100 last; columns 9 and 60 are twins, and win in rows 1 and 2, which are one."""
     valid = 70

@@ -52,6 +52,7 @@ def test_a_row_alone_has_the_same_bits(way: str, options: Sizes) -> None:
 
 @of_every_variant
 @pytest.mark.parametrize("width", [2056, 2600, 4616, 2049])  # of a piece and less, in two windows, element by element
+@pytest.mark.sweep(5)
 def test_blocks_that_share_the_columns(width: int, options: Sizes) -> None:
     """Are right for any number of rows, each of which has the bits it has alone; a residual shows those of the sums."""
     for rows in (1, 8, 13, 16, 26) if width < 2600 else (1, 16):
