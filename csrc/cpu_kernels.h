@@ -5,6 +5,7 @@ namespace VARIANT {
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef float Quad __attribute__((vector_size(16)));
 
@@ -295,7 +296,7 @@ INLINE Lanes probability(Lanes x) {
   p = p * r + 2.4022242e-1f;
   p = p * r + 6.9314698e-1f;
   p = p * r + 1.0f;
-  const Lanes y = (Lanes)((Ints)p + ((Ints)shifted << 23));
+  const Lanes y = (Lanes)((Words)p + ((Words)shifted << 23));  // wraps where it is not taken
   return x >= -87.0f ? y : x < 0 ? Lanes{} : x;
 }
 
