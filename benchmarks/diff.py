@@ -1,6 +1,6 @@
-"""New results beside the committed ones of such a machine, ratio by ratio; red where a peer has gained a tenth.
+"""New results beside the committed ones of the same kind of machine: red where a ratio to a peer fell by a tenth.
 
-Times of two runs differ with the machine's hour; a ratio to a peer that was measured in turns with ours differs less.
+A machine is not equally fast at all times. A ratio to a peer, measured in turns with ours, depends on that less.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def main(
             print(f"{name}: no committed file of {kind(after)}, but {'none' if before is None else kind(before)}")
             continue
         known, measured = ratios(before), ratios(after)
+        if absent := len(known.keys() - measured.keys()):
+            print(f"{name}: {absent} of {len(known)} committed ratios were not measured")
         for case, peer in known.keys() & measured.keys():
             old, new_ratio = known[case, peer], measured[case, peer]
             found.append((new_ratio / old, f"{old:.2f}x -> {new_ratio:.2f}x  {peer}  {case}"))

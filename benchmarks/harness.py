@@ -457,8 +457,9 @@ def _processor() -> str:
 
 
 def _instructions() -> list[str]:
-    """Of the instruction sets that our kernels for CPUs have forms for, or are to have, those that this one knows."""
-    known = set((PROC.parent / "cpuinfo").read_text().split()) if (PROC.parent / "cpuinfo").exists() else set()
+    """This processor's instruction sets, of those that matter to kernels for CPUs."""
+    info = Path("/proc/cpuinfo")
+    known = set(info.read_text().split()) if info.exists() else set()
     return [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in known]
 
 

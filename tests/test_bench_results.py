@@ -176,6 +176,7 @@ def result_of(median, *, device="a CPU, 2 threads", **more):
         (result_of(50.0), "+0.0%  2.00x -> 2.00x  eager  swiglu: N=2", False),
         (result_of(55.0), "-9.1%  2.00x -> 1.82x", False),
         (result_of(60.0), "LOST  -16.7%  2.00x -> 1.67x", True),
+        (result_of(None), "ops: 1 of 1 committed ratios were not measured", False),
         (result_of(60.0, device="another, 2 threads"), "ops: no committed file of another, 2 threads", False),
         (
             result_of(60.0, isa=["avx2", "amx_bf16"]),

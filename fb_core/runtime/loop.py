@@ -153,10 +153,10 @@ class Loop(Generic[AnyTask]):
         self._score(changed)
         if any(not task.halted for task in self.rows):
             self.step.run(len(self.rows), **_wanted(self.rows))
-            self._enqueued(0, changed)
+            self._record(0, changed)
         return list(dict.fromkeys(changed))  # a sequence that begins gets two tokens
 
-    def _enqueued(self, begin: int, changed: list[AnyTask]) -> None:
+    def _record(self, begin: int, changed: list[AnyTask]) -> None:
         """Note a step of the rows from `begin` on, and read the outcomes of the steps that are not to be ahead."""
         self._runs.append((begin, self.rows[begin:]))
         while self.step.enqueued > self.step.ahead:
@@ -232,7 +232,7 @@ class Loop(Generic[AnyTask]):
         if rows := self.rows[begun:]:
             hidden = torch.stack([last[task] for task in rows])
             self.step.first(slice(begun, len(self.rows)), hidden, **_wanted(rows))
-            self._enqueued(begun, changed)
+            self._record(begun, changed)
 
     @torch.no_grad()
     def _rank(self, tasks: Sequence[AnyTask], parts: Sequence[Part], streams: Sequence[Tensor]) -> None:

@@ -190,16 +190,17 @@ class DecodeStep:
         """
         self.wait_for_stream()
         self._ready(self._captured(count), self.begun % RING, sampled)()
-        self._enqueued(slice(count), ranked)
+        self._record(slice(count), ranked)
 
     @torch.no_grad()
     def first(self, rows: slice, hidden: Tensor, ranked: bool = False, sampled: bool = False) -> None:
         """As `run`, for some rows alone, whose last token needs no forward: `hidden` [n, D] is the stream after it."""
         self.wait_for_stream()
         self._commit(rows, hidden, self.begun % RING, sampled)
-        self._enqueued(rows, ranked)
+        self._record(rows, ranked)
 
-    def _enqueued(self, rows: slice, ranked: bool) -> None:
+    def _record(self, rows: slice, ranked: bool) -> None:
+        """Count a step that was enqueued."""
         slot = self.begun % RING
         self._ranked[slot] = ranked
         if ranked:
