@@ -260,9 +260,8 @@ def clustered(values: Sequence[Outcomes]) -> Interval:
     seeds, problems = table.shape
     means = np.empty(RESAMPLES)
     for draw in range(RESAMPLES):
-        rows = table[generator.integers(seeds, size=seeds)]
-        picked = generator.integers(problems, size=(seeds, problems))
-        means[draw] = np.take_along_axis(rows, picked, 1).mean()
+        rows = generator.integers(seeds, size=(seeds, 1))
+        means[draw] = table[rows, generator.integers(problems, size=(seeds, problems))].mean()
     low, high = np.quantile(means, [0.025, 0.975])
     return Interval(float(table.mean()), float(low), float(high))
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import evidence
 from benchmarks.evidence import Cells
 from benchmarks.gpu import gpu_status, roofline, targets
 from benchmarks.pages import cost, event, figures
@@ -35,24 +33,17 @@ def case(op: str, shape: str, impl: str, us: float | None, share: float | None) 
     return about | times | {"ok": us is not None, "fraction_of_ceiling": share, "peak_bytes": 8}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_page_of_evidence() -> Iterator[None]:
-    """It is made once: its intervals take most of the time of `figures.main`, and are of the same cells everywhere."""
-    made: list[str] = []
-
-    def page(*given: Any) -> str:
-        if not made:
-            made.append(evidence.page(*given))
-        return made[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "page", page)
-        yield
+DRAW_WORLDS = figures.draw_worlds  # takes ten seconds; its own test runs it
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A copy of what the figures are made of, without GPU results."""
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of what the figures are made of, without GPU results.
+
+    docs/evidence.md is not made: its intervals take most of the time of `figures.main`, and test_readme.py makes it.
+    """
+    monkeypatch.setattr(figures, "draw_worlds", lambda root: None)
+    monkeypatch.delitem(figures.RENDERED, "docs/evidence.md")
     for device in ("cpu", "grpo", "soak"):
         shutil.copytree(ROOT / "benchmarks" / "results" / device, tmp_path / "benchmarks" / "results" / device)
     (tmp_path / "docs").mkdir()
@@ -371,7 +362,7 @@ def test_the_worlds_frontier_is_drawn_from_the_committed_rows(root: Path) -> Non
     folder = (root / figures.TABLES).parent
     for file in folder.glob("*.svg"):
         file.unlink()
-    figures.draw_worlds(root)
+    DRAW_WORLDS(root)
     for world in ("plans", "helpful", "control"):
         assert (folder / f"frontier-{world}.svg").is_file()
         assert f"](experiments/frontier-{world}.svg)" in (ROOT / "docs" / "worlds.md").read_text()

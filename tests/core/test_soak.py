@@ -1,10 +1,13 @@
 """Hundreds of mixed requests to a real server: right answers, nothing kept (`benchmarks.servers.soak` asks more)."""
 
+import pytest
+
 from benchmarks.servers.soak import KINDS, soak
 
 GROWTH = 32 << 20  # bytes of memory that code and buffers in use for the first time may take behind the first requests
 
 
+@pytest.mark.sweep
 def test_a_server_answers_right_and_keeps_nothing():
     found = soak(300, 150, problems=8)
     assert not found.wrong, found.wrong[0]
