@@ -339,6 +339,28 @@ void sort_largest(int64_t k, int64_t* found, int64_t count) {
 #undef VARIANT
 #undef LANES
 #pragma GCC pop_options
+#undef DOT_BF16
+#endif
+
+#if WIDEST >= 512 && (__GNUC__ >= 12 || defined(EMULATED_TILES))
+#define TILES
+#pragma GCC push_options
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"  // those of float32 are the variants' above
+#ifdef EMULATED_TILES
+#pragma GCC target("avx2,fma")
+#else
+#define DOT_BF16
+#pragma GCC target("avx512f,avx512dq,avx512vl,avx512bw,avx512bf16,avx2,fma")
+#endif
+#include "tiles.h"
+#define VARIANT amx
+#define LANES 16
+#include "cpu_kernels.h"
+#undef VARIANT
+#undef LANES
+#pragma GCC diagnostic pop
+#pragma GCC pop_options
 #endif
 
 // The kernels of a decode step, for one element type.
@@ -354,6 +376,7 @@ struct Step {
 };
 
 struct Kernels {
+  const char* variant;
   Step<float> single;
   Step<BFloat16> narrow;
   decltype(&plain::swiglu) swiglu;
@@ -368,9 +391,10 @@ struct Kernels {
   {variant::skinny_linear<T>, variant::branch_attention_qkv<T>, variant::decoder_layer<T>, variant::topk_entropy<T>, \
    variant::rms_norm<T>, variant::branch_attention<T>, variant::branch_attention_backward<T>}
 
-#define KERNELS(variant)                                                                             \
-  {STEP(variant, float), STEP(variant, BFloat16), variant::swiglu, variant::merge_attention_states,  \
-   variant::candidate_head, variant::linear_logprob, variant::linear_logprob_in_panels<BFloat16>,    \
+// Those of bfloat16 are of `narrow`.
+#define KERNELS(variant, narrow)                                                                            \
+  {#narrow, STEP(variant, float), STEP(narrow, BFloat16), variant::swiglu, variant::merge_attention_states, \
+   variant::candidate_head, variant::linear_logprob, narrow::linear_logprob_in_panels<BFloat16>,            \
    variant::qk_norm_rope}
 
 Kernels fitting() {
@@ -381,13 +405,21 @@ Kernels fitting() {
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vl");
   const bool dots = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512bf16");
-  if (fused && wide && dots) return KERNELS(avx512_bf16);
-  if (fused && wide) return KERNELS(avx512);
+#ifdef TILES
+  const bool products = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && tiles::granted();
+#ifdef EMULATED_TILES
+  if (fused && products) return KERNELS(avx2, amx);
+#else
+  if (fused && wide && dots && products) return KERNELS(avx512_bf16, amx);
+#endif
+#endif
+  if (fused && wide && dots) return KERNELS(avx512_bf16, avx512_bf16);
+  if (fused && wide) return KERNELS(avx512, avx512);
 #endif
 #if WIDEST >= 256
-  if (fused) return KERNELS(avx2);
+  if (fused) return KERNELS(avx2, avx2);
 #endif
-  return KERNELS(plain);
+  return KERNELS(plain, plain);
 }
 
 const Kernels kernels = fitting();
@@ -423,7 +455,10 @@ Layout layout_of(const Fields& given) {
 
 }  // namespace
 
-extern "C" int fbcpu_abi_version() { return 14; }
+extern "C" int fbcpu_abi_version() { return 15; }
+
+// Whose kernels those of bfloat16 are.
+extern "C" const char* fbcpu_variant() { return kernels.variant; }
 
 // `narrow`: elements are bfloat16, else float32. `wide_...`: indices have 64 bits, else 32.
 FB_FUNCTION(fbcpu_skinny_linear,

@@ -109,6 +109,30 @@ struct Factors<BFloat16> {
   INLINE void add(Vector a, Vector b, Lanes& sum) { sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, a, b); }
   INLINE void put(X* to, Lanes v) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
 };
+#elif defined(TILES)
+template <>
+struct Factors<BFloat16> {  // for tiles alone
+  typedef BFloat16 W, X;
+  typedef Lanes Vector;
+  static constexpr int64_t STEP = 2 * LANES;
+  INLINE Vector of(const BFloat16* from, int64_t n) {
+    Vector v = {};
+    std::memcpy(&v, from, n * sizeof *from);
+    return v;
+  }
+  INLINE void put(X* to, Lanes v) { store(to, v); }
+};
+#endif
+
+template <typename F>
+constexpr bool IN_TILES = false;  // whether its products are those of tiles.h
+
+#ifdef TILES
+template <>
+constexpr bool IN_TILES<Factors<BFloat16>> = true;
+typedef tiles::Registers Registers;
+#else
+struct Registers {};  // none are needed
 #endif
 
 template <typename F>
@@ -354,6 +378,186 @@ INLINE void gated(const T* gate, const T* up, int64_t width, To* to) {
   }
 }
 
+constexpr int64_t PANEL = 2 * LANES;  // columns of a weight, or keys, that are packed together
+
+// Rows whose sums with a panel the registers hold, and where those are too many.
+template <typename F>
+constexpr int PANEL_ROWS = IN_TILES<F> ? 32 : LANES == 16 ? 12 : 6;
+template <typename F>
+constexpr int FEW = IN_TILES<F> ? 16 : LANES == 16 ? 4 : 2;
+
+template <typename F>
+INLINE int64_t in_fews(int64_t rows) { return (rows + FEW<F> - 1) / FEW<F> * FEW<F>; }
+
+template <int D, int... L>
+INLINE void exchanged(Lanes& a, Lanes& b, std::integer_sequence<int, L...>) {  // of lanes that differ in bit D
+  const Lanes low = SHUFFLE(a, b, (L & D ? LANES + L - D : L)...);
+  b = SHUFFLE(a, b, (L & D ? LANES + L : L + D)...);
+  a = low;
+}
+
+template <int D = LANES / 2>
+INLINE void transposed(Lanes v[LANES]) {
+  for (int i = 0; i < LANES; ++i)
+    if (!(i & D)) exchanged<D>(v[i], v[i + D], std::make_integer_sequence<int, LANES>());
+  if constexpr (D > 1) transposed<D / 2>(v);
+}
+
+// Rows of a weight, at(0) to at(columns), as a panel: of each STEP / LANES places in them a vector for LANES rows.
+template <typename F, typename At>
+INLINE void packed(const At& at, int64_t columns, int64_t width, float* panel) {
+  for (int64_t first = 0; first < PANEL; first += LANES)
+    for (int64_t k = 0; k < width; k += F::STEP) {
+      Lanes v[LANES];
+      for (int i = 0; i < LANES; ++i)
+        v[i] = first + i < columns ? (Lanes)F::of(at(first + i) + k, width - k < F::STEP ? width - k : F::STEP)
+                                   : Lanes{};
+      transposed(v);
+      for (int i = 0; i < LANES; ++i) store(panel + (k / F::STEP * LANES + i) * PANEL + first, v[i]);
+    }
+}
+
+#ifdef TILES
+// Sums of 16 rows, or of 16 outputs, that lie `stride` floats apart: two tiles of columns, of R times 16 rows.
+template <int R>
+INLINE void load_sums(const float* from, int64_t stride) {
+  tiles::load<0>(from, 4 * stride);
+  tiles::load<1>(from + 16, 4 * stride);
+  if constexpr (R == 2) {
+    tiles::load<2>(from + 16 * stride, 4 * stride);
+    tiles::load<3>(from + 16 * stride + 16, 4 * stride);
+  }
+}
+
+template <int R>
+INLINE void store_sums(float* to, int64_t stride) {
+  tiles::store<0>(to, 4 * stride);
+  tiles::store<1>(to + 16, 4 * stride);
+  if constexpr (R == 2) {
+    tiles::store<2>(to + 16 * stride, 4 * stride);
+    tiles::store<3>(to + 16 * stride + 16, 4 * stride);
+  }
+}
+
+INLINE void no_sums() {
+  tiles::zero<0>();
+  tiles::zero<1>();
+  tiles::zero<2>();
+  tiles::zero<3>();
+}
+
+// As panel_products, of R times 16 rows and of whole tiles of places.
+template <bool ADDED, int R>
+INLINE void tile_products(
+    const BFloat16* x, int64_t x_stride, int64_t count, const float* panel, int64_t panel_stride, float* out,
+    int64_t out_stride) {
+  if constexpr (ADDED) load_sums<R>(out, out_stride);
+  else no_sums();
+  for (int64_t k = 0; k < count; k += 32, panel += 16 * panel_stride) {
+    tiles::load<6>(panel, 4 * panel_stride);
+    tiles::load<7>(panel + 16, 4 * panel_stride);
+    tiles::load<4>(x + k, 2 * x_stride);
+    tiles::multiply<0, 4, 6>();
+    tiles::multiply<1, 4, 7>();
+    if constexpr (R == 2) {
+      tiles::load<5>(x + 16 * x_stride + k, 2 * x_stride);
+      tiles::multiply<2, 5, 6>();
+      tiles::multiply<3, 5, 7>();
+    }
+  }
+  store_sums<R>(out, out_stride);
+}
+
+// 32 places of 16 rows of a weight; beyond those that there are, zeros.
+template <int T>
+INLINE void load_weight(const BFloat16* from, int64_t stride, int64_t rows, int64_t places) {
+  if (rows >= 16 && places >= 32) return tiles::load<T>(from, 2 * stride);
+  alignas(64) BFloat16 edge[16][32] = {};
+  for (int64_t r = 0; r < std::min<int64_t>(rows, 16); ++r)
+    std::memcpy(edge[r], from + r * stride, std::min<int64_t>(places, 32) * sizeof *from);
+  tiles::load<T>(edge, 64);
+}
+
+// To the sums of W times 16 outputs and X times 16 rows the products of a weight's rows, low[count] and high[above], and
+// a panel of x.
+template <int W, int X>
+static void weight_products(
+    const BFloat16* low, int64_t count, const BFloat16* high, int64_t above, int64_t stride, int64_t width,
+    const float* panel) {
+  auto multiply = [](const float* x) {
+    tiles::load<6>(x, 4 * PANEL);
+    tiles::multiply<0, 4, 6>();
+    if constexpr (W == 2) tiles::multiply<2, 5, 6>();
+    if constexpr (X == 2) {
+      tiles::load<7>(x + 16, 4 * PANEL);
+      tiles::multiply<1, 4, 7>();
+      if constexpr (W == 2) tiles::multiply<3, 5, 7>();
+    }
+  };
+  const int64_t whole = count >= 16 && (W == 1 || above >= 16) ? width / 32 * 32 : 0;
+  int64_t k = 0;
+  for (; k < whole; k += 32) {
+    tiles::load<4>(low + k, 2 * stride);
+    if constexpr (W == 2) tiles::load<5>(high + k, 2 * stride);
+    multiply(panel + k / 2 * PANEL);
+  }
+  for (; k < width; k += 32) {
+    load_weight<4>(low + k, stride, count, width - k);
+    if constexpr (W == 2) load_weight<5>(high + k, stride, above, width - k);
+    multiply(panel + k / 2 * PANEL);
+  }
+}
+
+// made(row, rows, output, outputs, block): block[r][PANEL] is what rows of x, in panels, and outputs `first` to `stop`
+// of a weight multiply to. With `second`, of 16 outputs, and of those as far behind them in the block's other half.
+template <typename Made>
+INLINE void tile_outputs(
+    const float* x, int64_t rows, const BFloat16* weight, int64_t weight_stride, int64_t width, int64_t first,
+    int64_t stop, int64_t second, const Made& made) {
+  const int64_t step = second ? 16 : 32, apart = second ? second : 16;
+  const int64_t panel = stride_of<Factors<BFloat16>>(width) / 2 * PANEL;
+  for (int64_t output = first; output < stop; output += step) {
+    const BFloat16 *low = weight + output * weight_stride, *high = low + apart * weight_stride;
+    const int64_t count = std::min(step, stop - output), above = second ? count : count - 16;
+    const float* from = x;
+    for (int64_t row = 0; row < rows; row += PANEL, from += panel) {
+      no_sums();
+      auto multiply = above > 0 ? rows - row > 16 ? weight_products<2, 2> : weight_products<2, 1>
+                                : rows - row > 16 ? weight_products<1, 2> : weight_products<1, 1>;
+      multiply(low, count, high, above, weight_stride, width, from);
+      alignas(64) float sums[PANEL * PANEL], block[PANEL * PANEL];  // [outputs, rows], [rows, outputs]
+      store_sums<2>(sums, PANEL);
+      for (int64_t r = 0; r < std::min(PANEL, rows - row); r += 16)
+        for (int64_t o = 0; o < (above > 0 ? PANEL : 16); o += 16) {
+          Lanes v[LANES];
+          for (int i = 0; i < LANES; ++i) v[i] = load(sums + (o + i) * PANEL + r);
+          transposed(v);
+          for (int i = 0; i < LANES; ++i) store(block + (r + i) * PANEL + o, v[i]);
+        }
+      made(row, std::min<int64_t>(PANEL, rows - row), output, count, block);
+    }
+  }
+}
+#endif
+
+// Floats for so many rows of x as `products_of` takes them.
+template <typename F>
+INLINE int64_t arranged_floats(int64_t rows, int64_t width) {
+  return IN_TILES<F> ? (rows + PANEL - 1) / PANEL * PANEL * stride_of<F>(width) / 2 : 0;
+}
+
+// Padded rows of x as `products_of` takes them: as they are, or in `room` as panels.
+template <typename F>
+INLINE const typename F::X* arranged(const typename F::X* x, int64_t rows, int64_t width, float* room) {
+  if constexpr (IN_TILES<F>) {
+    const int64_t stride = stride_of<F>(width);
+    for (int64_t row = 0; row < rows; row += PANEL)
+      packed<F>([=](int64_t i) { return x + (row + i) * stride; }, rows - row, stride, room + row * stride / 2);
+    return (const typename F::X*)room;
+  }
+  return x;
+}
+
 // out[row][t] = x[row] . weight[t], t from `output` to `stop`, of padded rows of x.
 template <typename F>
 INLINE void tiled(
@@ -377,8 +581,12 @@ INLINE void tiled(
       row_products<F, 1>(x + row * stride, weight + output * weight_stride, 0, width, out + row * out_stride + output);
 }
 
-// The same of some of a weight's outputs; one row of a large weight reads TILE places far apart: processors fetch ahead
-// by page.
+// Outputs of a weight of which a thread takes whole numbers.
+template <typename F>
+constexpr int64_t OUTPUTS = IN_TILES<F> ? 32 : TILE;
+
+// The same of some of a weight's outputs, of arranged rows; one row of a large weight reads TILE places far apart:
+// processors fetch ahead by page.
 template <typename F>
 INLINE void products_of(
     const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width,
@@ -395,12 +603,25 @@ INLINE void products_of(
   tiled<F>(x, rows, weight, weight_stride, width, output, stop, out, out_stride);
 }
 
+#ifdef TILES
+template <>
+inline __attribute__((always_inline)) void products_of<Factors<BFloat16>>(
+    const BFloat16* x, int64_t rows, const BFloat16* weight, int64_t weight_stride, int64_t width, int64_t,
+    int64_t output, int64_t stop, float* out, int64_t out_stride) {
+  auto put = [=](int64_t row, int64_t some, int64_t at, int64_t count, const float* block) {
+    for (int64_t r = 0; r < some; ++r)
+      std::memcpy(out + (row + r) * out_stride + at, block + r * PANEL, count * sizeof *out);
+  };
+  tile_outputs((const float*)x, rows, weight, weight_stride, width, output, stop, 0, put);
+}
+#endif
+
 // The same of all outputs, on so many threads at most.
 template <typename F>
 INLINE void projected(
     const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width,
     int64_t outputs, float* out, int64_t out_stride, int threads) {
-  share(outputs, TILE, threads, [=](int64_t output, int64_t stop) {
+  share(outputs, OUTPUTS<F>, threads, [=](int64_t output, int64_t stop) {
     products_of<F>(x, rows, weight, weight_stride, width, outputs, output, stop, out, out_stride);
   });
 }
@@ -418,12 +639,66 @@ INLINE void add(const B* bias, const R* residual, int64_t width, float* x) {
   }
 }
 
+#ifdef TILES
+// skinny_linear of any number of rows, by tiles: as many at a time as lie in a cache while the weight is read.
+static int tile_linear(
+    const BFloat16* x, int64_t x_stride, const BFloat16* weight, int64_t weight_stride, const BFloat16* bias,
+    const BFloat16* norm_weight, float eps, const BFloat16* residual, int64_t residual_stride, BFloat16* out,
+    int64_t out_stride, int64_t rows, int64_t width, int64_t outputs, int swiglu, int threads) {
+  typedef Factors<BFloat16> F;
+  constexpr int64_t CACHE = 1 << 20;  // bytes
+  const int64_t stride = stride_of<F>(width), inner = swiglu ? outputs / 2 : 0, columns = swiglu ? inner : outputs;
+  const int64_t most = std::min((rows + PANEL - 1) / PANEL, std::max<int64_t>(1, CACHE / (2 * stride * PANEL))) * PANEL;
+  const int64_t room = most * stride / 2, owned = norm_weight ? PANEL * stride / 2 : 0;
+  const Scratch scratch(room + threads * owned);
+  float* panels = scratch.data();
+  if (!panels) return OUT_OF_MEMORY;
+  for (int64_t first = 0; first < rows; first += most) {
+    const int64_t taken = std::min(most, rows - first);
+    const int packers = (int)std::min<int64_t>(threads, taken / PANEL);
+    share((taken + PANEL - 1) / PANEL, 1, packers, [=](int64_t panel, int64_t last) {
+      auto normed_rows = (BFloat16*)(panels + room + (packers > 1 ? part() : 0) * owned);
+      for (; panel < last; ++panel) {
+        const int64_t some = std::min(PANEL, taken - panel * PANEL);
+        const BFloat16* from = x + (first + panel * PANEL) * x_stride;
+        if (norm_weight) padded_rows<F>(from, x_stride, norm_weight, eps, some, width, normed_rows);
+        packed<F>([=](int64_t i) { return norm_weight ? normed_rows + i * stride : from + i * x_stride; }, some, width,
+                  panels + panel * PANEL * stride / 2);
+      }
+    });
+    share(columns, swiglu ? 16 : OUTPUTS<F>, threads, [=](int64_t begin, int64_t end) {
+      const Registers registers;
+      auto put = [=](int64_t row, int64_t some, int64_t at, int64_t count, float* block) {
+        for (int64_t r = first + row; r < first + row + some; ++r, block += PANEL) {
+          BFloat16* to = out + r * out_stride + at;
+          const BFloat16* none = nullptr;
+          add(bias ? bias + at : bias, residual ? residual + r * residual_stride + at : residual, count, block);
+          if (!swiglu) {
+            copied(block, count, to);
+            continue;
+          }
+          add(bias ? bias + inner + at : bias, none, count, block + 16);
+          gated(block, block + 16, count, to);
+        }
+      };
+      tile_outputs(panels, taken, weight, weight_stride, width, begin, end, inner, put);
+    });
+  }
+  return 0;
+}
+#endif
+
 template <typename T>
 static int skinny_linear(
     const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const T* norm_weight,
     float eps, const T* residual, int64_t residual_stride, T* out, int64_t out_stride, int64_t rows, int64_t width,
     int64_t outputs, int swiglu, int threads) {
   typedef Factors<T> F;
+#ifdef TILES
+  if constexpr (IN_TILES<F>)
+    return tile_linear(x, x_stride, weight, weight_stride, bias, norm_weight, eps, residual, residual_stride, out,
+                       out_stride, rows, width, outputs, swiglu, threads);
+#endif
   constexpr bool NARROW = sizeof(T) < sizeof(float);
   const bool apart = swiglu || NARROW;  // products lie in memory of their own
   const int64_t products_stride = apart ? outputs : out_stride;
@@ -657,7 +932,8 @@ static int decoder_layer(
   const int64_t attention = in.heads * in.width, all = attention + 2 * in.kv_heads * in.width;
   const int64_t heads_stride = stride_of<F>(attention), inner_stride = stride_of<F>(inner);
   const int64_t together = rows_together(in, threads);
-  const int64_t owned = padded(std::max(rows * stride_of<F>(model), scratch_of(in, together)));
+  const int64_t most = std::max({model, attention, inner}), panels = arranged_floats<F>(rows, most);
+  const int64_t owned = padded(std::max(rows * stride_of<F>(model), scratch_of(in, together))) + panels;
   const Scratch scratch(rows * (all + 2 * model + 2 * inner + heads_stride + inner_stride) + threads * owned);
   float* qkv = scratch.data();
   if (!qkv) return OUT_OF_MEMORY;
@@ -666,8 +942,10 @@ static int decoder_layer(
   X *heads = (X*)(of_threads + threads * owned), *active = heads + rows * heads_stride;
 #pragma omp parallel num_threads(threads)
   {
+    [[maybe_unused]] const Registers registers;
     const int64_t me = part(), of = parts();
-    float* own = of_threads + me * owned;
+    float *own_panels = of_threads + me * owned, *own = own_panels + panels;
+    auto ready = [=](const X* x, int64_t width) { return arranged<F>(x, rows, width, own_panels); };
     auto shared = [=](int64_t count, int64_t unit, auto work) {  // work(first, last) of this thread's share
       const int64_t units = (count + unit - 1) / unit;
       work(units * me / of * unit, std::min(count, units * (me + 1) / of * unit));
@@ -681,8 +959,9 @@ static int decoder_layer(
     };
     const float* none = nullptr;
     padded_rows<F>(hidden, hidden_stride, w.input_norm, in.eps, rows, model, (X*)own);
-    shared(all, TILE, [=](int64_t first, int64_t last) {
-      project((X*)own, w.qkv, w.qkv_bias, none, 0, model, all, first, last, qkv);
+    const X* x = ready((X*)own, model);
+    shared(all, OUTPUTS<F>, [=](int64_t first, int64_t last) {
+      project(x, w.qkv, w.qkv_bias, none, 0, model, all, first, last, qkv);
     });
 #pragma omp barrier
     share_heads(in, together, me, of, [=, &in](int64_t row, int64_t count, int64_t g) {
@@ -690,14 +969,16 @@ static int decoder_layer(
       for (int64_t last = row + count; g == 0 && row < last; ++row) pad<F>(heads + row * heads_stride, attention);
     });
 #pragma omp barrier
-    shared(model, TILE, [=](int64_t first, int64_t last) {
-      project(heads, w.o, w.o_bias, hidden, hidden_stride, attention, model, first, last, stream);
+    x = ready(heads, attention);
+    shared(model, OUTPUTS<F>, [=](int64_t first, int64_t last) {
+      project(x, w.o, w.o_bias, hidden, hidden_stride, attention, model, first, last, stream);
     });
 #pragma omp barrier
     padded_rows<F>(stream, model, w.post_norm, in.eps, rows, model, (X*)own);
-    shared(inner, TILE, [=](int64_t first, int64_t last) {
+    x = ready((X*)own, model);
+    shared(inner, OUTPUTS<F>, [=](int64_t first, int64_t last) {
       for (int64_t up : {int64_t(0), inner})
-        project((X*)own, w.gate_up, w.gate_up_bias, none, 0, model, 2 * inner, up + first, up + last, gates);
+        project(x, w.gate_up, w.gate_up_bias, none, 0, model, 2 * inner, up + first, up + last, gates);
       for (int64_t row = 0; row < rows; ++row) {
         const float* gate = gates + row * 2 * inner + first;
         gated(gate, gate + inner, last - first, active + row * inner_stride + first);
@@ -705,47 +986,14 @@ static int decoder_layer(
       }
     });
 #pragma omp barrier
-    shared(model, TILE, [=](int64_t first, int64_t last) {
-      project(active, w.down, w.down_bias, stream, model, inner, model, first, last, sum);
+    x = ready(active, inner);
+    shared(model, OUTPUTS<F>, [=](int64_t first, int64_t last) {
+      project(x, w.down, w.down_bias, stream, model, inner, model, first, last, sum);
       for (int64_t row = 0; row < rows; ++row)
         copied(sum + row * model + first, last - first, out + row * model + first);
     });
   }
   return 0;
-}
-
-constexpr int64_t PANEL = 2 * LANES;             // columns of a weight, or keys, that are packed together
-constexpr int PANEL_ROWS = LANES == 16 ? 12 : 6;  // whose sums with a panel the registers hold
-constexpr int FEW = LANES == 16 ? 4 : 2;          // where those are too many
-
-INLINE int64_t in_fews(int64_t rows) { return (rows + FEW - 1) / FEW * FEW; }
-
-template <int D, int... L>
-INLINE void exchanged(Lanes& a, Lanes& b, std::integer_sequence<int, L...>) {  // of lanes that differ in bit D
-  const Lanes low = SHUFFLE(a, b, (L & D ? LANES + L - D : L)...);
-  b = SHUFFLE(a, b, (L & D ? LANES + L : L + D)...);
-  a = low;
-}
-
-template <int D = LANES / 2>
-INLINE void transposed(Lanes v[LANES]) {
-  for (int i = 0; i < LANES; ++i)
-    if (!(i & D)) exchanged<D>(v[i], v[i + D], std::make_integer_sequence<int, LANES>());
-  if constexpr (D > 1) transposed<D / 2>(v);
-}
-
-// Rows of a weight, at(0) to at(columns), as a panel: of each STEP / LANES places in them a vector for LANES rows.
-template <typename F, typename At>
-INLINE void packed(const At& at, int64_t columns, int64_t width, float* panel) {
-  for (int64_t first = 0; first < PANEL; first += LANES)
-    for (int64_t k = 0; k < width; k += F::STEP) {
-      Lanes v[LANES];
-      for (int i = 0; i < LANES; ++i)
-        v[i] = first + i < columns ? (Lanes)F::of(at(first + i) + k, width - k < F::STEP ? width - k : F::STEP)
-                                   : Lanes{};
-      transposed(v);
-      for (int i = 0; i < LANES; ++i) store(panel + (k / F::STEP * LANES + i) * PANEL + first, v[i]);
-    }
 }
 
 // Rows of x, and their places, lie so far apart.
@@ -789,17 +1037,59 @@ INLINE void panel_rows(
     const Factor<typename F::X>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
     int64_t out_stride) {
   int64_t row = 0;
-  for (; row + PANEL_ROWS <= rows; row += PANEL_ROWS)
-    panel_products<F, ADDED, PANEL_ROWS>(x, row, count, panel, panel_stride, out, out_stride);
-  for (; row + FEW <= rows; row += FEW)
-    panel_products<F, ADDED, FEW>(x, row, count, panel, panel_stride, out, out_stride);
+  for (; row + PANEL_ROWS<F> <= rows; row += PANEL_ROWS<F>)
+    panel_products<F, ADDED, PANEL_ROWS<F>>(x, row, count, panel, panel_stride, out, out_stride);
+  for (; row + FEW<F> <= rows; row += FEW<F>)
+    panel_products<F, ADDED, FEW<F>>(x, row, count, panel, panel_stride, out, out_stride);
   for (; row < rows; ++row) panel_products<F, ADDED, 1>(x, row, count, panel, panel_stride, out, out_stride);
 }
 
+#ifdef TILES
+// Of tiles: x lies in memory for 16 rows more, `out` need not.
+template <bool ADDED>
+INLINE void rows_in_tiles(
+    const Factor<BFloat16>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
+    int64_t out_stride) {
+  int64_t row = 0;
+  for (; row + 32 <= rows; row += 32)
+    tile_products<ADDED, 2>(x.data + row * x.row, x.row, count, panel, panel_stride, out + row * out_stride, out_stride);
+  for (; row < rows; row += 16) {
+    alignas(64) float last[16 * PANEL];
+    const int64_t some = std::min<int64_t>(16, rows - row);
+    float* to = out + row * out_stride;
+    for (int64_t r = 0; ADDED && r < some; ++r) std::memcpy(last + r * PANEL, to + r * out_stride, PANEL * sizeof *to);
+    tile_products<ADDED, 1>(x.data + row * x.row, x.row, count, panel, panel_stride, last, PANEL);
+    for (int64_t r = 0; r < some; ++r) std::memcpy(to + r * out_stride, last + r * PANEL, PANEL * sizeof *to);
+  }
+}
+
+template <>
+inline __attribute__((always_inline)) void panel_rows<Factors<BFloat16>, false>(
+    const Factor<BFloat16>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
+    int64_t out_stride) {
+  rows_in_tiles<false>(x, rows, count, panel, panel_stride, out, out_stride);
+}
+
+template <>
+inline __attribute__((always_inline)) void panel_rows<Factors<BFloat16>, true>(
+    const Factor<BFloat16>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
+    int64_t out_stride) {
+  rows_in_tiles<true>(x, rows, count, panel, panel_stride, out, out_stride);
+}
+#endif
+
 constexpr int64_t KEYS = 256;                  // keys that a block of rows takes at a time
 constexpr int64_t KEY_STRIDE = KEYS + LANES;   // of rows of scores: not of one set of the cache
+constexpr int64_t MOST_SPARE = 16;             // query heads that fill a panel's last rows
 constexpr int64_t QUERIES = 384;               // query heads of a block's rows, whose scores stay in a cache
 constexpr int64_t FEWEST = 48;                 // of them, for which keys are worth packing
+
+// Keys whose products with values are made together.
+template <typename F>
+constexpr int64_t TOGETHER = IN_TILES<F> ? 32 : LANES;
+
+template <typename F>
+INLINE int64_t whole(int64_t keys) { return (keys + TOGETHER<F> - 1) / TOGETHER<F> * TOGETHER<F>; }
 
 template <typename F>
 constexpr int64_t value_panel() { return KEYS * LANES / F::STEP * PANEL; }  // floats of PANEL columns of KEYS values
@@ -815,7 +1105,7 @@ INLINE bool packed_values(const At& at, int64_t count, int64_t width, float* pan
     strange += none;
     return none == 0 ? v : Lanes{};
   };
-  for (int64_t j = 0; j < count; j += TAKEN)
+  for (int64_t j = 0; j < (IN_TILES<F> ? whole<F>(count) : count); j += TAKEN)
     for (int64_t e = 0; e < width; e += LANES) {
       Lanes v = finite(j, e);
       if (TAKEN == 2) v = (Lanes)(((Ints)v >> 16 & 0xffff) | (Ints)finite(j + 1, e));  // exact in their upper halves
@@ -853,11 +1143,12 @@ template <typename F, typename At>
 INLINE void key_products(
     const typename F::X* x, int64_t stride, int64_t rows, const At& keys, int64_t count, int64_t width, bool few,
     const Spans& seen, float* panel, float* score) {
-  if (few) return tiled<F>(x, rows, keys(0), keys.row, width, 0, count, score, KEY_STRIDE);
+  if constexpr (!IN_TILES<F>)
+    if (few) return tiled<F>(x, rows, keys(0), keys.row, width, 0, count, score, KEY_STRIDE);
   for (int64_t j = 0; j < count; j += PANEL) {
     auto [from, to] = seen.rows(rows, j, j + PANEL);
     if (from == to) continue;
-    from = from / FEW * FEW, to = std::min(rows, in_fews(to));
+    from = from / FEW<F> * FEW<F>, to = std::min(rows, in_fews<F>(to));
     packed<F>([&](int64_t i) { return keys(j + i); }, count - j, width, panel);
     panel_rows<F, false>({x + from * stride, stride, 1}, to - from, stride, panel, PANEL, score + from * KEY_STRIDE + j,
                          KEY_STRIDE);
@@ -869,11 +1160,11 @@ template <typename F>
 INLINE void value_products(
     const typename F::X* p, int64_t stride, int64_t rows, const Spans& seen, int64_t width, const float* panel,
     float* out, int64_t out_stride) {
-  for (int64_t r = 0; r < rows; r += PANEL_ROWS) {
-    const int64_t some = std::min<int64_t>(PANEL_ROWS, rows - r);
+  for (int64_t r = 0; r < rows; r += PANEL_ROWS<F>) {
+    const int64_t some = std::min<int64_t>(PANEL_ROWS<F>, rows - r);
     int64_t low = KEYS, high = 0;
     for (int64_t i = r; i < r + some; ++i) low = std::min(low, seen[i].low), high = std::max(high, seen[i].high);
-    low = low / LANES * LANES;
+    low = low / TOGETHER<F> * TOGETHER<F>;
     for (int64_t e = 0; e < width && low < high; e += PANEL)
       panel_rows<F, true>({p + r * stride + low, stride, 1}, some, high - low,
                           panel + e / PANEL * value_panel<F>() + low * LANES / F::STEP * PANEL, PANEL,
@@ -909,6 +1200,7 @@ struct Attended {
   typename F::X* query;
   float *sum, *top, *total, *score, *key_panel, *panel;
   int64_t width, stride, sum_stride, taken = 0;
+  Registers registers;
 
   static int64_t floats(int64_t rows, int64_t width) {
     const int64_t panels = (width + PANEL - 1) / PANEL;
@@ -929,7 +1221,7 @@ struct Attended {
 
   void begin(const Block<const typename F::W>& from, int64_t rows) {
     taken = rows;
-    for (int64_t r = 0; r < rows + FEW - 1; ++r) {  // those that fill a panel's last rows are 0
+    for (int64_t r = 0; r < rows + FEW<F> - 1; ++r) {  // those that fill a panel's last rows are 0
       if (r < rows) {
         copied(from[r], width, query + r * stride);
         pad<F>(query + r * stride, width);
@@ -951,7 +1243,7 @@ struct Attended {
     typedef typename F::X X;
     float* scores = score + first * KEY_STRIDE;
     const X* x = query + first * stride;
-    const int64_t made = first + rows == taken ? in_fews(rows) : rows;
+    const int64_t made = first + rows == taken ? in_fews<F>(rows) : rows;
     key_products<F>(x, stride, few ? rows : made, keys, count, width, few, seen, key_panel, scores);
     for (int64_t r = first; r < first + rows; ++r) {
       float* of = score + r * KEY_STRIDE;
@@ -974,7 +1266,7 @@ struct Attended {
         F::put(p + i, e);
         added += e;
       }
-      for (int64_t i = end; i < count; i += LANES) F::put(p + i, Lanes{});
+      for (int64_t i = end; i < whole<F>(count); i += LANES) F::put(p + i, Lanes{});
       Quad four = quarter(added);
       total[r] = total[r] * kept + ((four[0] + four[1]) + (four[2] + four[3]));
       if (kept != 1 && before != -INFINITY)
@@ -1003,7 +1295,7 @@ INLINE void each_piece(
     const int64_t low = length + row - layout.branch[at] + 1 - how.window;
     least = row == first ? low : std::min(least, low);
   }
-  Span of[QUERIES + FEW];
+  Span of[QUERIES + MOST_SPARE];
   const Spans seen = {of, repeat, 0};
   // Rows `from` to `to` see of `count` keys those up to stop(row), and of these the window's.
   auto see = [&](int64_t from, int64_t to, int64_t count, const auto& stop) {
@@ -1012,7 +1304,7 @@ INLINE void each_piece(
       auto within = [&](int64_t key) { return std::min(count, std::max<int64_t>(0, key)); };
       of[row - from] = {within(end - how.window), within(end)};
     }
-    std::fill_n(of + (to - from), FEW, Span{KEYS, 0});
+    std::fill_n(of + (to - from), MOST_SPARE, Span{KEYS, 0});
   };
   for (int64_t at = std::max<int64_t>(0, least) / KEYS * KEYS; at < length; at += KEYS) {
     const int64_t count = std::min(KEYS, length - at);
@@ -1046,7 +1338,7 @@ static int branch_attention(
   if (!rows || !heads) return 0;
   const int64_t repeat = heads / kv_heads, fitting = std::max<int64_t>(1, QUERIES / repeat);
   const int64_t enough = (rows * kv_heads + 4 * threads - 1) / (4 * threads);  // rows of a block, four to a thread
-  const int64_t most = std::min(fitting, std::max(enough, FEWEST / repeat + 1)), room = most * repeat + FEW;
+  const int64_t most = std::min(fitting, std::max(enough, FEWEST / repeat + 1)), room = most * repeat + FEW<F>;
   const Blocks blocks(layout, kv_heads, most, how.window);
   threads = sharing(threads, blocks.count(), blocks.products(repeat * width));
   const int64_t floats = Attended<F>::floats(room, width);
@@ -1104,7 +1396,7 @@ static int branch_attention_backward(
   typedef Widened<T> F;
   if (rows) std::memset(done, 1, 2 * rows);
   if (!rows || !heads) return 0;
-  const int64_t repeat = heads / kv_heads, most = std::max<int64_t>(1, QUERIES / repeat), room = most * repeat + FEW;
+  const int64_t repeat = heads / kv_heads, most = std::max<int64_t>(1, QUERIES / repeat), room = most * repeat + FEW<F>;
   const int64_t span = stride_of<F>(width), stride = (width + PANEL - 1) / PANEL * PANEL;
   const int64_t panels = stride / PANEL * value_panel<F>();
   const int64_t of_block = padded(room * (2 * span + stride + 2 * (KEY_STRIDE + 1)));
@@ -1129,8 +1421,8 @@ static int branch_attention_backward(
     const int64_t n = (stop - first) * repeat, thread = threads > 1 ? part() : 0;
     const int64_t me = together ? thread : 0, team = together ? parts() : 1;
     auto mine = [=](int64_t count) -> Span {  // of rows or keys, by panels
-      const int64_t units = (count + PANEL_ROWS - 1) / PANEL_ROWS;
-      return {units * me / team * PANEL_ROWS, std::min(count, units * (me + 1) / team * PANEL_ROWS)};
+      const int64_t units = (count + PANEL_ROWS<F> - 1) / PANEL_ROWS<F>;
+      return {units * me / team * PANEL_ROWS<F>, std::min(count, units * (me + 1) / team * PANEL_ROWS<F>)};
     };
     float *query = memory + (together ? 0 : thread) * of_block, *slope = query + room * span;
     float *sum = slope + room * span, *score = sum + room * stride, *ds = score + room * KEY_STRIDE;
@@ -1156,8 +1448,8 @@ static int branch_attention_backward(
     // To each of `count` rows of `to`, as far as they are this thread's, sum_r p[r][j] x[r].
     auto collect = [&](const float* p, const float* x, int64_t taken, int64_t count, const Spans& seen, float* to) {
       const auto [begin, end] = mine(count);
-      for (int64_t j = begin; j < end; j += PANEL_ROWS) {
-        const int64_t keys = std::min<int64_t>(PANEL_ROWS, end - j);
+      for (int64_t j = begin; j < end; j += PANEL_ROWS<F>) {
+        const int64_t keys = std::min<int64_t>(PANEL_ROWS<F>, end - j);
         const auto [from, stop] = seen.rows(taken, j, j + keys);
         for (int64_t e = 0; e < width; e += PANEL)
           panel_rows<F, false>({p + from * KEY_STRIDE + j, 1, KEY_STRIDE}, keys, stop - from, x + from * span + e, span,
@@ -1512,7 +1804,7 @@ static int linear_logprob_in_panels(
   if (!targets_fit(target, wide, ignore_index, rows, vocabulary)) return OUT_OF_RANGE;
   const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK, stretch = (chunks + 15) / 16;  // chunks
   const int64_t stretches = (chunks + stretch - 1) / stretch, stride = stride_of<F>(width);
-  const int64_t held = in_fews(std::min<int64_t>(rows, HELD));
+  const int64_t held = in_fews<F>(std::min<int64_t>(rows, HELD));
   const int64_t owned = padded(held * (stride + CHUNK)) + stride * PANEL;
   threads = (int)std::min<int64_t>(threads, stretches);
   const Scratch scratch(threads * owned + rows * (1 + stretches * (sizeof(Statistics) / sizeof(float))));
@@ -1521,6 +1813,7 @@ static int linear_logprob_in_panels(
   auto statistics = (Statistics*)(memory + threads * owned);  // [stretches, rows]
   auto picked = (float*)(statistics + stretches * rows);
   share(stretches, 1, threads, [=](int64_t at, int64_t last) {
+    [[maybe_unused]] const Registers registers;
     float *panel = memory + (threads > 1 ? part() : 0) * owned, *logit = panel + stride * PANEL;
     X* input = (X*)(logit + held * CHUNK);
     for (int64_t first = 0; first < rows; first += HELD) {
@@ -1535,7 +1828,7 @@ static int linear_logprob_in_panels(
           for (int64_t column = 0; column < columns; column += PANEL) {
             const T* w = weight + (chunk + column) * weight_stride;
             packed<F>([=](int64_t i) { return w + i * weight_stride; }, columns - column, width, panel);
-            panel_rows<F, false>({input, stride, 1}, in_fews(n), stride, panel, PANEL, logit + column, CHUNK);
+            panel_rows<F, false>({input, stride, 1}, in_fews<F>(n), stride, panel, PANEL, logit + column, CHUNK);
           }
           for (int64_t row = 0; row < n; ++row) {
             float* of_row = logit + row * CHUNK;

@@ -74,7 +74,10 @@ def _triton() -> str:
 def _state(kernels: ModuleType) -> str:
     """The state of a compiled library, in words."""
     library = kernels.library()
-    return library if isinstance(library, str) else f"loaded, with version {kernels.ABI_VERSION} of its C interface"
+    if isinstance(library, str):
+        return library
+    instructions = f", by {cpu.variant()}" if kernels is cpu else ""
+    return f"loaded, with version {kernels.ABI_VERSION} of its C interface{instructions}"
 
 
 def _driver() -> str:

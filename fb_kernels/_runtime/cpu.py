@@ -3,9 +3,10 @@
 The library is plain C, lies in the package's folder (setup.py builds it if there is a C++ compiler) and needs no torch.
 It takes float32; the ops of a decode step, branch attention and log-probs also take bfloat16. It is made for small
 inputs, such as the rows of a decode step and the candidates of a training step, where torch's overhead exceeds the
-arithmetic. Sizes at which torch's threads are faster are left to an op's reference. Linear layers, log-probs and branch
-attention run on torch's threads, by the OpenMP runtime that torch has loaded (on threads of its own if that is another
-one); everything else runs on one thread.
+arithmetic. Sizes at which torch's threads are faster are left to an op's reference, but for bfloat16 linear layers with
+AMX, which have one order of sums at all sizes. Linear layers, log-probs and branch attention run on torch's threads, by
+the OpenMP runtime that torch has loaded (on threads of its own if that is another one); everything else runs on one
+thread.
 
 `fb_kernels/<op>/cpu.py` calls its functions.
 """
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from fb_kernels._runtime import shared_library
 
-ABI_VERSION = 14
-ROWS = 16  # maximum of a linear layer: above it oneDNN is faster
+ABI_VERSION = 15
+ROWS = 16  # maximum of a linear layer without AMX: above it oneDNN is faster
 SHARE = 1 << 17  # minimum products per thread
 STEP = (torch.float32, torch.bfloat16)  # dtypes of the ops of a decode step
 LIBRARY = Path(__file__).parents[1] / "libfb_cpu.so"
@@ -65,7 +66,16 @@ def library() -> ctypes.CDLL | str:
 
 def opened(path: Path) -> ctypes.CDLL | str:
     """A library whose functions are called by name, or why it cannot be used."""
-    return shared_library.opened(path, "fbcpu_", ABI_VERSION, FUNCTIONS)
+    library = shared_library.opened(path, "fbcpu_", ABI_VERSION, FUNCTIONS)
+    if isinstance(library, ctypes.CDLL):
+        library.fbcpu_variant.restype = ctypes.c_char_p
+    return library
+
+
+def variant() -> str:
+    """The instructions that bfloat16 kernels use here: plain, avx2, avx512, avx512_bf16 or amx."""
+    loaded = library()
+    return "" if isinstance(loaded, str) else loaded.fbcpu_variant().decode()
 
 
 def why_not() -> str:

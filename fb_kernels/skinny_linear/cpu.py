@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fb_kernels._runtime import cpu
 
-TAKES = f"float32 and bfloat16, up to {cpu.ROWS} rows"
+TAKES = f"float32 and bfloat16, up to {cpu.ROWS} rows; any number of bfloat16 with AMX"
 
 
 def skinny_linear(
@@ -20,11 +20,13 @@ def skinny_linear(
     swiglu: bool,
     frozen: bool,
 ) -> Tensor:
-    """[N, M], or [N, M / 2] where it is gated, of a few rows."""
+    """[N, M], or [N, M / 2] where it is gated."""
     library, dtype = cpu.library(), x.dtype
     rows, width = x.shape
     outputs = weight.shape[0]
-    if isinstance(library, str) or rows > cpu.ROWS or not width:
+    if isinstance(library, str) or not width:
+        return NotImplemented
+    if rows > cpu.ROWS and not (dtype is torch.bfloat16 and cpu.variant() == "amx"):
         return NotImplemented
     threads = cpu.threads(rows * width * outputs)
     (x_stride, x_step), (weight_stride, weight_step) = x.stride(), weight.stride()

@@ -24,17 +24,16 @@ def test_report_names_software_devices_and_ops() -> None:
         assert found[package].split()[0] == metadata.version(package)
     assert found["python"] == sys.version.split()[0]
     for name, kernels in (("fb_kernels", cuda), ("fb_cpu", cpu)):
-        library = kernels.library()
-        assert found[name] == (
-            library if isinstance(library, str) else f"loaded, with version {kernels.ABI_VERSION} of its C interface"
-        )
+        library, by = kernels.library(), f", by {cpu.variant()}" if kernels is cpu else ""
+        loaded = f"loaded, with version {kernels.ABI_VERSION} of its C interface{by}"
+        assert found[name] == (library if isinstance(library, str) else loaded)
     assert "thread(s)" in found["cpu"]
     assert found["commit_"] == "cpu: reference (kernels are for CUDA tensors)"
     assert (
         found["linear_logprob_partials"] == "cpu: reference (kernels are for CUDA tensors)"
     )  # the folder's cpu.py has none
     why = cpu.why_not()
-    here = "cpu kernel for float32 and bfloat16, up to 16 rows"
+    here = "cpu kernel for float32 and bfloat16, up to 16 rows; any number of bfloat16 with AMX"
     assert found["skinny_linear"] == (f"cpu: reference ({why})" if why else f"cpu: {here}")
     assert {name for name, _ in env._ops()} <= set(fb_kernels.__all__) & set(found)
 

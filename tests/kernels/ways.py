@@ -24,17 +24,22 @@ from cases.base import Op
 from fb_kernels._runtime import backend, cpu, cuda, tuning
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")
-VECTORS = {"128": 128, "256": 256, "512": 512, "dots": 513}  # of the CPU, bits; the last with dot products of bfloat16
+FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")
+FLAGS += ("-Wno-psabi",)  # of emulated tiles, which are made of vectors that the processor may not have
+# Of the CPU, bits; then with dot products of bfloat16, and with emulated tiles.
+VECTORS = {"128": 128, "256": 256, "512": 512, "dots": 513, "tiles": 514}
 READING = ("branch_attention", "branch_attention_qkv", "commit", "qk_norm_rope")  # ops whose reference does on the CPU
 NARROWED = """
 #include <cstdlib>
 #include <cstring>
 static bool allowed(const char* name) {
-  const int needed = std::strstr(name, "avx512bf16") ? 513 : std::strstr(name, "avx512") ? 512 : 256;
-  return std::atoi(std::getenv("WIDEST_HERE")) >= needed;
+  const int widest = std::atoi(std::getenv("WIDEST_HERE"));
+  if (std::strstr(name, "amx")) return widest == 514;
+  return widest >= (std::strstr(name, "avx512bf16") ? 513 : std::strstr(name, "avx512") ? 512 : 256);
 }
-#define __builtin_cpu_supports(name) (__builtin_cpu_supports(name) && allowed(name))
+static bool emulated(const char* name) { return std::strstr(name, "amx"); }
+#define __builtin_cpu_supports(name) ((emulated(name) || __builtin_cpu_supports(name)) && allowed(name))
+#define EMULATED_TILES
 #include "cpu.cpp"
 """  # the library, which takes no wider vectors than it is told when it is loaded
 
@@ -42,7 +47,7 @@ static bool allowed(const char* name) {
 @cache
 def narrowed(widest: str) -> ctypes.CDLL:
     """The library of the sources as they are with some of VECTORS, compiled once for all and all processes."""
-    files = [SOURCES / name for name in ("cpu.cpp", "cpu_kernels.h", "interface.h")]
+    files = [SOURCES / name for name in ("cpu.cpp", "cpu_kernels.h", "interface.h", "tiles.h")]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files))
     digest.update(NARROWED.encode())
     target = Path(tempfile.gettempdir()) / f"libfb_cpu_{os.getuid()}_{digest.hexdigest()[:16]}.so"
@@ -66,7 +71,7 @@ def narrowed(widest: str) -> ctypes.CDLL:
 def names(op: Op) -> list[str]:
     """The implementations of an op, the CPU's once for each kind of vectors."""
     narrow = "cpu" in op.ways and torch.bfloat16 in op.ways["cpu"].dtypes
-    widths = [f"cpu {each}" for each in VECTORS if narrow or each != "dots"] if "cpu" in op.ways else []
+    widths = [f"cpu {each}" for each in VECTORS if narrow or each not in ("dots", "tiles")] if "cpu" in op.ways else []
     return [name for name in op.ways if name != "cpu"] + widths
 
 
