@@ -38,12 +38,13 @@ BACKWARD_CASES = [
 ] + [(*sizes, Timing.COLD) for sizes in shapes.LONG_TRAINED_BRANCHES]
 
 
+@pytest.mark.parametrize("dtype", shapes.DTYPES)
 @pytest.mark.parametrize(("candidates", "groups", "length", "prefix", "timing"), CASES)
 @torch.no_grad()
 def test_branch_attention(
-    compare: Callable, candidates: int, groups: int, length: int, prefix: int, timing: Timing
+    compare: Callable, candidates: int, groups: int, length: int, prefix: int, timing: Timing, dtype: torch.dtype
 ) -> None:
-    case = Branches.random(groups, length, prefix, candidates=candidates)
+    case = Branches.random(groups, length, prefix, candidates=candidates, dtype=dtype)
     layout = case.layout
     tensors = (case.q, case.k, case.v, case.prefix_k, case.prefix_v)
     theirs, skipped = harness.available({name: partial(make, case) for name, make in peers.ATTENTION.items()})
@@ -52,7 +53,7 @@ def test_branch_attention(
     tolerance = harness.allowed_error(peers.shared_prefix_attention(case, case.q.dtype), expected)
     compare(
         "branch_attention",
-        str(case),
+        f"{case}{shapes.IN[dtype]}",
         {name: Implementation(run, expected, compiled=name in peers.COMPILED) for name, run in runs.items()},
         rounds=50 if shapes.ON_GPU else 10,
         tolerance=tolerance,
@@ -63,9 +64,12 @@ def test_branch_attention(
     )
 
 
+@pytest.mark.parametrize("dtype", shapes.DTYPES)
 @pytest.mark.parametrize(("groups", "length", "prefix", "timing"), BACKWARD_CASES)
-def test_branch_attention_backward(compare: Callable, groups: int, length: int, prefix: int, timing: Timing) -> None:
-    case = Branches.random(groups, length, prefix)
+def test_branch_attention_backward(
+    compare: Callable, groups: int, length: int, prefix: int, timing: Timing, dtype: torch.dtype
+) -> None:
+    case = Branches.random(groups, length, prefix, dtype=dtype)
     upstream = torch.randn(case.q.shape, generator=torch.Generator(case.q.device).manual_seed(1), device=case.q.device)
     upstream = upstream.to(case.q.dtype)
 
@@ -83,7 +87,7 @@ def test_branch_attention_backward(compare: Callable, groups: int, length: int, 
     tolerances = map(harness.allowed_error, backward(plain, case, upstream)(), expected)  # their sizes differ
     compare(
         "branch_attention_backward",
-        str(case),
+        f"{case}{shapes.IN[dtype]}",
         {name: Implementation(run, expected, compiled=name in peers.COMPILED) for name, run in runs.items()},
         rounds=50 if shapes.ON_GPU else 10,
         tolerance=tuple(tolerances),

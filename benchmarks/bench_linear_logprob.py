@@ -26,13 +26,13 @@ CHECKED = 64  # rows compared with float64
 CHUNK = 1024  # rows whose float64 logits exist at a time
 
 
-def inputs(rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(rows: int = ROWS, dtype: torch.dtype = shapes.DTYPE) -> tuple[Tensor, Tensor, Tensor]:
     """(hidden[N, D], weight[V, D], target[N]) with logits of standard deviation 2."""
     generator = torch.Generator(harness.DEVICE).manual_seed(0)
     options: dict[str, Any] = {"generator": generator, "device": harness.DEVICE}
-    hidden = torch.randn(rows, HIDDEN, **options).to(shapes.DTYPE)
+    hidden = torch.randn(rows, HIDDEN, **options).to(dtype)
     weight = torch.empty(VOCABULARY, HIDDEN, device=harness.DEVICE).normal_(std=2 * HIDDEN**-0.5, generator=generator)
-    return hidden, weight.to(shapes.DTYPE), torch.randint(VOCABULARY, (rows,), **options)
+    return hidden, weight.to(dtype), torch.randint(VOCABULARY, (rows,), **options)
 
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -55,16 +55,17 @@ def prepare(name: str) -> Callable[[], Tensor]:
     return partial(FUNCTIONS[name], *inputs())
 
 
+@pytest.mark.parametrize("dtype", shapes.DTYPES)
 @pytest.mark.parametrize("rows", shapes.LOGPROB_ROWS)
-def test_linear_logprob(compare: Callable, rows: int) -> None:
+def test_linear_logprob(compare: Callable, rows: int, dtype: torch.dtype) -> None:
     peaks, notes = {}, []
-    if not shapes.ON_GPU:  # on a GPU the harness asks the allocator
+    if not shapes.ON_GPU and dtype == shapes.DTYPE:  # on a GPU the harness asks the allocator
         measured = {name: harness.peak_memory(prepare, name) for name in FUNCTIONS}
         peaks = {name: peak for name, peak in measured.items() if peak is not None}
         notes = [memory_note(peaks[OURS])] if OURS in peaks else ["memory not measured: no VmHWM on this system"]
     others, skipped = harness.available(OTHERS)
     functions = FUNCTIONS | others
-    hidden, weight, target = inputs(rows)
+    hidden, weight, target = inputs(rows, dtype)
     checked = torch.linspace(0, rows - 1, min(CHECKED, rows), device=hidden.device).long()
     some, wide = hidden[checked], weight.double()
     expected = peers.log_softmax_logprob(some.double(), wide, target[checked])
@@ -83,7 +84,7 @@ def test_linear_logprob(compare: Callable, rows: int) -> None:
     reads = hidden.nbytes + weight.nbytes + 8 * rows
     compare(
         "linear_logprob",
-        f"N={rows} D={HIDDEN} V={VOCABULARY}",
+        f"N={rows} D={HIDDEN} V={VOCABULARY}{shapes.IN[dtype]}",
         implementations,
         rounds=30 if shapes.ON_GPU else 3,
         tolerance=max(harness.allowed_error(plain, expected), 1e-4),
@@ -95,10 +96,11 @@ def test_linear_logprob(compare: Callable, rows: int) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", shapes.DTYPES)
 @pytest.mark.parametrize("rows", shapes.LOGPROB_TRAINED_ROWS)
-def test_linear_logprob_backward(compare: Callable, rows: int) -> None:
+def test_linear_logprob_backward(compare: Callable, rows: int, dtype: torch.dtype) -> None:
     """Gradients of the mean log-prob, forward included, because fused peers compute gradients in the forward."""
-    hidden, weight, target = inputs(rows)
+    hidden, weight, target = inputs(rows, dtype)
     shown = torch.linspace(0, rows - 1, CHECKED, device=hidden.device).long()
     columns = torch.cat([target[shown], torch.arange(CHECKED, device=hidden.device)])
     leaves = (hidden.requires_grad_(), weight.requires_grad_())
@@ -113,7 +115,7 @@ def test_linear_logprob_backward(compare: Callable, rows: int) -> None:
     tolerances = map(harness.allowed_error, gradients(peers.mean_cross_entropy), expected)
     compare(
         "linear_logprob_backward",
-        f"N={rows} D={HIDDEN} V={VOCABULARY}, forward included",
+        f"N={rows} D={HIDDEN} V={VOCABULARY}{shapes.IN[dtype]}, forward included",
         {
             name: Implementation(partial(gradients, loss), expected, compiled="compiled" in name)
             for name, loss in losses.items()

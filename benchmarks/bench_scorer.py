@@ -205,16 +205,15 @@ def test_groups_beside_servers(compare: Callable, served: Served, pretrained: Pa
     with ThreadPoolExecutor(count) as threads:
         wide = copy.deepcopy(model).to(shapes.WIDE)
         prefix, *rest = drawn[0]
-        expected = peers.repeated_cache(
-            wide, torch.cat([prefix.new_full((1,), FIRST % model.config.vocab_size), prefix[1:]]), *rest
-        )
+        first = torch.cat([prefix.new_full((1,), FIRST % model.config.vocab_size), prefix[1:]])
+        expected, plain = (peers.repeated_cache(each, first, *rest) for each in (wide, model))
         compare(
             "score_group",
-            f"SmolLM2-135M, G={count} K={CANDIDATES} H={h} P={p}",
+            f"SmolLM2-135M{shapes.IN[model.dtype]}, G={count} K={CANDIDATES} H={h} P={p}",
             {name: Implementation(run(way), expected[None]) for name, way in ways.items()},
             rounds=3,
-            tolerance=1e-3,
-            dtype=torch.float32,
+            tolerance=max(allowed_error(plain, expected), 1e-3),
+            dtype=model.dtype,
             skipped=missing | {shapes.LLAMA_CPP: "it gives no log-probs of a prompt's tokens"},
             goals=[Goal(shapes.VLLM, 1)],
             rest=shapes.REST * (shapes.VLLM in running),

@@ -149,25 +149,26 @@ def slm() -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=shapes.DTYPE).eval()
 
 
-@pytest.fixture(scope="session")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a pretrained model in float32, with its tokenizer."""
+@pytest.fixture(scope="session", params=shapes.DTYPES, ids=lambda dtype: str(dtype)[6:])
+def pretrained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a pretrained model in each dtype, with its tokenizer."""
     folder = tmp_path_factory.mktemp("pretrained")
     shapes.write_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=request.param).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def served(pretrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Servers of the pretrained model by name, with all cores each, and why others are missing."""
-    file = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    write_gguf(file, AutoModelForCausalLM.from_pretrained(pretrained))
+    file, model = tmp_path_factory.mktemp("gguf") / "model.gguf", AutoModelForCausalLM.from_pretrained(pretrained)
+    write_gguf(file, model)
     common: dict[str, Any] = {"threads": harness.cores(), "context": shapes.SERVED_TOKENS}
     alone = ("--max-events", "0", "--max-batch", str(max(shapes.SEQUENCES)), "--device", "cpu")
     makers: dict[str, Callable[[], LiveServer]] = {
         shapes.OUR_SERVER: partial(Ours, pretrained, *alone, **common),
-        shapes.LLAMA_CPP: partial(LlamaCpp, file, slots=16, **common),
-        shapes.VLLM: partial(VLLM, pretrained, eager=False, **common),
+        shapes.LLAMA_CPP: partial(LlamaCpp, file, slots=16, exact=model.dtype == torch.float32, **common),
+        shapes.VLLM: partial(VLLM, pretrained, eager=False, dtype=str(model.dtype)[6:], **common),
     }
     running, missing = {}, {}
     with ExitStack() as stack:

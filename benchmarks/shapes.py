@@ -18,6 +18,8 @@ from fb_kernels import BranchLayout
 
 ON_GPU = DEVICE == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+DTYPES = (DTYPE,) if ON_GPU else (torch.float32, torch.bfloat16)  # of the ops that people run in both on a CPU
+IN = {dtype: "" if dtype == DTYPE else f" in {str(dtype)[6:]}" for dtype in DTYPES}  # behind a case's shape
 CANDIDATES = 13
 HIDDEN, WIDTH, VOCABULARY = (2048, 6144, 151_936) if ON_GPU else (256, 512, 8192)
 HEADS, KV_HEADS, HEAD_DIM = (16, 8, 128) if ON_GPU else (8, 4, 64)

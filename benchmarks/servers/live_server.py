@@ -134,23 +134,30 @@ class LlamaCpp(LiveServer):
 
 
 class VLLM(LiveServer):
-    """vLLM's server with a folder, in float32, on the CPU; a FileNotFoundError if it is not installed.
+    """vLLM's server with a folder, on the CPU; a FileNotFoundError if it is not installed.
 
     If `eager`, nothing is compiled, which starts sooner.
     """
 
     def __init__(
-        self, folder: Path, api_key: str = "", *, context: int = 2048, threads: int = 1, eager: bool = True
+        self,
+        folder: Path,
+        api_key: str = "",
+        *,
+        context: int = 2048,
+        threads: int = 1,
+        eager: bool = True,
+        dtype: str = "float32",
     ) -> None:
         if not VLLM_COMMAND.is_file():
             raise FileNotFoundError(f"expected vLLM at {VLLM_COMMAND}; make test-servers installs it")
-        self.folder, self.context, self.threads, self.eager = folder, context, threads, eager
+        self.folder, self.context, self.threads, self.eager, self.dtype = folder, context, threads, eager, dtype
         self.port = free_port()
         super().__init__(api_key)
 
     def launch(self) -> subprocess.Popen[str]:
         command = [str(VLLM_COMMAND), "serve", str(self.folder), "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--dtype", "float32", "--max-model-len", str(self.context), "--max-logprobs", "64"]
+        command += ["--dtype", self.dtype, "--max-model-len", str(self.context), "--max-logprobs", "64"]
         command += ["--api-key", self.api_key] * bool(self.api_key) + ["--enforce-eager"] * self.eager
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
