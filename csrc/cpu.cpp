@@ -160,12 +160,6 @@ struct Layout {
     }
     return true;
   }
-
-  int64_t products(int64_t width) const {  // a lower bound
-    int64_t sum = 0;
-    for (int64_t g = 0; g < groups; ++g) sum += 2 * (first(g + 1) - first(g)) * width * (length[g] + 1);
-    return sum;
-  }
 };
 
 // Blocks of a group's rows that attend to one key head, the longest first, so that threads which take the next one end

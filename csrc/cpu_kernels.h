@@ -1403,7 +1403,8 @@ static int branch_attention_backward(
   const int64_t of_thread = padded(span * PANEL + panels + KEYS * stride);
   const bool apart = !dprefix_k || !dprefix_v;  // then groups have no sum in common
   const int64_t pieces = kv_heads * (apart ? layout.groups : 1);
-  threads = sharing(threads, layout.first(layout.groups), layout.products(heads * width));
+  const Blocks blocks(layout, kv_heads, most, how.window);
+  threads = sharing(threads, layout.first(layout.groups), blocks.products(repeat * width));
   const bool together = threads > 1 && pieces < 4 * threads;  // threads share each block: all have enough to do
   const Scratch scratch(threads * (of_block + of_thread));
   float* memory = scratch.data();
