@@ -45,6 +45,7 @@ class Text:
         stop_ids: ids that end the answer and are not part of it.
         skip_special: whether special tokens are left out of the text.
         after_text: whether the answer goes on a text, so that it may begin with a space.
+        pieces: of tokens seen so far, shared by texts of one tokenizer and skip_special.
 
     Attributes:
         stopped: whether a stop has come.
@@ -59,6 +60,7 @@ class Text:
         *,
         skip_special: bool = True,
         after_text: bool = False,
+        pieces: dict[int, TextPart] | None = None,
     ) -> None:
         self.tokenizer, self.stops, self.stop_ids, self.skip_special = tokenizer, stops, stop_ids, skip_special
         self.stopped = False
@@ -74,7 +76,7 @@ class Text:
         self._cleaned = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and (forced or not bpe)
         self._unclean = ""  # certain text before its clean-up
         self._held: list[TextPart] = []  # certain text that may be the beginning of a stop string
-        self._named = cache(self._name)
+        self._named, self._pieces = cache(self._name), {} if pieces is None else pieces
 
     def add(self, token: int) -> str:
         """Take a token, and return the text that has become certain."""
@@ -105,11 +107,14 @@ class Text:
 
     def _piece(self, token: int) -> TextPart | None:
         """A token's piece, and whether its text is shown; None for an id past the vocabulary."""
+        if (known := self._pieces.get(token)) is not None:
+            return known
         piece = self.tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return None
         left_out = self.skip_special and not self.tokenizer.decode([token], skip_special_tokens=True)
-        return TextPart(piece, not (left_out and self.tokenizer.decode([token])))
+        part = self._pieces[token] = TextPart(piece, not (left_out and self.tokenizer.decode([token])))
+        return part
 
     def _name(self, token: int, inside: bool) -> Name:
         piece, shown = self._piece(token) or TextPart("", False)
@@ -167,7 +172,10 @@ class Text:
         """Take certain text, and return what is neither a stop string nor the beginning of one."""
         if self._cleaned:
             new = self._clean(new, last)
-        self.decoded += len(_shown(new))
+        text = _shown(new)
+        self.decoded += len(text)
+        if not self.stops:
+            return text
         parts = [*self._held, *new]
         whole = _whole(parts)
         starts = [start for stop in self.stops if (start := whole.find(stop)) >= 0]

@@ -34,7 +34,7 @@ from fb_core.decode.selectors import LLMPreference
 from fb_core.events import Event
 from fb_core.models.facts import Tokenizer, max_positions
 from fb_core.models.tokens import TextGroup, chat_ids, many_token_ids, text_group_in_steps, text_ids
-from fb_core.runtime.detokenizer import Text
+from fb_core.runtime.detokenizer import Text, TextPart
 from fb_core.runtime.sampling import Sampling, occurrences
 from fb_core.runtime.step import Ranked
 
@@ -199,7 +199,8 @@ class Reply:
                         if piece.finish is None:
                             self.first = self.first or time.perf_counter()
                         yield index, piece
-            await asyncio.sleep(0)  # tokens that are there already hold up no other request
+            if not self.tokens.empty():
+                await asyncio.sleep(0)  # tokens that are there already hold up no other request
 
     @property
     def prompt(self) -> int:
@@ -254,6 +255,7 @@ class Service:
         self.engine, self.tokenizer, self.settings, self.thinking = engine, tokenizer, settings, thinking
         self.length = min(settings.max_length, max_positions(engine.decoder.slm) or settings.max_length)
         self.metrics = Metrics(engine)
+        self.pieces: dict[bool, dict[int, TextPart]] = {False: {}, True: {}}  # by skip_special_tokens
         self.requests = 0  # sequences whose request is not answered
         self.turns = Turns()
         self._open: set[Reply] = set()
@@ -429,7 +431,8 @@ class Service:
                 reply.add(handle)
                 self.metrics.scored.inc(len(ids) - 1 if ranks_prompt else 0)
                 skip, stops = request.skip_special_tokens, (request.stop, request.stop_token_ids)
-                text = Text(self.tokenizer, *stops, skip_special=skip, after_text=after_text)
-                before = Text(self.tokenizer, (), skip_special=skip)
+                pieces = self.pieces[skip]
+                text = Text(self.tokenizer, *stops, skip_special=skip, after_text=after_text, pieces=pieces)
+                before = Text(self.tokenizer, (), skip_special=skip, pieces=pieces)
                 reply.answers.append(Answer(handle, request, text, before, ids, decoder.pair.ends))
                 yield
