@@ -196,9 +196,7 @@ def test_groups_beside_servers(compare: Callable, served: Served, pretrained: Pa
 
         def fresh() -> Tensor:
             first = torch.tensor([next(numbers) % model.config.vocab_size])
-            return torch.stack(
-                [*way([(torch.cat([first, prefix[1:]]), pool, future) for prefix, pool, future in drawn])]
-            )
+            return torch.stack([*way([(torch.cat([first, ids[1:]]), pool, future) for ids, pool, future in drawn])])
 
         return fresh
 

@@ -85,7 +85,7 @@ class Text:
         if token in self.stop_ids:
             rest, self.stopped = self.end(), True
             return rest
-        piece = self._piece(token)
+        piece = self._pieces.get(token) or self._piece(token)
         if piece is None:
             return ""
         text = self._released(self._taken(piece))
@@ -107,14 +107,11 @@ class Text:
 
     def _piece(self, token: int) -> TextPart | None:
         """A token's piece, and whether its text is shown; None for an id past the vocabulary."""
-        if (known := self._pieces.get(token)) is not None:
-            return known
         piece = self.tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return None
         left_out = self.skip_special and not self.tokenizer.decode([token], skip_special_tokens=True)
-        part = self._pieces[token] = TextPart(piece, not (left_out and self.tokenizer.decode([token])))
-        return part
+        return self._pieces.setdefault(token, TextPart(piece, not (left_out and self.tokenizer.decode([token]))))
 
     def _name(self, token: int, inside: bool) -> Name:
         piece, shown = self._piece(token) or TextPart("", False)
@@ -176,8 +173,7 @@ class Text:
         self.decoded += len(text)
         if not self.stops:
             return text
-        parts = [*self._held, *new]
-        whole = _whole(parts)
+        whole = _whole(parts := [*self._held, *new])
         starts = [start for stop in self.stops if (start := whole.find(stop)) >= 0]
         self.stopped = bool(starts)
         kept = max((_overlap(whole, stop) for stop in self.stops), default=0)
