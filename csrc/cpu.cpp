@@ -336,7 +336,7 @@ void sort_largest(int64_t k, int64_t* found, int64_t count) {
 #undef DOT_BF16
 #endif
 
-#if WIDEST >= 512 && (__GNUC__ >= 12 || defined(EMULATED_TILES))
+#if WIDEST >= 512 && ((__GNUC__ >= 12 && defined(__linux__)) || defined(EMULATED_TILES))
 #define TILES
 #pragma GCC push_options
 #pragma GCC diagnostic push

@@ -111,7 +111,7 @@ struct Factors<BFloat16> {
 };
 #elif defined(TILES)
 template <>
-struct Factors<BFloat16> {  // for tiles alone
+struct Factors<BFloat16> {  // of emulated tiles, which alone multiply
   typedef BFloat16 W, X;
   typedef Lanes Vector;
   static constexpr int64_t STEP = 2 * LANES;
@@ -484,7 +484,10 @@ template <int W, int X>
 static void weight_products(
     const BFloat16* low, int64_t count, const BFloat16* high, int64_t above, int64_t stride, int64_t width,
     const float* panel) {
-  auto multiply = [](const float* x) {
+  for (int64_t k = 0; k < width; k += 32) {
+    load_weight<4>(low + k, stride, count, width - k);
+    if constexpr (W == 2) load_weight<5>(high + k, stride, above, width - k);
+    const float* x = panel + k / 2 * PANEL;
     tiles::load<6>(x, 4 * PANEL);
     tiles::multiply<0, 4, 6>();
     if constexpr (W == 2) tiles::multiply<2, 5, 6>();
@@ -493,18 +496,6 @@ static void weight_products(
       tiles::multiply<1, 4, 7>();
       if constexpr (W == 2) tiles::multiply<3, 5, 7>();
     }
-  };
-  const int64_t whole = count >= 16 && (W == 1 || above >= 16) ? width / 32 * 32 : 0;
-  int64_t k = 0;
-  for (; k < whole; k += 32) {
-    tiles::load<4>(low + k, 2 * stride);
-    if constexpr (W == 2) tiles::load<5>(high + k, 2 * stride);
-    multiply(panel + k / 2 * PANEL);
-  }
-  for (; k < width; k += 32) {
-    load_weight<4>(low + k, stride, count, width - k);
-    if constexpr (W == 2) load_weight<5>(high + k, stride, above, width - k);
-    multiply(panel + k / 2 * PANEL);
   }
 }
 

@@ -1,5 +1,5 @@
 // The tile registers of AMX: 8 of 16 rows of 64 bytes, whose product of bfloat16 sums in float32. EMULATED_TILES has
-// them in memory, with products to the same bits, so that any processor can test what is made of them.
+// them in memory, with sums in the same order, so that any processor can test what is made of them.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,12 @@
 
 namespace tiles {
 
-// A thread has its registers while one of these lives.
-struct Registers;
-
 #ifdef EMULATED_TILES
 
 thread_local uint32_t registers[8][16][16];
 thread_local int users = 0;
 
-struct Registers {
+struct Registers {  // a thread has its registers while one of these lives
   Registers() { users++; }
   Registers(const Registers&) = delete;
   ~Registers() { users--; }
