@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from ways import VECTORS, running
 
 from fb_kernels._runtime import backend, cpu
 from fb_kernels.candidate_head import candidate_head
+from fb_kernels.decoder_layer import decoder_layer
 from fb_kernels.linear_logprob import linear_logprob
 from fb_kernels.qk_norm_rope import qk_norm_rope
 
@@ -190,3 +192,22 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     finally:
         torch.set_num_threads(before)
     assert all(same(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "way"), [(torch.float32, "cpu 256"), (torch.bfloat16, "cpu dots"), (torch.bfloat16, "cpu tiles")]
+)
+def test_a_row_alone_has_the_bits_that_it_has_among_others(dtype: torch.dtype, way: str) -> None:
+    """A sequence's row of a whole layer, beside 47 of others."""
+    pick = random.Random(0)
+    draws = 0
+    while draws < 1000:
+        model, inner, held = pick.randint(1, 70), pick.randint(1, 70), pick.randint(1, 20)
+        case = make_layer(1, model, inner, held=held, page=4, sequences=48, seed=draws, keep="none", wide_tables=True)
+        given = LAYER.cast(case, dtype).arguments
+        with running(way):
+            together = decoder_layer(**given)
+            for row in pick.sample(range(48), 20):
+                one = {name: given[name][row : row + 1] for name in ("hidden", "positions", "held", "block_table")}
+                assert torch.equal(decoder_layer(**given | one)[0], together[row]), (model, inner, held, row)
+                draws += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from cases.skinny_linear import BOTH, VARIANTS
 from test_contract import check, evaluate
 from ways import SOURCES, running
 
-from fb_kernels import decoder_layer, skinny_linear
+from fb_kernels import branch_attention, skinny_linear
 from fb_kernels._runtime import cpu
 from fb_kernels.branch_attention import reference
 
@@ -116,36 +115,29 @@ def test_a_linear_layer_takes_any_number_of_rows(width: int, options: dict) -> N
                 assert torch.equal(skinny_linear(**given | one)[0], together[0][0][row])
 
 
-def test_threads_change_no_bit() -> None:
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     case = OPS["skinny_linear"].make(300, 200, 500, given=BOTH, behind="residual")
     given = OPS["skinny_linear"].cast(case, torch.bfloat16).arguments
-    found, before = [], torch.get_num_threads()
+    found = []
     with running("cpu tiles"):
         for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
             found.append(skinny_linear(**given))
-    torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "way"), [(torch.float32, "cpu 256"), (torch.bfloat16, "cpu dots"), (torch.bfloat16, "cpu tiles")]
-)
-def test_a_row_alone_has_the_bits_that_it_has_among_others(dtype: torch.dtype, way: str) -> None:
-    """A sequence's row of a whole layer, beside 47 of others."""
-    op, pick = OPS["decoder_layer"], random.Random(0)
-    draws = 0
-    while draws < 1000:
-        model, inner, held = pick.randint(1, 70), pick.randint(1, 70), pick.randint(1, 20)
-        case = op.make(1, model, inner, held=held, page=4, sequences=48, seed=draws, keep="none", wide_tables=True)
-        given = op.cast(case, dtype).arguments
-        with running(way):
-            together = decoder_layer(**given)
-            for row in pick.sample(range(48), 20):
-                one = {name: given[name][row : row + 1] for name in ("hidden", "positions", "held", "block_table")}
-                assert torch.equal(decoder_layer(**given | one)[0], together[row]), (model, inner, held, row)
-                draws += 1
+def test_a_branch_has_the_same_bits_behind_another() -> None:
+    """Its rows then lie in other tiles, whose first keys are others: keys are summed from fixed places on."""
+    op = OPS["branch_attention"]
+    case = op.cast(op.make([([20, 60], 0, 100)], (2, 1), 24, window=40), torch.bfloat16)
+    given, alone = case.arguments, op.make([([60], 0, 100)], (2, 1), 24).arguments["layout"]
+    with running("cpu tiles"):
+        together = branch_attention(**given)
+        own = {name: given[name][20:] for name in "qkv"}
+        out, lse = branch_attention(**given | own | {"layout": alone})
+    assert torch.equal(out, together[0][20:])
+    assert torch.equal(lse, together[1][:, 20:])
 
 
 @pytest.mark.parametrize("length", [1, 3, 17, 40, 250])
