@@ -448,7 +448,7 @@ def calls(run: Path, config: Path, table: str, workers: int) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["tables", "worker"])
-@pytest.mark.sweep
+@pytest.mark.sweep(2)
 def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
     run, config = linked(trained, tmp_path / "run", *TRAINED), tmp_path / "small.yaml"
     chosen = settings(compare={"methods": METHODS})
