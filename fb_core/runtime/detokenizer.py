@@ -171,7 +171,7 @@ class Text:
             new = self._clean(new, last)
         text = _shown(new)
         self.decoded += len(text)
-        if not self.stops:
+        if not self.stops:  # then nothing is held
             return text
         whole = _whole(parts := [*self._held, *new])
         starts = [start for stop in self.stops if (start := whole.find(stop)) >= 0]
