@@ -365,6 +365,8 @@ struct Step {
   decltype(&plain::decoder_layer<T>) decoder_layer;
   decltype(&plain::topk_entropy<T>) topk_entropy;
   decltype(&plain::rms_norm<T>) rms_norm;
+  decltype(&plain::swiglu<T>) swiglu;
+  decltype(&plain::qk_norm_rope<T>) qk_norm_rope;
   decltype(&plain::branch_attention<T>) branch_attention;
   decltype(&plain::branch_attention_backward<T>) branch_attention_backward;
 };
@@ -373,23 +375,21 @@ struct Kernels {
   const char* variant;
   Step<float> single;
   Step<BFloat16> narrow;
-  decltype(&plain::swiglu) swiglu;
   decltype(&plain::merge_attention_states) merge_attention_states;
   decltype(&plain::candidate_head) candidate_head;
   decltype(&plain::linear_logprob) linear_logprob;
   decltype(&plain::linear_logprob_in_panels<BFloat16>) linear_logprob_in_panels;
-  decltype(&plain::qk_norm_rope) qk_norm_rope;
 };
 
 #define STEP(variant, T) \
   {variant::skinny_linear<T>, variant::branch_attention_qkv<T>, variant::decoder_layer<T>, variant::topk_entropy<T>, \
-   variant::rms_norm<T>, variant::branch_attention<T>, variant::branch_attention_backward<T>}
+   variant::rms_norm<T>, variant::swiglu<T>, variant::qk_norm_rope<T>, variant::branch_attention<T>, \
+   variant::branch_attention_backward<T>}
 
 // Those of bfloat16 are of `narrow`.
-#define KERNELS(variant, narrow)                                                                            \
-  {#narrow, STEP(variant, float), STEP(narrow, BFloat16), variant::swiglu, variant::merge_attention_states, \
-   variant::candidate_head, variant::linear_logprob, narrow::linear_logprob_in_panels<BFloat16>,            \
-   variant::qk_norm_rope}
+#define KERNELS(variant, narrow)                                                                                   \
+  {#narrow, STEP(variant, float), STEP(narrow, BFloat16), variant::merge_attention_states, variant::candidate_head, \
+   variant::linear_logprob, narrow::linear_logprob_in_panels<BFloat16>}
 
 Kernels fitting() {
 #if WIDEST >= 256
@@ -449,7 +449,7 @@ Layout layout_of(const Fields& given) {
 
 }  // namespace
 
-extern "C" int fbcpu_abi_version() { return 15; }
+extern "C" int fbcpu_abi_version() { return 16; }
 
 // Whose kernels those of bfloat16 are.
 extern "C" const char* fbcpu_variant() { return kernels.variant; }
@@ -549,15 +549,18 @@ FB_FUNCTION(fbcpu_topk_entropy,
 }
 
 FB_FUNCTION(fbcpu_rms_norm,
-            const void *x, *residual, *weight; double eps; void *out, *sum; int64_t rows, width; int narrow;) {
+            const void *x, *residual, *weight; double eps; void *out, *sum; int64_t rows, width;
+            int threads, narrow;) {
   return typed(given.narrow, [&](const auto& step, auto one) {
     return step.rms_norm(as(given.x, one), as(given.residual, one), as(given.weight, one), narrow(given.eps),
-                         as(given.out, one), as(given.sum, one), given.rows, given.width);
+                         as(given.out, one), as(given.sum, one), given.rows, given.width, given.threads);
   });
 }
 
-FB_FUNCTION(fbcpu_swiglu, const float* gate_up; float* out; int64_t rows, width;) {
-  return kernels.swiglu(given.gate_up, given.out, given.rows, given.width);
+FB_FUNCTION(fbcpu_swiglu, const void* gate_up; void* out; int64_t rows, width; int threads, narrow;) {
+  return typed(given.narrow, [&](const auto& step, auto one) {
+    return step.swiglu(as(given.gate_up, one), as(given.out, one), given.rows, given.width, given.threads);
+  });
 }
 
 FB_FUNCTION(fbcpu_merge_attention_states,
@@ -588,13 +591,16 @@ FB_FUNCTION(fbcpu_linear_logprob,
 }
 
 FB_FUNCTION(fbcpu_qk_norm_rope,
-            const float* qkv; int64_t qkv_stride; const float *q_weight, *k_weight, *cos, *sin; int64_t length;
-            const void* positions; int wide_positions; float *q, *k, *v, *k_cache; int64_t k_slot, k_head;
-            float* v_cache; int64_t v_slot, v_head; const void* slots; int wide_slots;
-            int64_t rows, heads, kv_heads, width; double eps;) {
-  return kernels.qk_norm_rope(given.qkv, given.qkv_stride, given.q_weight, given.k_weight, given.cos, given.sin,
-                              given.length, given.positions, given.wide_positions, given.q, given.k, given.v,
-                              given.k_cache, given.k_slot, given.k_head, given.v_cache, given.v_slot, given.v_head,
-                              given.slots, given.wide_slots, given.rows, given.heads, given.kv_heads, given.width,
-                              narrow(given.eps));
+            const void* qkv; int64_t qkv_stride; const void *q_weight, *k_weight, *cos, *sin; int64_t length;
+            const void* positions; int wide_positions; void *q, *k, *v, *k_cache; int64_t k_slot, k_head;
+            void* v_cache; int64_t v_slot, v_head, size; const void* slots; int wide_slots;
+            int64_t rows, heads, kv_heads, width; double eps; int threads, narrow;) {
+  return typed(given.narrow, [&](const auto& step, auto one) {
+    return step.qk_norm_rope(
+        as(given.qkv, one), given.qkv_stride, as(given.q_weight, one), as(given.k_weight, one), as(given.cos, one),
+        as(given.sin, one), given.length, given.positions, given.wide_positions, as(given.q, one), as(given.k, one),
+        as(given.v, one), as(given.k_cache, one), given.k_slot, given.k_head, as(given.v_cache, one), given.v_slot,
+        given.v_head, given.size, given.slots, given.wide_slots, given.rows, given.heads, given.kv_heads, given.width,
+        narrow(given.eps), given.threads);
+  });
 }

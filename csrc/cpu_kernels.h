@@ -1597,26 +1597,32 @@ static int topk_entropy(
 // s = x + residual, or x, and out = s / rms(s) * weight.
 template <typename T>
 static int rms_norm(
-    const T* x, const T* residual, const T* weight, float eps, T* out, T* sum, int64_t rows, int64_t width) {
-  for (int64_t at = 0; at < rows * width; at += width) {
-    const T* s = x + at;
-    if (residual) {
-      for (int64_t i = 0; i < width; i += LANES) {
-        const int64_t n = width - i < LANES ? width - i : LANES;
-        store(sum + at + i, some(x + at + i, n) + some(residual + at + i, n), n);
+    const T* x, const T* residual, const T* weight, float eps, T* out, T* sum, int64_t rows, int64_t width,
+    int threads) {
+  share(rows, 1, threads, [=](int64_t row, int64_t last) {
+    for (int64_t at = row * width; at < last * width; at += width) {
+      const T* s = x + at;
+      if (residual) {
+        for (int64_t i = 0; i < width; i += LANES) {
+          const int64_t n = width - i < LANES ? width - i : LANES;
+          store(sum + at + i, some(x + at + i, n) + some(residual + at + i, n), n);
+        }
+        s = sum + at;
       }
-      s = sum + at;
+      normed(s, weight, eps, width, out + at);
     }
-    normed(s, weight, eps, width, out + at);
-  }
+  });
   return 0;
 }
 
-static int swiglu(const float* gate_up, float* out, int64_t rows, int64_t width) {
-  for (int64_t row = 0; row < rows; ++row) {
-    const float* gate = gate_up + row * 2 * width;
-    gated(gate, gate + width, width, out + row * width);
-  }
+template <typename T>
+static int swiglu(const T* gate_up, T* out, int64_t rows, int64_t width, int threads) {
+  share(rows, 1, threads, [=](int64_t row, int64_t last) {
+    for (; row < last; ++row) {
+      const T* gate = gate_up + row * 2 * width;
+      gated(gate, gate + width, width, out + row * width);
+    }
+  });
   return 0;
 }
 
@@ -1844,34 +1850,49 @@ static int linear_logprob_in_panels(
   return 0;
 }
 
-// q, k and v of each row, normed where a weight is given, q and k rotated; k and v also to their slots of the caches.
+// q, k and v of each row, normed where a weight is given, q and k rotated; k and v also to their slots of the caches,
+// of which there are `size`.
+template <typename T>
 static int qk_norm_rope(
-    const float* qkv, int64_t qkv_stride, const float* q_weight, const float* k_weight, const float* cos,
-    const float* sin, int64_t length, const void* positions, int wide_positions, float* q, float* k, float* v,
-    float* k_cache, int64_t k_slot, int64_t k_head, float* v_cache, int64_t v_slot, int64_t v_head, const void* slots,
-    int wide_slots, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float eps) {
+    const T* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const T* cos, const T* sin, int64_t length,
+    const void* positions, int wide_positions, T* q, T* k, T* v, T* k_cache, int64_t k_slot, int64_t k_head, T* v_cache,
+    int64_t v_slot, int64_t v_head, int64_t size, const void* slots, int wide_slots, int64_t rows, int64_t heads,
+    int64_t kv_heads, int64_t width, float eps, int threads) {
+  Slots taken;
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t position = entry(positions, wide_positions, row);
-    if (position < 0 || position >= length) return OUT_OF_RANGE;
-  }
-  const Scratch scratch(width);
-  float* buffer = scratch.data();
-  if (!buffer) return OUT_OF_MEMORY;
-  for (int64_t row = 0; row < rows; ++row) {
-    const float* x = qkv + row * qkv_stride;
-    const int64_t place = entry(positions, wide_positions, row) * width;
     const int64_t slot = slots ? entry(slots, wide_slots, row) : -1;
-    for (int64_t h = 0; h < heads; ++h, x += width, q += width)
-      turned(x, q_weight, eps, cos + place, sin + place, width, 1.0f, buffer, q);
-    for (int64_t g = 0; g < kv_heads; ++g, x += width, k += width) {
-      turned(x, k_weight, eps, cos + place, sin + place, width, 1.0f, buffer, k);
-      if (slot >= 0) std::memcpy(k_cache + slot * k_slot + g * k_head, k, width * sizeof(float));
-    }
-    for (int64_t g = 0; g < kv_heads; ++g, x += width, v += width) {
-      std::memcpy(v, x, width * sizeof(float));
-      if (slot >= 0) std::memcpy(v_cache + slot * v_slot + g * v_head, x, width * sizeof(float));
-    }
+    if (position < 0 || position >= length || slot >= size) return OUT_OF_RANGE;
+    if (slot >= 0) taken.add(slot);
   }
+  if (!taken.distinct()) return OUT_OF_RANGE;
+  const Scratch scratch(threads * 4 * width);
+  float* memory = scratch.data();
+  if (!memory) return OUT_OF_MEMORY;
+  share(rows, 1, threads, [=](int64_t row, int64_t last) {
+    float* buffer = memory + (threads > 1 ? part() : 0) * 4 * width;
+    float *head = buffer + width, *cosine = head + width, *sine = cosine + width;
+    for (; row < last; ++row) {
+      const T* x = qkv + row * qkv_stride;
+      const int64_t place = entry(positions, wide_positions, row) * width;
+      const int64_t slot = slots ? entry(slots, wide_slots, row) : -1;
+      copied(cos + place, width, cosine);
+      copied(sin + place, width, sine);
+      T *to = q + row * heads * width, *key = k + row * kv_heads * width, *value = v + row * kv_heads * width;
+      for (int64_t h = 0; h < heads; ++h, x += width, to += width) {
+        turned(x, q_weight, eps, cosine, sine, width, 1.0f, buffer, head);
+        copied(head, width, to);
+      }
+      for (int64_t g = 0; g < kv_heads; ++g, x += width, key += width) {
+        turned(x, k_weight, eps, cosine, sine, width, 1.0f, buffer, head);
+        copied(head, width, key);
+        if (slot >= 0) copied(head, width, k_cache + slot * k_slot + g * k_head);
+      }
+      std::memcpy(value, x, kv_heads * width * sizeof *x);
+      for (int64_t g = 0; g < kv_heads && slot >= 0; ++g, x += width)
+        std::memcpy(v_cache + slot * v_slot + g * v_head, x, width * sizeof *x);
+    }
+  });
   return 0;
 }
 

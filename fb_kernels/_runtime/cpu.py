@@ -1,12 +1,12 @@
 """The compiled kernels for CPU tensors, `csrc/cpu.cpp`: loads their library on first use, or says why there is none.
 
 The library is plain C, lies in the package's folder (setup.py builds it if there is a C++ compiler) and needs no torch.
-It takes float32; the ops of a decode step, branch attention and log-probs also take bfloat16. It is made for small
+It takes float32; the ops of a model's forward, branch attention and log-probs also take bfloat16. It is made for small
 inputs, such as the rows of a decode step and the candidates of a training step, where torch's overhead exceeds the
-arithmetic. Sizes at which torch's threads are faster are left to an op's reference, but for bfloat16 linear layers with
-AMX, which have one order of sums at all sizes. Linear layers, log-probs and branch attention run on torch's threads, by
-the OpenMP runtime that torch has loaded (on threads of its own if that is another one); everything else runs on one
-thread.
+arithmetic, and for ops that torch would make of several. Linear layers and log-probs at which torch's threads are
+faster are left to an op's reference, but for bfloat16 linear layers with AMX, which have one order of sums at all
+sizes. Threads are torch's, by the OpenMP runtime that it has loaded (threads of its own if that is another one);
+`topk_entropy`, `merge_attention_states` and `candidate_head` run on one.
 
 `fb_kernels/<op>/cpu.py` calls its functions.
 """
@@ -22,10 +22,11 @@ from torch import Tensor
 
 from fb_kernels._runtime import shared_library
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 ROWS = 16  # maximum of a linear layer without AMX: above it oneDNN is faster
 SHARE = 1 << 17  # minimum products per thread
-STEP = (torch.float32, torch.bfloat16)  # dtypes of the ops of a decode step
+ELEMENT = 8  # products that take as long as an element of an elementwise op
+STEP = (torch.float32, torch.bfloat16)  # dtypes of the ops of a model's forward
 LIBRARY = Path(__file__).parents[1] / "libfb_cpu.so"
 
 FUNCTIONS = (
@@ -45,7 +46,7 @@ FUNCTIONS = (
 
 
 def threads(products: int) -> int:
-    """The number of threads for a linear layer of so many products."""
+    """The number of threads for so many products."""
     return max(1, min(torch.get_num_threads(), products // SHARE))
 
 

@@ -104,6 +104,6 @@ OPS = (
         compiled=compiled,
         takes="qkv[T, (Hq + 2 Hkv) E], (q_weight[E]), (k_weight[E]), cos[S, E], sin[S, E], positions[T], (kv_out)",
         gives="q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E]; with kv_out writes k and v to their slots",
-        cpu="fp32",
+        cpu="fp32, bf16",
     ),
 )

@@ -12,25 +12,27 @@ from torch import Tensor
 from fb_kernels._runtime import cpu
 from fb_kernels.qk_norm_rope import reference
 
-SIZE = 1 << 17  # maximum elements of qkv: above it torch's threads are faster
-TAKES = f"float32, up to {SIZE:,} elements"
-NO_CACHES = dict.fromkeys(("k_cache", "k_slot", "k_head", "v_cache", "v_slot", "v_head", "slots", "wide_slots"), 0)
+TAKES = "float32 and bfloat16, tables and caches of the same"
+CACHES = ("k_cache", "k_slot", "k_head", "v_cache", "v_slot", "v_head", "size", "slots", "wide_slots")
+NO_CACHES = dict.fromkeys(CACHES, 0)
 
 
 def qk_norm_rope_out(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`qk_norm_rope`, with k and v also written to their slots of the caches."""
     k_cache, v_cache, slots = arguments[6:9]
     (k_slot, k_head, k_step), (v_slot, v_head, v_step) = k_cache.stride(), v_cache.stride()
-    if not (k_cache.dtype is v_cache.dtype is torch.float32 and k_step == v_step == 1 and slots.is_contiguous()):
-        return NotImplemented
-    if reference.check_slots(slots, k_cache.shape[0]) is None:
+    dtype = arguments[0].dtype
+    if not (k_cache.dtype is v_cache.dtype is dtype and k_step == v_step == 1 and slots.is_contiguous()):
         return NotImplemented
     caches = {
         "k_cache": k_cache.data_ptr(), "k_slot": k_slot, "k_head": k_head, "v_cache": v_cache.data_ptr(),
-        "v_slot": v_slot, "v_head": v_head, "slots": slots.data_ptr(), "wide_slots": slots.dtype is torch.int64,
+        "v_slot": v_slot, "v_head": v_head, "size": len(k_cache), "slots": slots.data_ptr(),
+        "wide_slots": slots.dtype is torch.int64,
     }  # fmt: skip
     run: Callable[..., Any] = partial(qk_norm_rope, caches=caches)
-    return run(*arguments[:6], *arguments[9:])
+    if (made := run(*arguments[:6], *arguments[9:])) is NotImplemented:
+        reference.check_slots(slots, len(k_cache))
+    return made
 
 
 def qk_norm_rope(
@@ -46,17 +48,17 @@ def qk_norm_rope(
     caches: Mapping[str, int] = NO_CACHES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v), normed where a weight is given, q and k rotated; `caches` are arguments of the library's function."""
-    library, float32 = cpu.library(), torch.float32
+    library, dtype = cpu.library(), qkv.dtype
     rows, columns = qkv.shape
     length, width = cos.shape
-    if isinstance(library, str) or not 0 < rows * columns <= SIZE:
+    if isinstance(library, str) or dtype not in cpu.STEP or not rows * columns:
         return NotImplemented
-    if not (qkv.dtype is cos.dtype is sin.dtype is float32 and cos.is_contiguous() and sin.is_contiguous()):
+    if not (dtype is cos.dtype is sin.dtype and cos.is_contiguous() and sin.is_contiguous()):
         return NotImplemented
     stride, step = qkv.stride()
     if step != 1 or not positions.is_contiguous():
         return NotImplemented
-    q_at, k_at = cpu.address(q_weight, float32), cpu.address(k_weight, float32)
+    q_at, k_at = cpu.address(q_weight, dtype), cpu.address(k_weight, dtype)
     if q_at < 0 or k_at < 0:
         return NotImplemented
     q, k = qkv.new_empty(rows, heads, width), qkv.new_empty(rows, kv_heads, width)
@@ -65,6 +67,7 @@ def qk_norm_rope(
         qkv=qkv.data_ptr(), qkv_stride=stride, q_weight=q_at, k_weight=k_at, cos=cos.data_ptr(), sin=sin.data_ptr(),
         length=length, positions=positions.data_ptr(), wide_positions=positions.dtype is torch.int64, q=q.data_ptr(),
         k=k.data_ptr(), v=v.data_ptr(), **caches, rows=rows, heads=heads, kv_heads=kv_heads, width=width, eps=eps,
+        threads=cpu.threads(cpu.ELEMENT * rows * columns), narrow=dtype is torch.bfloat16,
     )  # fmt: skip
     if code:
         reference.check_positions(positions, length)

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from fb_kernels._runtime import cpu
 
-SIZE = 1 << 16  # maximum elements: above it torch's threads are faster
-TAKES = f"float32 and bfloat16, up to {SIZE:,} elements"
+TAKES = "float32 and bfloat16"
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """(normed, residual sum); without a residual the second is empty."""
     library, dtype, size = cpu.library(), x.dtype, x.numel()
-    if isinstance(library, str) or dtype not in cpu.STEP or weight.dtype is not dtype or not 0 < size <= SIZE:
+    if isinstance(library, str) or dtype not in cpu.STEP or weight.dtype is not dtype or not size:
         return NotImplemented
     if not (x.is_contiguous() and weight.is_contiguous()):
         return NotImplemented
@@ -29,6 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
         return NotImplemented
     library.fbcpu_rms_norm(
         x=x.data_ptr(), residual=residual_at, weight=weight.data_ptr(), eps=eps, out=normed.data_ptr(), sum=sum_at,
-        rows=size // width, width=width, narrow=dtype is torch.bfloat16,
+        rows=size // width, width=width, threads=cpu.threads(cpu.ELEMENT * size),
+        narrow=dtype is torch.bfloat16,
     )  # fmt: skip
     return normed, summed

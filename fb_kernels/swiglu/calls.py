@@ -38,6 +38,6 @@ OPS = (
         compiled=lambda: (swiglu(rows).cast(torch.bfloat16) for rows in (16, 4096)),
         takes="gate_up[..., 2 F]",
         gives="[..., F]",
-        cpu="fp32",
+        cpu="fp32, bf16",
     ),
 )

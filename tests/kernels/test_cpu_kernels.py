@@ -20,6 +20,9 @@ from cases.decoder_layer import OP as LAYER
 from cases.decoder_layer import make as make_layer
 from cases.linear_logprob import OP as LOGPROB
 from cases.linear_logprob import make as make_head
+from cases.qk_norm_rope import make as make_turned
+from cases.rms_norm import make as make_sum
+from cases.swiglu import make as make_gated
 from test_contract import check, evaluate, same
 from ways import VECTORS, running
 
@@ -181,13 +184,16 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     layer = single(make_layer(3, model=130, inner=1000, half=32, kv_heads=3, repeat=3, held=200, wide_tables=True))
     paged = single(make_layer(2, model=130, inner=1000, half=32, held=200, page=16, sequences=3, wide_tables=True))
     rows = many_narrow_rows((7,), 20, 3000)
-    assert min(2 * 12 * 6 * 64 * 90, 3 * 2 * 1000 * 130, 7 * 20 * 3000) > 3 * cpu.SHARE  # enough for three threads
+    elements = [single(make_sum((5,), 10_000)), single(make_gated((5,), 5_000)), single(make_turned(50, 64))]
+    least = min(2 * 12 * 6 * 64 * 90, 3 * 2 * 1000 * 130, 7 * 20 * 3000, 5 * 10_000 * cpu.ELEMENT)
+    assert least > 3 * cpu.SHARE  # enough for three threads
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             results, grads = evaluate(attended)
-            parts = (results, grads, evaluate(frozen)[1], layer.fresh().run(), paged.fresh().run(), rows.run())
+            given = (layer.fresh(), paged.fresh(), rows, *elements)
+            parts = [results, grads, evaluate(frozen)[1], *(case.run() for case in given)]
             found.append([x for part in parts for x in part])
     finally:
         torch.set_num_threads(before)

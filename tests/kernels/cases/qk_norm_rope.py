@@ -25,7 +25,6 @@ from cases.base import (
     seeds,
     single,
 )
-from fb_kernels.qk_norm_rope import cpu
 from fb_kernels.testing import magnitude
 
 LENGTH = 12  # of the tables
@@ -159,17 +158,16 @@ OP = Op(
         "device": Way(EVERY),
         "triton": Way(small=small, also=MANY),
         "cpu": Way(
-            (torch.float32,),
+            (torch.float32, torch.bfloat16),
             sizes(1, VECTORS),
             layouts=CONTIGUOUS,
             apart=("qkv",),
             refused=[
-                lambda: OP.cast(make(2, 1), torch.bfloat16),
+                lambda: OP.cast(make(2, 1), torch.float16),
                 lambda: single(make(2, 1)).with_(cos=torch.ones(LENGTH, 2).half(), sin=torch.ones(LENGTH, 2).half()),
                 lambda: single(make(16, 1)).with_(qkv=torch.ones(16, 16).T),
                 lambda: single(make(2, 1)).with_(sin=torch.ones(2, LENGTH).T),
                 lambda: single(make(0, 1)),
-                lambda: single(make(cpu.SIZE // 16 + 1, 1)),
             ],
         ),
     },
@@ -218,7 +216,7 @@ WRITTEN = Op(
         "device": Way(EVERY),
         "triton": Way(small=small),
         "cpu": Way(
-            (torch.float32,),
+            (torch.float32, torch.bfloat16),
             sizes_written(1, VECTORS),
             layouts=CONTIGUOUS,
             apart=("qkv", *CACHES),

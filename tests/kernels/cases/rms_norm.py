@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases.base import CONTIGUOUS, WIDTHS, Case, Op, Way, definition, launched, normal, seeds, single
-from fb_kernels.rms_norm import cpu
 from fb_kernels.testing import magnitude
 
 EPS = 1e-6
@@ -60,7 +59,6 @@ OP = Op(
                 lambda: single(make((2,), 3)).with_(weight=torch.ones(6)[::2]),
                 lambda: single(make((2,), 3)).with_(residual=torch.ones(3, 2).T),
                 lambda: single(make((0,), 3)),
-                lambda: single(make((2,), cpu.SIZE)),
             ],
         ),
     },

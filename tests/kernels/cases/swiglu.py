@@ -8,7 +8,6 @@ import torch
 from hypothesis import strategies as st
 
 from cases.base import CONTIGUOUS, WIDTHS, Case, Op, Way, definition, normal, seeds, single
-from fb_kernels.swiglu import cpu
 
 
 def make(rows: Sequence[int], half: int, seed: int = 0) -> Case:
@@ -29,14 +28,13 @@ OP = Op(
         "reference": Way((torch.float64, torch.float32, torch.bfloat16, torch.float16)),
         "triton": Way(also=[{"rows": (3,), "half": 2500}]),
         "cpu": Way(
-            (torch.float32,),
+            (torch.float32, torch.bfloat16),
             sizes(1, WIDTHS),
             layouts=CONTIGUOUS,
             refused=[
                 lambda: single(make((2,), 2)).with_(gate_up=torch.ones(2, 4).half()),
                 lambda: single(make((2,), 2)).with_(gate_up=torch.ones(4, 2).T),
                 lambda: single(make((2,), 0)),
-                lambda: single(make((2,), cpu.SIZE)),
             ],
         ),
     },
