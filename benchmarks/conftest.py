@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from benchmarks import harness, shapes
 from benchmarks.harness import Goal, Implementation, Result
 from benchmarks.servers.live_server import VLLM, LiveServer, LlamaCpp, Ours, Served, write_gguf
-from fb_kernels._runtime import backend
+from fb_kernels._runtime import backend, cpu
 from fb_kernels._runtime.timing import Timing
 
 RESULTS = pytest.StashKey[dict[str, list[Result | dict[str, str]]]]()
@@ -52,8 +52,9 @@ def pytest_report_header() -> str:
     if harness.DEVICE == "cuda":
         reached = harness.ceilings()  # before anything else runs
         about["device"] += f" (copy {reached.copy_tbps:.2f} TB/s, bf16 product {reached.bf16_tflops:.0f} TFLOP/s)"
-    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    return f"benchmarks on {about['device']}{load}; torch {about['torch']}, commit {about['commit']}"
+    about["device"] += f", load {os.getloadavg()[0]:.1f}"
+    no_amx = "; it cannot show bfloat16 by AMX" * (harness.DEVICE == "cpu" and cpu.variant() != "amx")
+    return f"benchmarks on {about['device']}{no_amx}; torch {about['torch']}, commit {about['commit']}"
 
 
 @pytest.fixture(autouse=True)

@@ -216,10 +216,9 @@ def in_words(shape: str) -> str:
 
 def render_worlds(text: str, root: Path = ROOT) -> str:
     """docs/worlds.md with its tables of orderings, quantiles and times regenerated."""
-    path = root / TABLES
-    if not path.is_file():
+    if not (root / TABLES).is_file():
         return text
-    worlds = read_tables(path)
+    worlds = read_tables(root / TABLES)
     tables = (("orderings", partial(paper_orderings, reversed_only=True)), ("quantiles", quantiles), ("times", times))
     for name, lines in tables:
         text = replace_block(text, name, lines(worlds), TABLES)
@@ -228,10 +227,9 @@ def render_worlds(text: str, root: Path = ROOT) -> str:
 
 def render_pair(text: str, root: Path = ROOT) -> str:
     """docs/pretrained_pair/README.md with its tables of methods, orderings and times regenerated."""
-    path = root / PAIR
-    if not path.is_file():
+    if not (root / PAIR).is_file():
         return text
-    pairs = read_tables(path)
+    pairs = read_tables(root / PAIR)
     for name, lines in (("methods", methods), ("orderings", paper_orderings), ("times", times)):
         text = replace_block(text, name, lines(pairs), PAIR)
     return text
