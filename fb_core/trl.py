@@ -32,7 +32,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
     - TRL shuffles rows over the micro-batches. The rows of one optimiser step are grouped by prompt again, so that they
       share a micro-batch; a step still gets the rows that TRL gives it. A loss that is normalised by micro-batch
       (`bnpo`, the mean of the entropy bonus) sees other micro-batches.
-    - Positions after the end of a completion get 0, as in TRL, and entropies carry no gradient.
+    - Positions after the end of a completion get 0, as in TRL.
 
     Batches with images or token types go through TRL's own method. Model and TRL are not modified;
     DistributedDataParallel sees an ordinary forward of its module.
@@ -41,7 +41,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         ImportError: on import of this module, without the extra `trl`.
         TypeError: not a transformers model.
         ValueError: on construction: a model that a packed forward would compute wrongly (as `shared_prefix_logprobs`),
-            dropout, or settings that need what a packed forward lacks: an entropy bonus, a router's auxiliary loss, a
+            dropout, or settings that need what a packed forward lacks: a router's auxiliary loss, a
             float32 head on a model of another dtype, DeepSpeed, FSDP, `torch_compile`, DataParallel. On a batch: an
             empty prompt.
     """
@@ -52,7 +52,6 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         """Takes the arguments of `trl.GRPOTrainer`."""
         super().__init__(*args, **kwargs)
         for name, in_use, remedy in (
-            ("entropy_coef", self._entropy_bonus_enabled, "pass 0 and no use_adaptive_entropy"),
             ("router_aux_loss_coef", self.aux_loss_enabled, "pass 0"),
             ("cast_lm_head_to_fp32", self.args.cast_lm_head_to_fp32, "pass False"),
             ("deepspeed", self.is_deepspeed_enabled, "train on one device or with DistributedDataParallel"),
@@ -112,7 +111,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         where = kept[:, -logits_to_keep:]
         flat = (torch.cat([scored[index][part] for index in back]) for part in range(1 + compute_entropy))
         logps, *entropies = (each.new_zeros(where.shape).masked_scatter(where, each) for each in flat)
-        return logps, entropies[0].detach() if entropies else None, None
+        return logps, entropies[0] if entropies else None, None
 
     def _scores(self, model: nn.Module, requests: Requests, entropy: bool) -> list[list[Any]]:
         """What `shared_prefix_logprobs_many` gives; in a wrapper as the forward of the module in it."""

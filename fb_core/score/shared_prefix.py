@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Literal, NamedTuple, TypeAlias, overload
 from weakref import WeakSet
 
 import torch
@@ -108,27 +108,9 @@ def forward(
         return_entropy=return_entropy,
         return_max=return_greedy,
     )
-    entropies = others[:return_entropy]
-    if logprob.requires_grad:
-        entropies = [_WithoutGradient.apply(entropy, logprob) for entropy in entropies]
-    outputs = [logprob, *entropies, *([logprob == others[-1]] if return_greedy else [])]
+    outputs = [logprob, *others[:return_entropy], *([logprob == others[-1]] if return_greedy else [])]
     apart = zip(*(each.split([len(target) for target in targets]) for each in outputs), strict=True)
     return [[[next(apart) for _ in state.continuations] for state in states] for _, states in pack]
-
-
-class _WithoutGradient(torch.autograd.Function):
-    """An entropy that refuses a backward pass: it has no gradient, and a loss must not miss that silently."""
-
-    @staticmethod
-    def forward(ctx: Any, entropy: Tensor, logprob: Tensor) -> Tensor:  # logprob ties the result to the parameters
-        return entropy.view_as(entropy)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise ValueError(
-            "entropy: expected in no loss, since it carries no gradient, got a backward pass through it; detach() it, "
-            "or take it from the model's logits"
-        )
 
 
 def _numbers(spans: Sequence[range], device: torch.device) -> Tensor:
@@ -202,8 +184,7 @@ def shared_prefix_logprobs(
         continuations: K sequences [R_k] of token ids, of any lengths.
         temperature: divides the logits.
         valid_vocab: ids from this one on are padding of the embedding; None if there is no padding.
-        return_entropy: also return the entropies, in nats; a backward pass through them is refused, since they carry no
-            gradient.
+        return_entropy: also return the entropies, in nats, with gradients.
 
     Returns:
         one [R_k] per continuation: log p(c_i | prefix, c_<i), in nats, float32 (float64 for a float64 model); with

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -117,23 +119,24 @@ def linear_logprob(
     Args:
         hidden: [..., D] float.
         weight: [V, D], hidden's dtype: the LM head.
-        target: [...] int32 or int64; `ignore_index` marks rows whose log-prob is 0 and that have no gradient.
+        target: [...] int32 or int64, or [..., K] for log-probs of K ids a row, of which some may be equal;
+            `ignore_index` marks ids whose log-prob is 0 and that have no gradient.
         bias: [V] in hidden's dtype.
         logit_scale: multiplies the product before the bias.
         softcap: bound of the logits (Gemma 2); None for no bound.
         temperature: divides the logits last.
-        ignore_index: target value of ignored rows.
+        ignore_index: target value of ignored ids; a row of no other id is 0 in every result.
         valid_vocab: number of leading rows of weight that count; None for all. Padding rows never count.
         return_lse: also return the log-sum-exp.
         return_entropy: also return the entropy of the softmax, in nats.
-        return_max: also return the largest log-prob of the row, rounded like the target's: the two are equal if and
-            only if no id has a larger log-prob than the target.
+        return_max: also return the largest log-prob of the row, rounded like the target's if that is one id: the two
+            are then equal if and only if no id has a larger log-prob than the target.
 
     Returns:
-        log-prob of target's shape, then lse, entropy and maximum, each if requested: float32 (float64 for float64
-        input). Gradients flow to hidden, weight and bias through log-prob and lse; the others carry none. A row with a
-        NaN or +inf logit is NaN. On the CPU an id outside the vocabulary is a ValueError; on a device its log-prob is
-        NaN.
+        log-prob of target's shape, then lse, entropy and maximum [...], each if requested: float32 (float64 for float64
+        input). Gradients flow to hidden, weight and bias through log-prob, lse and entropy; the maximum carries none,
+        and what no loss uses costs nothing. A row with a NaN or +inf logit is NaN. On the CPU an id outside the
+        vocabulary is a ValueError; on a device its log-prob is NaN.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -150,6 +153,9 @@ def linear_logprob(
         if valid_vocab is not None:
             checks.integer(op, "valid_vocab", valid_vocab, "pass None for all rows of weight", 0, weight.shape[0])
         run = _linear_logprob.passed(key, hidden)
+        _target_logits.passed(key, hidden)
+    if target.ndim == hidden.ndim:
+        run = partial(_several, run, _target_logits.checked.get(key, _target_logits) if key else _target_logits)
     logprob, lse, entropy, largest = run(hidden, weight, target, bias, *options)
     if not (return_lse or return_entropy or return_max):
         return logprob
@@ -254,7 +260,9 @@ def _check(
     if hidden.ndim == 0:
         raise checks.error(op, "hidden", "shape [..., D]", hidden, "add a dimension")
     checks.shape(op, weight_name, weight, (None, hidden.shape[-1]), "[V, D]", "pass the LM head's weight as it is")
-    checks.shape(op, "target", target, tuple(hidden.shape[:-1]), "[...] of hidden[..., D]", "give one id to each row")
+    rows, several = tuple(hidden.shape[:-1]), target.ndim == hidden.ndim and op == "linear_logprob"
+    names = ("[..., K]" if several else "[...]") + " of hidden[..., D]"
+    checks.shape(op, "target", target, (*rows, None) if several else rows, names, "give every row its ids")
     if bias is not None:
         checks.floating(op, "bias", bias, like=hidden)
         checks.shape(op, "bias", bias, (weight.shape[0],), "[V]", "give one value to each row of the weight")
@@ -265,14 +273,33 @@ def _check(
     checks.integer(op, "ignore_index", options.ignore_index, "use -100")
 
 
+def _several(
+    statistics: Callable,
+    logits_of: Callable,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    """(log-prob[..., K], lse, entropy, largest log-prob) of target[..., K], with a row's statistics computed once."""
+    ignore_index = Options(*rest).ignore_index
+    padded = torch.nn.functional.pad(target, (0, 1), value=ignore_index)  # K may be 0
+    counted = padded != ignore_index
+    first = padded.gather(-1, counted.int().argmax(-1, keepdim=True))[..., 0]
+    _, lse, *others = statistics(hidden, weight, first, bias, *rest)
+    logits = logits_of(hidden, weight, target, bias, *rest)
+    return torch.where(counted[..., :-1], logits - lse[..., None], 0.0).contiguous(), lse, *others
+
+
 def _statistics_fake(count: int, hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     dtype = accumulation_dtype(hidden.dtype)
     return tuple(hidden.new_empty(target.shape, dtype=dtype) for _ in range(count))
 
 
-def _backward_fake(_first: Tensor, _second: Tensor, hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    bias, needs = others[1], others[-1]
-    return fake_gradients(weight, (hidden, weight, bias), needs)
+def _backward_fake(upstream: int, *arguments: Any) -> tuple[Tensor, ...]:
+    hidden, weight, _, bias = arguments[upstream : upstream + 4]
+    return fake_gradients(weight, (hidden, weight, bias), arguments[-1])
 
 
 _linear_logprob = Op(
@@ -284,11 +311,24 @@ _linear_logprob = Op(
 )
 _linear_logprob_backward = Op(
     "linear_logprob_backward",
-    "(Tensor grad_logprob, Tensor grad_lse, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor lse, "
+    "(Tensor grad_logprob, Tensor grad_lse, Tensor? grad_entropy, Tensor hidden, Tensor weight, Tensor target, "
+    f"Tensor? bias, Tensor lse, Tensor entropy, {SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    folder="linear_logprob",
+    fake=partial(_backward_fake, 3),
+    triton=True,
+)
+_target_logits = Op(
+    "target_logits",
+    f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {SCHEMA}) -> Tensor",
+    folder="linear_logprob",
+    fake=lambda hidden, weight, target, *_: _statistics_fake(1, hidden, target)[0],
+)
+_target_logits_backward = Op(
+    "target_logits_backward",
+    "(Tensor grad, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, "
     f"{SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor)",
     folder="linear_logprob",
-    fake=_backward_fake,
-    triton=True,
+    fake=partial(_backward_fake, 1),
 )
 _partials = Op(
     "linear_logprob_partials",
@@ -303,7 +343,7 @@ _partials_backward = Op(
     "(Tensor grad_sumexp, Tensor grad_target_logit, Tensor hidden, Tensor weight_shard, Tensor target, Tensor? bias, "
     f"Tensor max, SymInt vocab_start, {SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor)",
     folder="linear_logprob",
-    fake=_backward_fake,
+    fake=partial(_backward_fake, 2),
     triton=True,
 )
 _combine = Op(
@@ -318,13 +358,18 @@ _combine = Op(
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     hidden, weight, target, bias, *options = inputs
     _, lse, entropy, largest = output
-    ctx.mark_non_differentiable(entropy, largest)
-    ctx.save_for_backward(hidden, weight, target, bias, lse)
+    ctx.mark_non_differentiable(largest)
+    ctx.set_materialize_grads(False)  # an entropy without a gradient costs nothing
+    ctx.save_for_backward(hidden, weight, target, bias, lse, entropy)
     ctx.options = options
 
 
-def _backward(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-    return _linear_logprob_backward(grad_logprob, grad_lse, *ctx.saved_tensors, *ctx.options, ctx.needs)
+def _backward(ctx: Any, on_logprob: Tensor | None, on_lse: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
+    *_, lse, _ = saved = ctx.saved_tensors
+    if on_logprob is on_lse is others[0] is None:
+        return None, None, None
+    on_logprob, on_lse = (torch.zeros_like(lse) if on is None else on for on in (on_logprob, on_lse))
+    return _linear_logprob_backward(on_logprob, on_lse, others[0], *saved, *ctx.options, ctx.needs)
 
 
 def _save_partials(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -355,6 +400,11 @@ def _backward_combine(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor) -> tuple
 
 _linear_logprob.differentiate(
     to=("hidden", "weight", "bias"), setup_context=_save, backward=_backward, by=_linear_logprob_backward
+)
+_target_logits.differentiate(
+    to=("hidden", "weight", "bias"),
+    backward=lambda ctx, grad: _target_logits_backward(grad, *ctx.saved_tensors, *ctx.options, ctx.needs),
+    by=_target_logits_backward,
 )
 _partials.differentiate(
     to=("hidden", "weight_shard", "bias"),

@@ -7,7 +7,7 @@ from torch import Tensor
 def linear_logprob(
     hidden: Tensor,  # [..., D]
     weight: Tensor,  # [V, D]
-    target: Tensor,  # [...]
+    target: Tensor,  # [...] or [..., K]
     bias: Tensor | None = None,  # [V]
     *,
     logit_scale: float = 1.0,
@@ -16,18 +16,21 @@ def linear_logprob(
     ignore_index: int = -100,
     valid_vocab: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log softmax(logits)[target], log-sum-exp; without gradient the entropy -sum p log p and the largest log-prob).
+    """(log softmax(logits)[target], log-sum-exp, the entropy -sum p log p; without gradient the largest log-prob).
 
-    Each [...]; ignored rows are 0.
+    The first is [...] or [..., K], the others are [...]; ignored ids and rows of none but these are 0.
     """
-    counted = target != ignore_index
-    logits = _logits(hidden[counted], weight[:valid_vocab], bias, logit_scale, softcap, temperature)  # [N, V]
+    ids = target if target.ndim == hidden.ndim else target[..., None]  # [..., K]
+    counted = ids != ignore_index
+    rows = counted.any(-1)
+    logits = _logits(hidden[rows], weight[:valid_vocab], bias, logit_scale, softcap, temperature)  # [N, V]
     logprob, lse = logits.log_softmax(-1), logits.logsumexp(-1)
     lse = lse.masked_fill(lse == torch.inf, torch.nan)
-    picked = logprob.gather(1, target[counted].long()[:, None])[:, 0]
-    entropy = torch.special.entr(logprob.detach().exp()).sum(-1)
+    picked = logprob.gather(1, ids[rows].long().where(counted[rows], 0))[counted[rows]]
+    entropy = -(logprob.exp() * logprob.masked_fill(logprob == -torch.inf, 0.0)).sum(-1)  # 0 log 0 is 0
     largest = logprob.detach().amax(-1) if logits.numel() else lse.detach()  # [N]
-    return tuple(_fill(counted, values, 0.0) for values in (picked, lse, entropy, largest))  # type: ignore[return-value]
+    logprobs = _fill(counted, picked, 0.0).view(target.shape)
+    return logprobs, *(_fill(rows, values, 0.0) for values in (lse, entropy, largest))  # type: ignore[return-value]
 
 
 def linear_logprob_partials(

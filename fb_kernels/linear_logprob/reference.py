@@ -17,6 +17,7 @@ ROW_BLOCK = 1024
 VOCAB_BLOCK = 8192  # also limits the float32 copy of the head's rows
 LOGITS = 1 << 20  # logits of a block: few enough to stay in the cache
 FEW_ROWS = 48
+GATHERED = 1 << 20  # elements of the head's rows that are gathered at once
 FAR_BELOW = -1e4  # relative to the maximum: exp is already 0, and 0 * -inf must not enter the entropy
 
 
@@ -34,18 +35,23 @@ def _logit_blocks(
             head = weight[columns].to(dtype)
             few = x.shape[0] <= FEW_ROWS  # a product of few rows is faster transposed
             logits = (head @ x.T).T.contiguous() if few else x @ head.T  # [rows, columns]
-            if options.logit_scale != 1.0:
-                logits *= options.logit_scale
-            if bias is not None:
-                logits += bias[columns].to(dtype)
-            slope = None
-            if options.softcap is not None:
-                logits.div_(options.softcap).tanh_()
-                slope = 1 - logits.square()
-                logits *= options.softcap
-            if options.temperature != 1.0:
-                logits /= options.temperature
-            yield rows, columns, logits, slope
+            yield rows, columns, logits, _to_logits(logits, None if bias is None else bias[columns], options)
+
+
+def _to_logits(products: Tensor, bias: Tensor | None, options: Options) -> Tensor | None:
+    """Change products into logits in place; returns the slope of the soft-cap, if there is one."""
+    slope = None
+    if options.logit_scale != 1.0:
+        products *= options.logit_scale
+    if bias is not None:
+        products += bias.to(products.dtype)
+    if options.softcap is not None:
+        products.div_(options.softcap).tanh_()
+        slope = 1 - products.square()
+        products *= options.softcap
+    if options.temperature != 1.0:
+        products /= options.temperature
+    return slope
 
 
 def _outside(target: Tensor, limit: int | None) -> Tensor:
@@ -110,6 +116,69 @@ def linear_logprob(
     return tuple(values.masked_fill(ignored, 0.0).view(target.shape) for values in results)  # type: ignore[return-value]
 
 
+def _gathered(
+    hidden: Tensor, weight: Tensor, target: Tensor, options: Options
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """(rows, their x[n, D, 1], ids[n, K], the head's rows[n, K, D]); an id outside the vocabulary is another one's."""
+    dtype, (count, width) = accumulation_dtype(hidden.dtype), (target.shape[-1], hidden.shape[-1])
+    ids = target.reshape(-1, count).long().clamp(0, options.rows(weight) - 1)
+    x = hidden.reshape(len(ids), width)
+    step = max(1, GATHERED // max(1, count * width))
+    for row in range(0, len(ids), step):
+        rows = slice(row, row + step)
+        own = ids[rows]
+        heads = weight.index_select(0, own.view(-1)).view(*own.shape, width)
+        yield rows, x[rows, :, None].to(dtype), own, heads.to(dtype)
+
+
+def target_logits(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    """Logits of the ids of target[..., K], 0 for ignored ones."""
+    options = Options(*rest)
+    valid = options.rows(weight)
+    check_targets("linear_logprob", target, options.ignore_index, valid)
+    out = hidden.new_zeros(target.shape, dtype=accumulation_dtype(hidden.dtype))
+    if not (valid and target.numel()):
+        return out
+    flat = out.view(-1, target.shape[-1])
+    for rows, x, ids, heads in _gathered(hidden, weight, target, options):
+        flat[rows] = torch.bmm(heads, x)[..., 0]
+        _to_logits(flat[rows], None if bias is None else bias[ids], options)
+    return out.masked_fill_(_outside(target, valid), torch.nan).masked_fill_(target == options.ignore_index, 0.0)
+
+
+def target_logits_backward(
+    grad: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to hidden, weight and bias; those that are not needed are empty."""
+    *given, (need_hidden, need_weight, need_bias) = rest
+    options, dtype = Options(*given), accumulation_dtype(hidden.dtype)
+    valid, width = options.rows(weight), hidden.shape[-1]
+    d_hidden = hidden.new_zeros(hidden.shape if need_hidden else (0, width), dtype=dtype)
+    d_weight = weight.new_zeros(weight.shape if need_weight else (0,), dtype=dtype)
+    d_bias = weight.new_zeros(weight.shape[0] if need_bias else 0, dtype=dtype)
+    if valid and target.numel():
+        used = (target != options.ignore_index) & ~_outside(target, valid)
+        grads = torch.where(used, grad, 0.0).reshape(-1, target.shape[-1])
+        onto = d_hidden.view(len(grads), width) if need_hidden else d_hidden
+        for rows, x, ids, heads in _gathered(hidden, weight, target, options):
+            own = grads[rows] / options.temperature
+            unused = own == 0  # their logits may be inf or NaN
+            if options.softcap is not None:
+                slope = _to_logits(torch.bmm(heads, x)[..., 0], None if bias is None else bias[ids], options)
+                assert slope is not None
+                own.mul_(slope).masked_fill_(unused, 0.0)
+            if need_bias:
+                d_bias.index_add_(0, ids.flatten(), own.flatten())
+            own = own * options.logit_scale
+            if need_hidden:
+                onto[rows] = torch.bmm(own[:, None], heads.masked_fill_(unused[..., None], 0.0))[:, 0]
+            if need_weight:
+                outer = (own[..., None] * x.mT).masked_fill(unused[..., None], 0.0)  # [n, K, D]
+                d_weight.index_add_(0, ids.flatten(), outer.flatten(0, 1))
+    d_hidden = d_hidden if need_hidden else d_hidden.view(0)
+    return d_hidden.to(hidden.dtype), d_weight.to(weight.dtype), d_bias.to(weight.dtype)
+
+
 def _project_back(
     hidden: Tensor,
     weight: Tensor,
@@ -118,29 +187,40 @@ def _project_back(
     bias: Tensor | None,
     on_target: Tensor,
     on_exponential: Tensor,
+    on_entropy: Tensor | None,
     shift: Tensor,
     options: Options,
     needs: list[bool],
     normed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to hidden, weight, bias of sum_n on_target * l[target] + on_exponential * exp(l - shift).
+    """Gradients to hidden, weight and bias, given that to a logit l.
 
-    If the shift is the lse (`normed`) and a block holds whole rows, the block's own lse is used: the forward may have
-    been another kernel with other rounding, which matters where a probability is almost 1.
+    It is e^f (on_exponential - on_entropy f) with f = l - shift, and on_target more for the target. If the shift is the
+    lse (`normed`) and a block holds whole rows, the block's own lse is used: the forward may have been another kernel
+    with other rounding, which matters where a probability is almost 1.
     """
     ids, valid = target.reshape(-1).long() - vocab_start, options.rows(weight, vocab_start)
     on_target, on_exponential, shift = (part.reshape(-1) for part in (on_target, on_exponential, shift))
+    unused = (on_target == 0) & (on_exponential == 0)  # their logits may be inf or NaN
+    if on_entropy is not None:
+        on_entropy = on_entropy.reshape(-1)
+        unused &= on_entropy == 0
     x = hidden.reshape(ids.shape[0], hidden.shape[-1])
     dtype = accumulation_dtype(x.dtype)
     need_hidden, need_weight, need_bias = needs
     d_hidden = torch.zeros(x.shape if need_hidden else (0,), dtype=dtype, device=x.device)
     d_weight = torch.zeros(weight.shape if need_weight else (0,), dtype=dtype, device=x.device)
     d_bias = torch.zeros(weight.shape[0] if need_bias else 0, dtype=dtype, device=x.device)
-    unused = ((on_target == 0) & (on_exponential == 0))[:, None]  # their logits may be inf or NaN
+    unused = unused[:, None]
     for rows, columns, logits, slope in _logit_blocks(x, weight, bias, options, valid):
         own = normed and logits.shape[1] == valid
-        grad = logits.softmax(1) if own else logits.sub_(shift[rows, None]).exp_()
-        grad *= on_exponential[rows, None]
+        if on_entropy is None:
+            grad = logits.softmax(1) if own else logits.sub_(shift[rows, None]).exp_()
+            grad *= on_exponential[rows, None]
+        else:
+            fallen = (logits.log_softmax(1) if own else logits.sub_(shift[rows, None])).clamp_(min=FAR_BELOW)
+            grad = fallen.exp()
+            grad *= fallen.mul_(-on_entropy[rows, None]).add_(on_exponential[rows, None])
         local = ids[rows] - columns.start
         inside = (local >= 0) & (local < logits.shape[1])
         grad.scatter_add_(
@@ -165,20 +245,28 @@ def gradient(
     project_back: Callable[..., tuple[Tensor, Tensor, Tensor]],
     grad_logprob: Tensor,
     grad_lse: Tensor,
+    grad_entropy: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
     lse: Tensor,
+    entropy: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of a logit is grad_logprob (onehot - p) + grad_lse p; those that are not needed are empty."""
+    """The gradient of a logit is grad_logprob (onehot - p) + grad_lse p - grad_entropy p (log p + entropy).
+
+    Those of tensors that are not needed are empty.
+    """
     *given, needs = rest
     options = Options(*given)
     counted = target != options.ignore_index
-    on_logprob = torch.where(counted, grad_logprob, 0.0)
+    on_logprob, on_entropy = torch.where(counted, grad_logprob, 0.0), None
     on_exponential = torch.where(counted, grad_lse, 0.0) - on_logprob
-    return project_back(hidden, weight, target, 0, bias, on_logprob, on_exponential, lse, options, needs)
+    if grad_entropy is not None:
+        on_entropy = torch.where(counted, grad_entropy, 0.0)
+        on_exponential = on_exponential - torch.where(on_entropy == 0, 0.0, on_entropy * entropy)
+    return project_back(hidden, weight, target, 0, bias, on_logprob, on_exponential, on_entropy, lse, options, needs)
 
 
 def partials_gradient(
@@ -199,7 +287,9 @@ def partials_gradient(
     counted = target != options.ignore_index
     on_target, on_exponential = (torch.where(counted, grad, 0.0) for grad in (grad_target_logit, grad_sumexp))
     shift = top.masked_fill(top == -torch.inf, 0.0)
-    return project_back(hidden, weight, target, vocab_start, bias, on_target, on_exponential, shift, options, needs)
+    return project_back(
+        hidden, weight, target, vocab_start, bias, on_target, on_exponential, None, shift, options, needs
+    )
 
 
 def linear_logprob_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -223,17 +223,18 @@ def _merge_statistics_kernel(
     tl.store(third_out + row, three, mask=in_row)
 
 
-# d_l = on_exponential exp(l - shift) + on_target [column is the target]; d_products = d_l dl/dproducts,
-# d_bias = sum over BLOCK_M rows of d_l dl/dbias.
+# d_l = e^f (on_exponential - on_entropy f) + on_target [column is the target] with f = l - shift;
+# d_products = d_l dl/dproducts, d_bias = sum over BLOCK_M rows of d_l dl/dbias.
 # Grid: ceil(chunk columns / BLOCK_V) * ceil(chunk rows / BLOCK_M); rows vary fastest.
 # Program: BLOCK_M rows against BLOCK_V columns of a chunk.
 # Loop: none.
 # Memory: registers only: products and their gradient [BLOCK_M, BLOCK_V] in float32.
 # Layout: products float32 and d_products [rows, chunk columns], row stride `stride`; d_bias [ceil(rows / BLOCK_M),
-#   chunk columns], row stride `stride`, or None, added over blocks by the launcher; bias [V] or None; others [rows].
+#   chunk columns], row stride `stride`, or None, added over blocks by the launcher; bias [V] or None; others [rows],
+#   on_entropy or None.
 @triton.jit(do_not_specialize=["rows", "valid", "vocab_start", "first"])
 def _dlogits_kernel(
-    products, d_products, d_bias, bias, target, on_target, on_exponential, shift,
+    products, d_products, d_bias, bias, target, on_target, on_exponential, on_entropy, shift,
     rows, valid, vocab_start, first, stride, on_products, on_bias, on_cap,
     SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -251,12 +252,19 @@ def _dlogits_kernel(
     local = tl.load(target + row, mask=in_row, other=0).to(tl.int64) - vocab_start
     picks = tl.load(on_target + row, mask=in_row, other=0.0)
     scale = tl.load(on_exponential + row, mask=in_row, other=0.0)
-    grad = tl.exp(logits - tl.load(shift + row, mask=in_row, other=0.0)[:, None]) * scale[:, None]  # [M, V]
+    used = (picks != 0) | (scale != 0)  # the logits of other rows may be inf or NaN
+    fallen = logits - tl.load(shift + row, mask=in_row, other=0.0)[:, None]  # [M, V]
+    if on_entropy is None:
+        grad = tl.exp(fallen) * scale[:, None]
+    else:
+        slope = tl.load(on_entropy + row, mask=in_row, other=0.0)
+        used |= slope != 0
+        fallen = tl.maximum(fallen, FAR_BELOW, propagate_nan=tl.PropagateNan.ALL)
+        grad = tl.exp(fallen) * (scale[:, None] - slope[:, None] * fallen)
     grad += tl.where(here[None, :] == (local - first)[:, None], picks[:, None], 0.0)
     if SOFTCAP:
-        fallen = tl.exp(-2 * tl.abs(ratio))
-        grad *= on_cap * (4 * fallen / ((1 + fallen) * (1 + fallen)))  # 1 - tanh^2 without cancellation
-    used = (picks != 0) | (scale != 0)  # the logits of other rows may be inf or NaN
+        far = tl.exp(-2 * tl.abs(ratio))
+        grad *= on_cap * (4 * far / ((1 + far) * (1 + far)))  # 1 - tanh^2 without cancellation
     grad = tl.where(used[:, None] & inside[None, :], grad, 0.0)
     if d_bias is not None:
         tl.store(d_bias + tl.cast(row_block, tl.int64) * stride + here, tl.sum(grad, 0) * on_bias, mask=inside)
@@ -448,11 +456,12 @@ def _project_back(
     bias: Tensor | None,
     on_target: Tensor,
     on_exponential: Tensor,
+    on_entropy: Tensor | None,
     shift: Tensor,
     options: Options,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum_n on_target * l[target] + on_exponential * exp(l - shift), one chunk of logits after another."""
+    """As the reference's, one chunk of logits after another."""
     if hidden.dtype == torch.float64:
         return NotImplemented
     rows, (vocab, width), valid = target.numel(), weight.shape, options.rows(weight, vocab_start)
@@ -472,16 +481,20 @@ def _project_back(
     d_logits = torch.empty_like(logits, dtype=x.dtype)
     head = x.new_empty(widest if need_weight else 0, width, dtype=torch.float32)
     sums = x.new_empty(triton.cdiv(rows, launch["BLOCK_M"]), widest, dtype=torch.float32) if need_bias else None
-    unused = ((on_target == 0) & (on_exponential == 0))[:, None]
-    used = x.masked_fill(unused, 0.0) if need_weight else x
+    unused = (on_target == 0) & (on_exponential == 0)
+    if on_entropy is not None:
+        on_entropy = on_entropy.reshape(-1).contiguous()
+        unused &= on_entropy == 0
+    used = x.masked_fill(unused[:, None], 0.0) if need_weight else x
     for columns, part in _chunks(chunk, rows, valid):
         count, size = columns.stop - columns.start, part.stop - part.start
         products, d_products = logits[:size, :count], d_logits[:size, :count]
         _product(x[part], weight[columns].T, products)
         _dlogits_kernel[(triton.cdiv(count, launch["BLOCK_V"]) * triton.cdiv(size, launch["BLOCK_M"]),)](
             products, d_products, None if sums is None else sums[part.start // launch["BLOCK_M"] :], bias, ids[part],
-            on_target[part], on_exponential[part], shift[part], size, valid, vocab_start, columns.start,
-            products.stride(0), *options.multipliers(), SOFTCAP=options.softcap is not None, **launch,
+            on_target[part], on_exponential[part], None if on_entropy is None else on_entropy[part], shift[part],
+            size, valid, vocab_start, columns.start, products.stride(0), *options.multipliers(),
+            SOFTCAP=options.softcap is not None, **launch,
         )  # fmt: skip
         if need_hidden:
             _product(d_products, weight[columns], d_hidden[part], add=True)

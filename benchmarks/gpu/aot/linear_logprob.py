@@ -66,7 +66,7 @@ def case(
             kernels.linear_logprob(*arguments, offset, *options)
             if form == "chunked":
                 kernels.linear_logprob_backward(
-                    statistic, statistic, *arguments, offset, statistic, *options, [True, True, bias]
+                    statistic, statistic, None, *arguments, offset, statistic, statistic, *options, [True, True, bias]
                 )
 
     def small(launch: Mapping[str, Any], turns: int) -> int:

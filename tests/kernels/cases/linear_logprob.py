@@ -66,13 +66,15 @@ def make(
     padding: int = 0,
     options: dict[str, Any] | None = None,
     index: torch.dtype = torch.int64,
+    several: int | None = None,
     seed: int = 0,
 ) -> Case:
-    """Some rows are ignored, and so is what `padding` rows of the head hold."""
+    """Some ids are ignored, and so is what `padding` rows of the head hold; a row has one id or `several`."""
     hidden, weight, offset = normal(seed, (*rows, width), (vocabulary + padding, width), (vocabulary + padding,))
     weight[vocabulary:], offset[vocabulary:] = math.nan, math.inf
-    target = torch.randint(0, max(vocabulary, 1), tuple(rows), generator=generator(seed))
-    ignored = torch.rand(tuple(rows), generator=generator(seed)) < (0.3 if vocabulary else 1.0)
+    shape = tuple(rows) if several is None else (*rows, several)
+    target = torch.randint(0, max(vocabulary, 1), shape, generator=generator(seed))
+    ignored = torch.rand(shape, generator=generator(seed)) < (0.3 if vocabulary else 1.0)
     arguments = {
         "hidden": hidden,
         "weight": weight,
@@ -81,7 +83,7 @@ def make(
         "valid_vocab": vocabulary if padding else None,
     }
     names = FLOATS[: 2 + bias]
-    return Case("linear_logprob", arguments | ALL | (options or {}), gradients=names, outputs=(0, 1))
+    return Case("linear_logprob", arguments | ALL | (options or {}), gradients=names, outputs=(0, 1, 2))
 
 
 def make_partials(vocab_start: int, valid_vocab: int | None = None, **sizes: Any) -> Case:
@@ -130,7 +132,8 @@ def size(case: Case) -> Tensor:
 def scales(case: Case, truth: Sequence[Tensor]) -> list[Tensor]:
     """An entropy moves by itself times a relative error of the probabilities."""
     each = size(case)
-    return [each, each, each * (1 + magnitude(truth[2])), each]
+    of_ids = each.view((*each.shape, *[1] * (truth[0].ndim - each.ndim)))
+    return [of_ids, each, each * (1 + magnitude(truth[2])), each]
 
 
 def scales_of_partials(case: Case, truth: Sequence[Tensor]) -> list[Tensor]:
@@ -188,6 +191,7 @@ def sizes(
 
 ROWS = st.lists(st.integers(0, 5), max_size=2) | st.just([18])
 ANY_WIDTH = st.sampled_from([0, 1, 5, 8, 16, 24, 40])
+SEVERAL = st.sampled_from([None, None, 0, 1, 4])
 VOCABULARIES = (0, 1, 9, 31, 32, 33, 65, 100)
 MANY = {
     "width": 40,
@@ -204,8 +208,12 @@ TYPICAL = {
     "seed": 2,  # of half the rows the largest logit lies in later tiles
 }
 TINY = [
-    {"rows": (4,), "width": 3, "vocabulary": 5, "padding": 1, "bias": bias, "options": options}
-    for bias, options in [(False, {"temperature": 0.7}), (True, {"softcap": 2.0, "logit_scale": 0.8})]
+    {"rows": (4,), "width": 3, "vocabulary": 5, "padding": 1, "bias": bias, "options": options, **more}
+    for bias, options, more in [
+        (False, {"temperature": 0.7}, {}),
+        (True, {"softcap": 2.0, "logit_scale": 0.8}, {}),
+        (True, {"softcap": 2.0, "temperature": 0.7}, {"several": 3}),
+    ]
 ]
 EVERY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TRITON = {
@@ -232,6 +240,7 @@ def wrong_tensors(weight: str, bad_ids: Sequence[int]) -> list[tuple[str, dict[s
         ("hidden", {"hidden": torch.tensor(1.0)}, ValueError),
         (weight, {weight: torch.ones(102, 15)}, ValueError),
         ("target", {"target": ids(0, 1, 2)}, ValueError),
+        ("target", {"target": ids(0, 1, 2)[:, None]}, ValueError),
         *[("target", {"target": ids(0, 1, 2, 3, 4, bad)}, ValueError) for bad in bad_ids],
         ("bias", {"bias": torch.ones(101)}, ValueError),
         *NUMBERS,
@@ -241,14 +250,19 @@ def wrong_tensors(weight: str, bad_ids: Sequence[int]) -> list[tuple[str, dict[s
 OP = Op(
     "linear_logprob",
     make,
-    sizes(ROWS, ANY_WIDTH, VOCABULARIES),
+    sizes(ROWS, ANY_WIDTH, VOCABULARIES, several=SEVERAL),
     definition,
     {
         "reference": replace(REFERENCE, also=[{"rows": (48,), "width": 64, "vocabulary": 300}]),
         **TRITON,
         "cpu": Way(
             (torch.float32, torch.bfloat16),
-            sizes(st.lists(st.integers(1, 5), max_size=2), WIDTHS, (1, 2, 3, 4, 5, 15, 16, 17, 64, 67, 130)),
+            sizes(
+                st.lists(st.integers(1, 5), max_size=2),
+                WIDTHS,
+                (1, 2, 3, 4, 5, 15, 16, 17, 64, 67, 130),
+                several=SEVERAL,
+            ),
             layouts=CONTIGUOUS,
             apart=("weight",),
             also=[
@@ -344,6 +358,7 @@ COMBINATION = Op(
 EXAMPLES = {
     "linear_logprob": OP.example(rows=(6,), width=8, vocabulary=11),
     "linear_logprob, three dimensions": OP.example(rows=(2, 3), width=8, vocabulary=11, bias=False, index=torch.int32),
+    "linear_logprob, several ids a row": OP.example(rows=(6,), width=8, vocabulary=11, several=3),
     "linear_logprob_partials": PARTIALS.example(rows=(6,), width=8, vocabulary=11, vocab_start=2),
     "combine_logprob_partials": COMBINATION.example(shards=3, rows=5),
 }
