@@ -81,7 +81,6 @@ def test_linear_logprob(compare: Callable, rows: int, dtype: torch.dtype) -> Non
         partial(F.linear, hidden, weight), truth, checked, harness.allowed_error(some @ weight.T, truth)
     )
     del wide
-    reads = hidden.nbytes + weight.nbytes + 8 * rows
     compare(
         "linear_logprob",
         f"N={rows} D={HIDDEN} V={VOCABULARY}{shapes.IN[dtype]}",
@@ -89,7 +88,7 @@ def test_linear_logprob(compare: Callable, rows: int, dtype: torch.dtype) -> Non
         rounds=30 if shapes.ON_GPU else 3,
         tolerance=max(harness.allowed_error(plain, expected), 1e-4),
         peaks=peaks,
-        cost=Cost(2.0 * rows * HIDDEN * VOCABULARY, reads + 4 * rows),
+        cost=Cost(2.0 * rows * HIDDEN * VOCABULARY, hidden.nbytes + weight.nbytes + 12 * rows),
         dtype=hidden.dtype,
         notes=notes,
         skipped=skipped,
@@ -98,31 +97,32 @@ def test_linear_logprob(compare: Callable, rows: int, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", shapes.DTYPES)
 @pytest.mark.parametrize("rows", shapes.LOGPROB_TRAINED_ROWS)
-def test_linear_logprob_backward(compare: Callable, rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_linear_logprob_backward(compare: Callable, frozen: bool, rows: int, dtype: torch.dtype) -> None:
     """Gradients of the mean log-prob, forward included, because fused peers compute gradients in the forward."""
     hidden, weight, target = inputs(rows, dtype)
     shown = torch.linspace(0, rows - 1, CHECKED, device=hidden.device).long()
     columns = torch.cat([target[shown], torch.arange(CHECKED, device=hidden.device)])
-    leaves = (hidden.requires_grad_(), weight.requires_grad_())
+    leaves = (hidden.requires_grad_(), weight.requires_grad_(not frozen))
 
-    def gradients(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        on_hidden, on_weight = torch.autograd.grad(loss(*leaves, target), leaves)
-        return on_hidden[shown], on_weight[columns]
+    def gradients(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
+        found = torch.autograd.grad(loss(*leaves, target), leaves[: 2 - frozen])
+        return tuple(x[some] for x, some in zip(found, (shown, columns), strict=False))
 
     theirs, skipped = harness.available(peers.LOSSES)
     losses: dict[str, Callable] = {OURS: lambda *given: -linear_logprob(*given).mean(), **theirs}
-    expected = true_gradients(hidden.detach(), weight.detach(), target, shown, columns)
+    expected = true_gradients(hidden.detach(), weight.detach(), target, shown, columns)[: 2 - frozen]
     tolerances = map(harness.allowed_error, gradients(peers.mean_cross_entropy), expected)
     compare(
         "linear_logprob_backward",
-        f"N={rows} D={HIDDEN} V={VOCABULARY}{shapes.IN[dtype]}, forward included",
+        f"N={rows} D={HIDDEN} V={VOCABULARY}{shapes.IN[dtype]}{', frozen head' * frozen}, forward included",
         {
             name: Implementation(partial(gradients, loss), expected, compiled="compiled" in name)
             for name, loss in losses.items()
         },
         rounds=10 if shapes.ON_GPU else 3,
         tolerance=tuple(tolerances),
-        cost=Cost(6.0 * rows * HIDDEN * VOCABULARY, 2.0 * (hidden.nbytes + weight.nbytes)),
+        cost=Cost((6.0 - 2 * frozen) * rows * HIDDEN * VOCABULARY, 2.0 * (hidden.nbytes + weight.nbytes)),
         dtype=hidden.dtype,
         skipped=skipped,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from fb_kernels._runtime import checks, precision
 from fb_kernels._runtime.op import Op, fake_gradients, signature
 from fb_kernels._runtime.precision import accumulation_dtype
-from fb_kernels.linear_logprob.options import SCHEMA, Options
+from fb_kernels.linear_logprob.options import SCHEMA, SMALL, Options
 
 
 @overload
@@ -152,11 +152,11 @@ def linear_logprob(
         _check(op, "weight", hidden, weight, target, bias, options)
         if valid_vocab is not None:
             checks.integer(op, "valid_vocab", valid_vocab, "pass None for all rows of weight", 0, weight.shape[0])
-        run = _linear_logprob.passed(key, hidden)
+        run = _frozen if _keeps(hidden, weight, bias) else _linear_logprob.passed(key, hidden)
         _target_logits.passed(key, hidden)
     if target.ndim == hidden.ndim:
         run = partial(_several, run, _target_logits.checked.get(key, _target_logits) if key else _target_logits)
-    logprob, lse, entropy, largest = run(hidden, weight, target, bias, *options)
+    logprob, lse, entropy, largest, *_ = run(hidden, weight, target, bias, *options)
     if not (return_lse or return_entropy or return_max):
         return logprob
     optional = ((lse, return_lse), (entropy, return_entropy), (largest, return_max))
@@ -273,6 +273,17 @@ def _check(
     checks.integer(op, "ignore_index", options.ignore_index, "use -100")
 
 
+def _keeps(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the forward keeps the gradient of lse to hidden, so that the backward has no product.
+
+    Not where the CPU's library runs the forward.
+    """
+    if hidden.is_cpu and (hidden.dtype is torch.bfloat16 or hidden.shape[:-1].numel() * len(weight) <= SMALL):
+        return False
+    trained = [x is not None and x.requires_grad for x in (hidden, weight, bias)]
+    return torch.is_grad_enabled() and trained == [True, False, False]
+
+
 def _several(
     statistics: Callable,
     logits_of: Callable,
@@ -287,7 +298,7 @@ def _several(
     padded = torch.nn.functional.pad(target, (0, 1), value=ignore_index)  # K may be 0
     counted = padded != ignore_index
     first = padded.gather(-1, counted.int().argmax(-1, keepdim=True))[..., 0]
-    _, lse, *others = statistics(hidden, weight, first, bias, *rest)
+    _, lse, *others = statistics(hidden, weight, first, bias, *rest)[:4]
     logits = logits_of(hidden, weight, target, bias, *rest)
     return torch.where(counted[..., :-1], logits - lse[..., None], 0.0).contiguous(), lse, *others
 
@@ -315,6 +326,17 @@ _linear_logprob_backward = Op(
     f"Tensor? bias, Tensor lse, Tensor entropy, {SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor)",
     folder="linear_logprob",
     fake=partial(_backward_fake, 3),
+    triton=True,
+)
+_frozen = Op(
+    "linear_logprob_frozen",
+    f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {SCHEMA}) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    folder="linear_logprob",
+    fake=lambda hidden, weight, target, *_: (
+        *_statistics_fake(4, hidden, target),
+        *_statistics_fake(1, hidden, hidden),
+    ),
     triton=True,
 )
 _target_logits = Op(
@@ -372,6 +394,32 @@ def _backward(ctx: Any, on_logprob: Tensor | None, on_lse: Tensor | None, *other
     return _linear_logprob_backward(on_logprob, on_lse, others[0], *saved, *ctx.options, ctx.needs)
 
 
+def _save_frozen(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    hidden, weight, target, bias, *options = inputs
+    _, lse, entropy, largest, pull = output
+    ctx.mark_non_differentiable(largest, pull)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(hidden, weight, target, bias, lse, entropy, pull)
+    ctx.options = options
+
+
+def _backward_frozen(ctx: Any, on_logprob: Tensor | None, on_lse: Tensor | None, *others: Any) -> Tensor | None:
+    *saved, lse, entropy, pull = ctx.saved_tensors
+    if on_logprob is on_lse is others[0] is None:
+        return None
+    on_logprob, on_lse = (torch.zeros_like(lse) if on is None else on for on in (on_logprob, on_lse))
+    hidden_alone = [True, False, False]
+    if others[0] is not None:
+        grads = (on_logprob, on_lse, others[0])
+        return _linear_logprob_backward(*grads, *saved, lse, entropy, *ctx.options, hidden_alone)[0]
+    hidden, weight, target, bias = saved
+    one = (on_logprob[..., None], hidden, weight, target[..., None], bias, *ctx.options, hidden_alone)
+    counted = target != Options(*ctx.options).ignore_index
+    onto_lse = torch.where(counted, on_lse - on_logprob, 0.0)[..., None]
+    by_lse = torch.where(onto_lse == 0, 0.0, onto_lse * pull)  # NaN rows without an upstream gradient add nothing
+    return (_target_logits_backward(*one)[0] + by_lse).to(hidden.dtype)
+
+
 def _save_partials(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     hidden, weight, target, vocab_start, bias, *options = inputs
     ctx.mark_non_differentiable(output[0])
@@ -401,6 +449,7 @@ def _backward_combine(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor) -> tuple
 _linear_logprob.differentiate(
     to=("hidden", "weight", "bias"), setup_context=_save, backward=_backward, by=_linear_logprob_backward
 )
+_frozen.differentiate(to=("hidden",), setup_context=_save_frozen, backward=_backward_frozen)
 _target_logits.differentiate(
     to=("hidden", "weight", "bias"),
     backward=lambda ctx, grad: _target_logits_backward(grad, *ctx.saved_tensors, *ctx.options, ctx.needs),

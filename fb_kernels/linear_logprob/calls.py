@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,6 +127,8 @@ SHAPES = {"small": ((7,), 40, 300), "checked": ((13, 300), 512, 8200), "timed": 
 def _checked(size: str) -> Iterator[Call]:
     counts, width, vocabulary = SHAPES[size]
     yield from (linear_logprob(rows, width, vocabulary, whole=True) for rows in counts)
+    trained = linear_logprob(counts[-1], width, vocabulary)
+    yield replace(trained, gradients=("hidden",), shape=f"{trained.shape} (frozen head)", scales=(16.0, 4.0))
 
 
 def _checked_partials(size: str) -> Iterator[Call]:

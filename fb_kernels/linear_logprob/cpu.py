@@ -11,12 +11,10 @@ from torch.nn.functional import linear
 
 from fb_kernels._runtime import cpu
 from fb_kernels.linear_logprob import reference
+from fb_kernels.linear_logprob.options import SMALL
 
-LOGITS = 1 << 16  # maximum: above it torch's threads are faster
 LEAST = 1e-30  # minimum soft-cap: float32 is exact enough above it
-TAKES = (
-    f"bfloat16; float32 with up to {reference.FEW_ROWS} rows, {reference.VOCAB_BLOCK:,} tokens and {LOGITS:,} logits"
-)
+TAKES = f"bfloat16; float32 with up to {reference.FEW_ROWS} rows, {reference.VOCAB_BLOCK:,} tokens and {SMALL:,} logits"
 
 
 def linear_logprob(
@@ -67,5 +65,5 @@ def linear_logprob(
 
 def _few(hidden: Tensor, rows: int, valid: int) -> bool:
     """Whether a float32 call is small enough to be faster on few threads."""
-    few = rows <= reference.FEW_ROWS and valid <= reference.VOCAB_BLOCK and rows * valid <= LOGITS
+    few = rows <= reference.FEW_ROWS and valid <= reference.VOCAB_BLOCK and rows * valid <= SMALL
     return few and hidden.dtype is torch.float32

@@ -76,13 +76,22 @@ def check_targets(op: str, target: Tensor, ignore_index: int, limit: int | None)
 
 
 def _statistics(
-    x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, options: Options, valid: int
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    valid: int,
+    pull: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Running (max, sum exp(l - max), sum (l - max) exp(l - max), logit of ids, -inf outside [0, valid)), each [N]."""
+    """Running (max, sum exp(l - max), sum (l - max) exp(l - max), logit of ids, -inf outside [0, valid)), each [N].
+
+    To `pull` [N, D] it adds the sum of exp(l - max) dl/dx.
+    """
     dtype = accumulation_dtype(x.dtype)
     top = torch.full((x.shape[0],), -torch.inf, dtype=dtype, device=x.device)
     total, weighted, picked = torch.zeros_like(top), torch.zeros_like(top), top.clone()
-    for rows, columns, logits, _ in _logit_blocks(x, weight, bias, options, valid):
+    for rows, columns, logits, slope in _logit_blocks(x, weight, bias, options, valid):
         local = ids[rows] - columns.start
         inside = (local >= 0) & (local < logits.shape[1])
         gathered = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
@@ -92,6 +101,9 @@ def _statistics(
         fall = torch.where(top[rows] == -torch.inf, 0.0, top[rows] - shift)  # an empty sum stays empty
         logits.sub_(shift[:, None]).clamp_(min=FAR_BELOW)
         exponentials = logits.exp()
+        if pull is not None:
+            pulled = (exponentials if slope is None else exponentials * slope) @ weight[columns].to(dtype)
+            pull[rows] = pull[rows] * fall.exp()[:, None] + pulled * (options.logit_scale / options.temperature)
         weighted[rows] = (weighted[rows] + total[rows] * fall) * fall.exp() + logits.mul_(exponentials).sum(1)
         total[rows] = total[rows] * fall.exp() + exponentials.sum(1)
         top[rows] = new_top
@@ -99,21 +111,34 @@ def _statistics(
 
 
 def linear_logprob(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *rest: Any,
+    pull: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log-prob, lse, entropy, largest log-prob), each of target's shape."""
+    """(log-prob, lse, entropy, largest log-prob), each of target's shape; to `pull` [N, D] it adds dlse/dhidden."""
     options = Options(*rest)
     valid = options.rows(weight)
     check_targets("linear_logprob", target, options.ignore_index, valid)
     ids = target.reshape(-1).long()
     x = hidden.reshape(ids.shape[0], hidden.shape[-1])
-    top, total, weighted, picked = _statistics(x, weight, ids, bias, options, valid)
+    top, total, weighted, picked = _statistics(x, weight, ids, bias, options, valid, pull)
+    if pull is not None:
+        pull /= total[:, None]
     lse = top + total.log()
     entropy = total.log() - weighted / total
     ignored = ids == options.ignore_index
     logprob = torch.where(_outside(ids, valid), torch.nan, picked - lse)
     results = (logprob, lse, entropy, top - lse)
     return tuple(values.masked_fill(ignored, 0.0).view(target.shape) for values in results)  # type: ignore[return-value]
+
+
+def linear_logprob_frozen(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """`linear_logprob`, then the gradient of lse to hidden [..., D], in the precision of the results."""
+    pull = hidden.new_zeros(hidden.shape, dtype=accumulation_dtype(hidden.dtype))
+    return *linear_logprob(hidden, *rest, pull=pull.view(-1, hidden.shape[-1]) if pull.numel() else None), pull
 
 
 def _gathered(

@@ -313,6 +313,15 @@ def linear_logprob(
     return _forward(hidden, weight, target, 0, bias, Options(*options), whole=True)
 
 
+def linear_logprob_frozen(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """The same, then the gradient of lse to hidden [..., D], float32."""
+    if hidden.dtype == torch.float64:
+        return NotImplemented
+    pull = torch.zeros_like(hidden, dtype=torch.float32, memory_format=torch.contiguous_format)
+    weight, target, bias, *options = rest
+    return *_forward(hidden, weight, target, 0, bias, Options(*options), whole=True, pull=pull), pull
+
+
 def linear_logprob_partials(
     hidden: Tensor, weight_shard: Tensor, target: Tensor, vocab_start: int, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, ...]:
@@ -394,8 +403,12 @@ def _forward(
     options: Options,
     *,
     whole: bool,
+    pull: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Statistics of all tiles, then their merge: if `whole` the results of the whole head, else a shard's partials."""
+    """Statistics of all tiles, then their merge: if `whole` the results of the whole head, else a shard's partials.
+
+    To `pull`, of hidden's shape and zero, the gradient of lse is written.
+    """
     if hidden.dtype == torch.float64:
         return NotImplemented
     rows, (_, width), valid = target.numel(), weight.shape, options.rows(weight, vocab_start)
@@ -408,6 +421,7 @@ def _forward(
     numbers, capped = options.multipliers(), options.softcap is not None
     picked = x.new_empty(rows, dtype=torch.float32)
     form = tuning.linear_logprob_form(x.dtype, rows, valid, width) if _vectors(x, weight) else "chunked"
+    form = form if pull is None else "chunked"
     if form == "gluon" and _for_gluon(x, weight[:valid]):
         from fb_kernels.linear_logprob import gluon  # experimental, and not in every Triton
 
@@ -432,19 +446,39 @@ def _forward(
         tiles = triton.cdiv(valid, launch["BLOCK_V"])
         statistics = x.new_empty(3, tiles, rows, dtype=torch.float32)
         logits = x.new_empty(min(chunk["rows"], rows), min(chunk["columns"], valid), dtype=torch.float32)
+        top = x.new_full((rows,), -torch.inf, dtype=torch.float32)
+        onto = None if pull is None else pull.view(rows, width)
+        d_logits = None if pull is None else torch.empty_like(logits, dtype=x.dtype)
+        none, one = torch.zeros_like(top), torch.ones_like(top)
         for columns, part in _chunks(chunk, rows, valid):
             count, size = columns.stop - columns.start, part.stop - part.start
-            products = logits[:size, :count]
+            products, grid = logits[:size, :count], triton.cdiv(count, launch["BLOCK_V"])
             _product(x[part], weight[columns].T, products)
-            _chunk_statistics_kernel[(triton.cdiv(count, launch["BLOCK_V"]) * triton.cdiv(size, launch["BLOCK_M"]),)](
+            _chunk_statistics_kernel[(grid * triton.cdiv(size, launch["BLOCK_M"]),)](
                 products, bias, ids, statistics, picked, rows, part.start, part.stop, valid, vocab_start, tiles,
                 columns.start, products.stride(0), *numbers, SOFTCAP=capped, **launch,
             )  # fmt: skip
+            if onto is None or d_logits is None:
+                continue
+            first = columns.start // launch["BLOCK_V"]
+            before, top[part] = (
+                top[part].clone(),
+                torch.maximum(top[part], statistics[0, first : first + grid, part].amax(0)),
+            )
+            shift = top[part].masked_fill(top[part] == -torch.inf, 0.0)
+            _dlogits_kernel[(grid * triton.cdiv(size, launch["BLOCK_M"]),)](
+                products, d_logits[:size, :count], None, bias, ids[part], none[part], one[part], None, shift,
+                size, valid, vocab_start, columns.start, products.stride(0), *numbers, SOFTCAP=capped, **launch,
+            )  # fmt: skip
+            onto[part] *= (before - shift).exp()[:, None]
+            _product(d_logits[:size, :count], weight[columns], onto[part], add=True)
     launch = tuning.linear_logprob_merge()
     _merge_statistics_kernel[(triton.cdiv(rows, launch["BLOCK_M"]),)](
         statistics, picked, ids, *results, *([] if whole else [None]), rows, valid, vocab_start, tiles, last,
         options.ignore_index, **launch,
     )  # fmt: skip
+    if pull is not None:
+        pull *= (top.view(target.shape) - results[1]).exp()[..., None]
     return results
 
 

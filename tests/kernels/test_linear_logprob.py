@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +19,7 @@ from cases.linear_logprob import (
     IGNORE,
     OP,
     PARTIALS,
+    TYPICAL,
     gradient_scales,
     make,
     options,
@@ -24,6 +27,7 @@ from cases.linear_logprob import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_contract import Seen, check, checked, evaluate
 from torch import Tensor
 from ways import names, running, running_small
 
@@ -389,3 +393,52 @@ def test_a_vocabulary_of_nothing_has_no_partials(way: str) -> None:
     assert (top == -math.inf).all()
     assert not total.any()
     assert (picked == -math.inf).all()
+
+
+FROZEN = [
+    {},
+    {"bias": False, "several": 3},
+    {"rows": (2, 9), "options": {"logit_scale": -1.7, "softcap": 2.0, "temperature": 0.6}},
+    {"rows": (3,), "width": 5, "vocabulary": 290, "padding": 0, "options": {}},
+]
+
+
+@pytest.mark.parametrize("sizes", FROZEN, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", ["reference", "triton linear_logprob_form=chunked"])
+def test_a_frozen_head_has_its_gradient_from_the_forward(
+    way: str, dtype: torch.dtype, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the results are those of a head that is trained; with an entropy in the loss too, and past -inf logits."""
+    if dtype not in OP.way(way).dtypes:
+        pytest.skip("not of this implementation")
+    case = OP.cast(make(**TYPICAL | sizes), dtype)
+    if case.tensors.get("bias") is not None:
+        case.tensors["bias"][3] = -math.inf
+    module = importlib.import_module("fb_kernels.linear_logprob")
+    monkeypatch.setattr(module, "_keeps", lambda hidden, weight, _: hidden.requires_grad > weight.requires_grad)
+    used: list[str] = []
+    for outputs in ((0, 1, 2), (0,), (1,), (2,)):
+        frozen = replace(case, gradients=("hidden",), outputs=outputs)
+        with running_small(OP, way), Seen() as seen:
+            results, grads = evaluate(frozen)
+            trained, _ = evaluate(case)
+        used += [operator._schema.name for operator, _ in seen.calls]
+        check(OP, frozen, results, grads)
+        if way == "reference":
+            assert all(
+                torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(results, trained, strict=True)
+            )
+    assert used.count("fb::linear_logprob_frozen") == 4
+    if dtype is torch.float32 and not sizes:
+        with running_small(OP, way):
+            checked(replace(case, gradients=("hidden",)), way)
+
+
+def test_the_forward_keeps_a_gradient_where_it_is_large_and_hidden_alone_is_trained() -> None:
+    case, used = single(8, 4, 9000), list[bool]()
+    for dtype, trained in ((torch.float32, FLOATS[:1]), (torch.float32, FLOATS[:2]), (torch.bfloat16, FLOATS[:1])):
+        with Seen() as seen:
+            evaluate(replace(OP.cast(case, dtype), gradients=trained))
+        used.append("fb::linear_logprob_frozen" in {operator._schema.name for operator, _ in seen.calls})
+    assert used == [True, False, False]

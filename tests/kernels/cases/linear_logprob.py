@@ -29,7 +29,8 @@ from cases.base import (
     seeds,
     single,
 )
-from fb_kernels.linear_logprob import cpu, reference
+from fb_kernels.linear_logprob import reference
+from fb_kernels.linear_logprob.options import SMALL
 from fb_kernels.linear_logprob.triton import HAS_GLUON
 from fb_kernels.testing import magnitude
 
@@ -283,7 +284,7 @@ OP = Op(
                 lambda: single(plain((0,), 3, 5)),
                 lambda: single(plain((reference.FEW_ROWS + 1,), 3, 5)),
                 lambda: single(plain((2,), 1, reference.VOCAB_BLOCK + 1)),
-                lambda: single(plain((40,), 1, cpu.LOGITS // 40 + 1)),
+                lambda: single(plain((40,), 1, SMALL // 40 + 1)),
             ],
         ),
     },
