@@ -94,6 +94,7 @@ def linear_logprob(
     return_lse: bool = False,
     return_entropy: bool = False,
     return_max: bool = False,
+    top_k: int | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...
 def linear_logprob(
     hidden: Tensor,
@@ -109,6 +110,7 @@ def linear_logprob(
     return_lse: bool = False,
     return_entropy: bool = False,
     return_max: bool = False,
+    top_k: int | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute log softmax(hidden @ weight.T)[target] without ever storing all the logits.
 
@@ -131,12 +133,16 @@ def linear_logprob(
         return_entropy: also return the entropy of the softmax, in nats.
         return_max: also return the largest log-prob of the row, rounded like the target's if that is one id: the two
             are then equal if and only if no id has a larger log-prob than the target.
+        top_k: also return the log-probs of so many of the most probable ids of a row, and these ids; 1 to the
+            vocabulary.
 
     Returns:
-        log-prob of target's shape, then lse, entropy and maximum [...], each if requested: float32 (float64 for float64
-        input). Gradients flow to hidden, weight and bias through log-prob, lse and entropy; the maximum carries none,
-        and what no loss uses costs nothing. A row with a NaN or +inf logit is NaN. On the CPU an id outside the
-        vocabulary is a ValueError; on a device its log-prob is NaN.
+        log-prob of target's shape, then lse, entropy and maximum [...], log-probs [..., top_k] and ids [..., top_k],
+        each if requested: float32 (float64 for float64 input), ids int64. Those of top_k are in `topk_entropy`'s order
+        and carry no gradient; in a row of ignored ids they are 0 and `ignore_index`. Gradients flow to hidden, weight
+        and bias through log-prob, lse and entropy; the maximum carries none, and what no loss uses costs nothing. A row
+        with a NaN or +inf logit is NaN. On the CPU an id outside the vocabulary is a ValueError; on a device its
+        log-prob is NaN.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -144,7 +150,7 @@ def linear_logprob(
     """
     options = Options(logit_scale, softcap, temperature, ignore_index, valid_vocab)
     floats = (logit_scale, softcap, temperature)
-    key = signature((hidden, weight, target, bias), floats, (ignore_index, valid_vocab))
+    key = signature((hidden, weight, target, bias), floats, (ignore_index, valid_vocab, top_k))
     run = _linear_logprob.checked.get(key) if key else None
     if run is None:
         op = "linear_logprob"
@@ -152,15 +158,18 @@ def linear_logprob(
         _check(op, "weight", hidden, weight, target, bias, options)
         if valid_vocab is not None:
             checks.integer(op, "valid_vocab", valid_vocab, "pass None for all rows of weight", 0, weight.shape[0])
+        if top_k is not None:
+            checks.integer(op, "top_k", top_k, "clamp it to the vocabulary", 1, options.rows(weight))
         run = _frozen if _keeps(hidden, weight, bias) else _linear_logprob.passed(key, hidden)
         _target_logits.passed(key, hidden)
     if target.ndim == hidden.ndim:
         run = partial(_several, run, _target_logits.checked.get(key, _target_logits) if key else _target_logits)
     logprob, lse, entropy, largest, *_ = run(hidden, weight, target, bias, *options)
-    if not (return_lse or return_entropy or return_max):
+    if not (return_lse or return_entropy or return_max or top_k):
         return logprob
     optional = ((lse, return_lse), (entropy, return_entropy), (largest, return_max))
-    return logprob, *(values for values, requested in optional if requested)
+    results = logprob, *(values for values, requested in optional if requested)
+    return results if top_k is None else (*results, *_most_probable(hidden, weight, target, bias, lse, top_k, options))
 
 
 def linear_logprob_partials(
@@ -303,6 +312,18 @@ def _several(
     return torch.where(counted[..., :-1], logits - lse[..., None], 0.0).contiguous(), lse, *others
 
 
+def _most_probable(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lse: Tensor, k: int, options: Options
+) -> tuple[Tensor, Tensor]:
+    """(log-probs[..., k], ids[..., k])."""
+    ignored = target == options.ignore_index
+    ignored = (ignored.all(-1) if target.ndim == hidden.ndim else ignored)[..., None]
+    bias = None if bias is None else bias.detach()
+    logits, ids = _top_k(hidden.detach(), weight.detach(), bias, k, *options)
+    logprobs = logits - lse.detach()[..., None]
+    return logprobs.masked_fill(ignored, 0.0), ids.masked_fill(ignored, options.ignore_index)
+
+
 def _statistics_fake(count: int, hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     dtype = accumulation_dtype(hidden.dtype)
     return tuple(hidden.new_empty(target.shape, dtype=dtype) for _ in range(count))
@@ -339,6 +360,17 @@ _frozen = Op(
     ),
     triton=True,
 )
+_top_k = Op(
+    "linear_top_k",
+    f"(Tensor hidden, Tensor weight, Tensor? bias, SymInt k, {SCHEMA}) -> (Tensor, Tensor)",
+    folder="linear_logprob",
+    fake=lambda hidden, weight, bias, k, *_: (
+        hidden.new_empty((*hidden.shape[:-1], k), dtype=accumulation_dtype(hidden.dtype)),
+        hidden.new_empty((*hidden.shape[:-1], k), dtype=torch.int64),
+    ),
+    triton=True,
+)
+_top_k.has_no_gradient()
 _target_logits = Op(
     "target_logits",
     f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {SCHEMA}) -> Tensor",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,11 +13,13 @@ from torch import Tensor
 from fb_kernels._runtime import checks
 from fb_kernels._runtime.precision import accumulation_dtype
 from fb_kernels.linear_logprob.options import Options
+from fb_kernels.topk_entropy import topk_entropy
 
 ROW_BLOCK = 1024
 VOCAB_BLOCK = 8192  # also limits the float32 copy of the head's rows
 LOGITS = 1 << 20  # logits of a block: few enough to stay in the cache
 FEW_ROWS = 48
+KEPT = 1 << 24  # logits of whole rows that are kept to find the largest
 GATHERED = 1 << 20  # elements of the head's rows that are gathered at once
 FAR_BELOW = -1e4  # relative to the maximum: exp is already 0, and 0 * -inf must not enter the entropy
 
@@ -35,10 +38,10 @@ def _logit_blocks(
             head = weight[columns].to(dtype)
             few = x.shape[0] <= FEW_ROWS  # a product of few rows is faster transposed
             logits = (head @ x.T).T.contiguous() if few else x @ head.T  # [rows, columns]
-            yield rows, columns, logits, _to_logits(logits, None if bias is None else bias[columns], options)
+            yield rows, columns, logits, to_logits(logits, None if bias is None else bias[columns], options)
 
 
-def _to_logits(products: Tensor, bias: Tensor | None, options: Options) -> Tensor | None:
+def to_logits(products: Tensor, bias: Tensor | None, options: Options) -> Tensor | None:
     """Change products into logits in place; returns the slope of the soft-cap, if there is one."""
     slope = None
     if options.logit_scale != 1.0:
@@ -141,6 +144,35 @@ def linear_logprob_frozen(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return *linear_logprob(hidden, *rest, pull=pull.view(-1, hidden.shape[-1]) if pull.numel() else None), pull
 
 
+def largest_of_rows(
+    logits_of: Callable[..., Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """The k largest logits of each row [..., k] and their ids, some rows at a time."""
+    options, (*rows, width) = Options(*rest), hidden.shape
+    valid = options.rows(weight)
+    bias = None if bias is None else bias[:valid]
+    x = hidden.reshape(math.prod(rows), width)
+    found = [topk_entropy(logits_of(part, weight[:valid], bias, options), k) for part in x.split(max(1, KEPT // valid))]
+    _, values, ids = map(torch.cat, zip(*found, strict=True))
+    return values.view(*rows, k), ids.view(*rows, k)
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    if x.dtype == accumulation_dtype(x.dtype):
+        logits = x @ weight.T
+        to_logits(logits, bias, options)
+        return logits
+    logits = x.new_empty(len(x), len(weight), dtype=accumulation_dtype(x.dtype))
+    for rows, columns, block, _ in _logit_blocks(x, weight, bias, options, len(weight)):
+        logits[rows, columns] = block
+    return logits
+
+
+def linear_top_k(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(logits[..., k], ids[..., k])."""
+    return largest_of_rows(_logits, *arguments)
+
+
 def _gathered(
     hidden: Tensor, weight: Tensor, target: Tensor, options: Options
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
@@ -167,7 +199,7 @@ def target_logits(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
     flat = out.view(-1, target.shape[-1])
     for rows, x, ids, heads in _gathered(hidden, weight, target, options):
         flat[rows] = torch.bmm(heads, x)[..., 0]
-        _to_logits(flat[rows], None if bias is None else bias[ids], options)
+        to_logits(flat[rows], None if bias is None else bias[ids], options)
     return out.masked_fill_(_outside(target, valid), torch.nan).masked_fill_(target == options.ignore_index, 0.0)
 
 
@@ -189,7 +221,7 @@ def target_logits_backward(
             own = grads[rows] / options.temperature
             unused = own == 0  # their logits may be inf or NaN
             if options.softcap is not None:
-                slope = _to_logits(torch.bmm(heads, x)[..., 0], None if bias is None else bias[ids], options)
+                slope = to_logits(torch.bmm(heads, x)[..., 0], None if bias is None else bias[ids], options)
                 assert slope is not None
                 own.mul_(slope).masked_fill_(unused, 0.0)
             if need_bias:

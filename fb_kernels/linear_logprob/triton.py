@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fb_kernels._runtime import tuning
 from fb_kernels.linear_logprob.options import Options
-from fb_kernels.linear_logprob.reference import gradient, partials_gradient
+from fb_kernels.linear_logprob.reference import gradient, largest_of_rows, partials_gradient, to_logits
 from fb_kernels.triton import HAS_GLUON
 from fb_kernels.triton.functions import FAR_BELOW, LOG2_E, shift_of, tanh
 
@@ -320,6 +320,18 @@ def linear_logprob_frozen(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     pull = torch.zeros_like(hidden, dtype=torch.float32, memory_format=torch.contiguous_format)
     weight, target, bias, *options = rest
     return *_forward(hidden, weight, target, 0, bias, Options(*options), whole=True, pull=pull), pull
+
+
+def linear_top_k(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """(logits[..., k], ids[..., k])."""
+    return NotImplemented if hidden.dtype == torch.float64 else largest_of_rows(_logits_of_rows, hidden, *rest)
+
+
+def _logits_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    logits = x.new_empty(len(x), len(weight), dtype=torch.float32)
+    _product(x, weight.T, logits)
+    to_logits(logits, bias, options)
+    return logits
 
 
 def linear_logprob_partials(

@@ -442,3 +442,35 @@ def test_the_forward_keeps_a_gradient_where_it_is_large_and_hidden_alone_is_trai
             evaluate(replace(OP.cast(case, dtype), gradients=trained))
         used.append("fb::linear_logprob_frozen" in {operator._schema.name for operator, _ in seen.calls})
     assert used == [True, False, False]
+
+
+@pytest.mark.parametrize("sizes", FROZEN, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", ["reference", "triton linear_logprob_form=chunked"])
+def test_the_most_probable_ids(
+    way: str, dtype: torch.dtype, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their log-probs are what the op gives for these ids; with few rows at a time, and some rows ignored."""
+    if dtype not in OP.way(way).dtypes:
+        pytest.skip("not of this implementation")
+    monkeypatch.setattr(reference, "KEPT", 250)
+    case = OP.cast(make(**TYPICAL | sizes), dtype)
+    trained = case.with_(hidden=case.tensors["hidden"].clone().requires_grad_())
+    with running_small(OP, way), Seen() as seen:
+        logprob, lse, *_, values, most = linear_logprob(**trained.arguments | {"top_k": 7})
+        again = linear_logprob(**case.arguments | {"target": most})[0]
+    assert logprob.requires_grad > values.requires_grad
+    valid = case.arguments["valid_vocab"] or len(case.tensors["weight"])
+    wide = OP.cast(case, torch.float64).with_(target=torch.arange(valid).expand(*lse.shape, valid))
+    exact = naive(**{name: x for name, x in wide.arguments.items() if name not in ALL})[0]
+    counted = case.tensors["target"] != IGNORE
+    counted = counted.any(-1) if counted.ndim > lse.ndim else counted
+    near = {"rtol": 0, "atol": 1e-12 if dtype is torch.float64 else 2e-5}
+    torch.testing.assert_close(values.double()[counted], exact.topk(7).values[counted], **near)
+    torch.testing.assert_close(values.double()[counted], exact.gather(-1, most.clamp(min=0))[counted], **near)
+    torch.testing.assert_close(again, values, **near)
+    assert (most[~counted] == IGNORE).all()
+    assert not values[~counted].any()
+    for operator, arguments in seen.calls:
+        if operator._schema.name == "fb::linear_top_k" and dtype is torch.float32:
+            torch.library.opcheck(operator, arguments)

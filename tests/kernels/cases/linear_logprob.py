@@ -296,7 +296,11 @@ OP = Op(
     rows={"hidden": 0, "target": 0},
     hostile=("hidden", "bias"),
     result_rows=(0, 0, 0, 0),
-    wrong=[*wrong_tensors("weight", [100, -1]), ("valid_vocab", {"valid_vocab": 103}, ValueError)],
+    wrong=[
+        *wrong_tensors("weight", [100, -1]),
+        ("valid_vocab", {"valid_vocab": 103}, ValueError),
+        *(("top_k", {"top_k": k}, ValueError) for k in (0, 101)),
+    ],
 )
 PARTIALS = Op(
     "linear_logprob_partials",
