@@ -40,15 +40,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def make(
     size: tuple[int, int, int], dtype: torch.dtype, device: str = DEVICE, *, bias: bool = False, **options: Any
 ) -> Case:
-    """Logits of standard deviation 2."""
+    """Logits of standard deviation 2; a head that is not trained is frozen, and then no loss has an entropy."""
     rows, vocabulary, width = size
+    frozen = vocabulary * width > TRAINED
     valid = options.get("valid_vocab", vocabulary)
     draw = torch.Generator().manual_seed(5)
     target, other = (torch.randint(valid, (rows,), generator=draw).to(device) for _ in range(2))
     target[1] = other[0] = -100
 
     def op(hidden: Tensor, weight: Tensor, *bias: Tensor) -> tuple[Tensor, ...]:
-        return linear_logprob(hidden, weight, target, *bias, return_lse=True, return_max=True, **options)
+        asked = {"return_lse": True, "return_entropy": not frozen, "return_max": True}
+        return linear_logprob(hidden, weight, target, *bias, **asked, **options)
 
     def plain(hidden: Tensor, weight: Tensor, *bias: Tensor) -> tuple[Tensor, ...]:
         logits = (hidden @ weight[:valid].T) * options.get("logit_scale", 1.0)
@@ -59,13 +61,14 @@ def make(
         counted = target != -100
         logprob = -F.cross_entropy(logits, target, reduction="none", ignore_index=-100)
         lse, largest = logits.logsumexp(-1), logits.log_softmax(-1).amax(-1).detach()
-        return logprob, torch.where(counted, lse, 0.0), torch.where(counted, largest, 0.0)
+        entropy = [] if frozen else [torch.special.entr(logits.softmax(-1)).sum(-1)]
+        return logprob, *(torch.where(counted, x, 0.0) for x in (lse, *entropy, largest))
 
     hidden = randn(rows, width, dtype=dtype, device=device)
     weight = (2 * width**-0.5 * randn(vocabulary, width, device=device, seed=1)).to(dtype)
     floats = (hidden, weight, *([randn(vocabulary, dtype=dtype, device=device, seed=2)] if bias else []))
-    trained = len(floats) if weight.numel() <= TRAINED else 1
-    return Case(op, plain, floats, trained, 2, changes=[(target, other)], scale=8.0)
+    trained, carriers = (1, 2) if frozen else (len(floats), 3)
+    return Case(op, plain, floats, trained, carriers, changes=[(target, other)], scale=8.0)
 
 
 def partials_combine(size: tuple[int, int, int], dtype: torch.dtype, device: str = DEVICE) -> None:
