@@ -15,6 +15,7 @@ from serving import MODEL, Server, service_of, until
 from test_serve_limits import counted, here, raw
 from tiny import tiny
 
+import fb_core
 from fb_core import CompatibilityScorer
 from fb_core.apps.serve.protocol import ScoreRequest
 from fb_core.apps.serve.service import Busy
@@ -318,3 +319,71 @@ def test_a_server_without_a_native_decoder_scores_too(tmp_path):
         assert refused.json()["error"]["message"].startswith("logprobs:")
     finally:
         running.end()
+
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/generative_scoring"])
+@pytest.mark.parametrize("softmax", [None, False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("ids", [False, True])
+def test_labels_have_the_models_probabilities(server, pair, problems, path, softmax, first, ids):
+    """Each item's prompt is text or ids, and both routes give what a plain forward says of the next token."""
+    query, items, labels = problems[0], problems[1:4], [5, 3, 11]
+    asked = {"items": [list(item.prompt_ids) if ids else item.prompt for item in items], "item_first": first}
+    asked |= {"query": list(query.prompt_ids) if ids else query.prompt, "label_token_ids": labels, "model": MODEL}
+    asked |= {} if softmax is None else {"apply_softmax": softmax}
+    got = httpx.post(f"{server.url}{path}", json=asked, timeout=HANG).json()
+    want, tokens = [], 0
+    for item in items:
+        parts = (item, query) if first else (query, item)
+        prompt = [token for part in parts for token in part.prompt_ids]
+        prompt = prompt if ids else pair.world.tokenizer("".join(part.prompt for part in parts))["input_ids"]
+        own = exact(pair.slm, prompt)[-1][labels].exp()
+        shares = softmax if softmax is not None else path != "/v1/score"
+        want.append((own / own.sum() if shares else own).tolist())
+        tokens += len(prompt)
+    assert got["model"] == MODEL
+    assert got["usage"] == {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
+    if path == "/v1/score":
+        assert got["object"] == "scoring"
+        found = got["scores"]
+    else:
+        assert got["object"] == "list"
+        assert [(entry["index"], entry["object"]) for entry in got["data"]] == [(n, "score") for n in range(len(items))]
+        found, want = (
+            [[own] for own in x] for x in ([each["score"] for each in got["data"]], [own[0] for own in want])
+        )
+    for mine, own in zip(found, want, strict=True):
+        assert mine == pytest.approx(own, abs=1e-5)
+
+
+LABELS = {"query": [5, 6], "items": [[7], [8, 9]], "label_token_ids": [5]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameter"),
+    [
+        ({"label_token_ids": []}, "label_token_ids"),
+        ({"label_token_ids": [10**6]}, "label_token_ids"),
+        ({"items": ["so "]}, "items"),
+        ({"items": []}, "items"),
+        ({"items": [[7]] * 10_000}, "items"),
+        ({"query": [1] * 300}, "items"),
+        ({"apply_softmax": 1}, "apply_softmax"),
+        ({"labels": [5]}, "labels"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(server, changes, parameter):
+    answer = post(server.url, "score", **LABELS | changes)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == parameter
+    assert post(server.url, "score", **LABELS).status_code == 200
+
+
+def test_what_other_servers_say_of_themselves(server):
+    said = {path: httpx.get(f"{server.url}/{path}", timeout=HANG).json() for path in ("ping", "version", "load")}
+    assert said["ping"] == {"status": "ok"}
+    assert said["version"] == {"version": fb_core.__version__}
+    assert said["load"]["server_load"] >= 0

@@ -17,6 +17,7 @@ from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from importlib import resources
+from importlib.metadata import version
 from ipaddress import ip_address
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -32,8 +33,16 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from fb_core.apps.serve.protocol import ChatRequest, CompletionRequest, Piece, ScoreRequest, Shape, problem_fields
-from fb_core.apps.serve.service import PIECE, Busy, Reply, Scoring, Service, Work
+from fb_core.apps.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    LabelRequest,
+    Piece,
+    ScoreRequest,
+    Shape,
+    problem_fields,
+)
+from fb_core.apps.serve.service import PIECE, Busy, Labels, Reply, Scoring, Service, Work
 
 LOG = logging.getLogger("futurebridge.access")
 ERRORS = logging.getLogger("futurebridge.errors")
@@ -42,12 +51,13 @@ SMALL = 16 << 10  # bytes of a request that are read at once
 GONE = 499  # the client closed the connection
 NAMES = {name: f"futurebridge.{name}" for name in ("max_events", "threshold", "recipe")}
 NAMES |= {"ranking": "logprobs", "input_ids": "prompt", "max_new_tokens": "max_tokens"}
+VLLM_SCORES = "/generative_scoring"
 CHAT_NAMES = {"input_ids": "messages", "prompt": "messages"}
 """What a client calls an argument of the engine."""
 PAGE_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
 JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-Body = TypeVar("Body", CompletionRequest, ChatRequest, ScoreRequest)
-Begun = TypeVar("Begun", Reply, Scoring)
+Body = TypeVar("Body", CompletionRequest, ChatRequest, ScoreRequest, LabelRequest)
+Begun = TypeVar("Begun", Reply, Scoring, Labels)
 Result = TypeVar("Result")
 
 
@@ -79,7 +89,12 @@ class Application(Starlette):
             self._route("/v1/completions", partial(self._answer, kind=CompletionRequest), "POST"),
             self._route("/v1/chat/completions", partial(self._answer, kind=ChatRequest), "POST"),
             self._route("/v1/continuations", partial(self._answer, kind=ScoreRequest), "POST"),
+            self._route("/v1/score", partial(self._answer, kind=LabelRequest), "POST"),
+            self._route(VLLM_SCORES, partial(self._answer, kind=LabelRequest), "POST"),
             self._route("/health", self._health),
+            self._route("/ping", self._health),
+            self._route("/version", self._version),
+            self._route("/load", self._load),
             self._route("/metrics", self._metrics),
             *([self._route("/", self._page)] if page else []),
         ]
@@ -145,12 +160,12 @@ class Application(Starlette):
         await asyncio.to_thread(closing.join, LAST)
 
     def _route(self, path: str, answer: Callable[[Request], Awaitable[Response]], method: str = "GET") -> Route:
-        """A route that checks who asks; only /health and the page need no key."""
+        """A route that checks who asks; only /health, /ping and the page need no key."""
 
         async def check_and_answer(request: Request) -> Response:
             request.state.path = path
             self._check_page(request)
-            if path not in ("/health", "/"):
+            if path not in ("/health", "/ping", "/"):
                 self._check_key(request)
             try:
                 return await answer(request)
@@ -195,6 +210,13 @@ class Application(Starlette):
         if self.service.engine.closed:
             raise APIError(503, "engine: expected a running one, got a closed one; restart the server", "server_error")
         return JSONResponse({"status": "ok"})
+
+    async def _version(self, _: Request) -> Response:
+        return JSONResponse({"version": version("futurebridge")})
+
+    async def _load(self, _: Request) -> Response:
+        """Sequences under way, by vLLM's name."""
+        return JSONResponse({"server_load": self.service.requests})
 
     async def _metrics(self, _: Request) -> Response:
         return Response(generate_latest(self.service.metrics.registry), media_type="text/plain; version=0.0.4")
@@ -246,7 +268,13 @@ class Application(Starlette):
             name = ".".join(map(str, (*error["loc"], *inner)))
             raise APIError(400, f"{name or 'body'}: {words}", parameter=name or None) from None
 
-    async def _reply(self, request: Request, body: CompletionRequest | ChatRequest | ScoreRequest) -> Response:
+    async def _reply(
+        self, request: Request, body: CompletionRequest | ChatRequest | ScoreRequest | LabelRequest
+    ) -> Response:
+        if isinstance(body, LabelRequest):
+            labels = await self._begin(request, body, self.service.labels(body))
+            vllm = request.state.path == VLLM_SCORES
+            return JSONResponse(await labels.fields(self.service.settings.name, body.apply_softmax, vllm=vllm))
         if isinstance(body, ScoreRequest):
             scoring = await self._begin(request, body, self.service.score(body))
             fields = await scoring.fields(self.service.settings.name)
@@ -276,6 +304,7 @@ class Application(Starlette):
             if not (parameter := name.partition("[")[0]).isidentifier():
                 raise APIError(400, str(wrong)) from None
             names = NAMES | (CHAT_NAMES if isinstance(body, ChatRequest) else {})
+            names |= {"prefix": "items"} if isinstance(body, LabelRequest) else {}
             if name == "max_new_tokens" and getattr(body, "max_completion_tokens", None):
                 name = parameter = "max_completion_tokens"
             elif name in names:

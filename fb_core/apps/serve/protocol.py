@@ -314,6 +314,36 @@ class ScoreRequest(_Strict):
         return [self.prefix, *self.many, *([] if self.future is None else [self.future])]
 
 
+class LabelRequest(_Strict):
+    """A request to `/v1/score`, SGLang's, or `/generative_scoring`, vLLM's: which label follows the query and an item.
+
+    Attributes:
+        query: text or token ids before each item, behind it if `item_first`.
+        items: all texts or all lists of ids, as the query is.
+        label_token_ids: the next token's ids whose probabilities are asked.
+        apply_softmax: whether they are shares of the labels' own sum; None for the route's default.
+    """
+
+    unread = UNREAD
+    model: str | None = None
+    query: Annotated[str | list[int], PlainValidator(_text_or_ids)]
+    items: Annotated[list[str] | list[list[int]], PlainValidator(_prompts)]
+    label_token_ids: Annotated[list[int], Field(min_length=1)]
+    apply_softmax: bool | None = None
+    item_first: bool = False
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> LabelRequest:
+        if {type(item) for item in self.items} != {type(self.query)}:
+            raise ValueError("expected all as texts or all as token ids, as the query is, got both", "items")
+        return self
+
+    @property
+    def inputs(self) -> Sequence[Any]:
+        """The prompt of each item."""
+        return [item + self.query if self.item_first else self.query + item for item in self.items]  # type: ignore[operator]
+
+
 Finish = Literal["stop", "length"]
 LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -464,6 +494,24 @@ def score_fields(model: str, group: TextGroup, scores: Scores) -> Generator[None
         yield
     head = {"id": "scores-" + uuid.uuid4().hex, "object": "continuations", "created": int(time.time()), "model": model}
     return {**head, "data": data, "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}}
+
+
+def label_fields(
+    model: str, logprobs: Sequence[Sequence[float]], tokens: int, softmax: bool | None, *, vllm: bool
+) -> dict[str, Any]:
+    """The JSON of [items][labels], as SGLang writes it or as vLLM does: there the first label's alone, in shares."""
+    shares = vllm if softmax is None else softmax
+    scores = []
+    for own in logprobs:
+        probabilities = [math.exp(logprob) for logprob in own]
+        total = sum(probabilities) if shares else 1.0
+        scores.append([probability / (total or 1.0) for probability in probabilities])
+    usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
+    if not vllm:
+        return {"object": "scoring", "model": model, "scores": scores, "usage": usage}
+    data = [{"index": index, "object": "score", "score": own[0]} for index, own in enumerate(scores)]
+    head = {"id": "score-" + uuid.uuid4().hex, "object": "list", "created": int(time.time()), "model": model}
+    return {**head, "data": data, "usage": usage}
 
 
 def problem_fields(message: str, kind: str, parameter: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -20,10 +20,12 @@ from fb_core.apps.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     Finish,
+    LabelRequest,
     Piece,
     ScoreRequest,
     TokenLogprobs,
     event_fields,
+    label_fields,
     prompt_entry,
     score_fields,
 )
@@ -246,6 +248,25 @@ class Scoring(Reply):
         return await self.turns.run(score_fields(model, self.group, self.handle.result()))
 
 
+class Labels(Reply):
+    """The log-probs of labels behind each prompt, as one reply."""
+
+    def __init__(self, turns: Turns, places: int) -> None:
+        super().__init__(turns, places)
+        self.handles: list[Handle[Scores]] = []
+        self.read = 0  # tokens of the prompts
+
+    async def fields(self, model: str, softmax: bool | None, *, vllm: bool) -> dict[str, Any]:
+        """The response, once all are there; raises as `pieces`."""
+        for _ in self.handles:
+            await self.tokens.get()
+            if self.cut:
+                raise CancelledError
+        self.first = time.perf_counter()
+        logprobs = [[float(exact) for exact, _ in handle.result()] for handle in self.handles]
+        return label_fields(model, logprobs, self.read, softmax, vllm=vllm)
+
+
 class Service:
     """An engine and its tokenizer; with `thinking`, a chat's answer begins with it."""
 
@@ -341,6 +362,38 @@ class Service:
         self.metrics.prompt_tokens.inc(len(reply.group.prefix))
         self.metrics.scored.inc(sum(len(ids) + len(reply.group.future) for ids in reply.group.candidates))
         return reply
+
+    async def labels(self, request: LabelRequest) -> Labels:
+        """Submit each item's prompt to the engine, which computes what they have in common once; raises as `begin`."""
+        labels, queue = len(request.label_token_ids), self.settings.queue
+        if (count := len(request.items)) > queue:
+            raise ValueError(f"items: expected at most the queue's {queue}, got {count}; ask more than once")
+        if labels > CONTINUATIONS or count * labels > LOGPROBS:
+            raise ValueError(
+                f"label_token_ids: expected at most {CONTINUATIONS} and {LOGPROBS} with all items, got {labels}; ask "
+                "more than once"
+            )
+        self._check_texts("items", request.inputs)
+        reply = Labels(self.turns, count)
+        await self._take_places(reply, self._submit_labels(reply, request, asyncio.get_running_loop()))
+        self.metrics.prompt_tokens.inc(reply.read)
+        self.metrics.scored.inc(count * labels)
+        return reply
+
+    def _submit_labels(self, reply: Labels, request: LabelRequest, loop: asyncio.AbstractEventLoop) -> Work[None]:
+        decoder, each = self.engine.decoder, [[label] for label in request.label_token_ids]
+        labels = many_token_ids("label_token_ids", each, decoder.slm, decoder.vocabulary)
+
+        def on_scores(_: object) -> None:
+            loop.call_soon_threadsafe(reply.tokens.put_nowait, (0, None))
+
+        for prompt in request.inputs:
+            ids = text_ids(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
+            handle = self.engine.score(ids, labels, listener=on_scores)
+            reply.handles.append(handle)
+            reply.add(handle)
+            reply.read += len(ids)
+            yield
 
     def _submit_scoring(self, reply: Scoring, request: ScoreRequest, loop: asyncio.AbstractEventLoop) -> Work[None]:
         """Tokenize and submit what is to be scored; ValueError for what is refused, and for too much."""
