@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from transformers import AttentionInterface, PreTrainedModel
 from transformers import Cache as HFCache
 
@@ -72,6 +73,7 @@ class Layout:
 
     branches: BranchLayout
     prefix: PrefixKV | None = None  # None: the packed rows themselves are the prefix
+    paths: Tensor | None = None  # [Tp] int64: or these of them, one group's after another's
     captured: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> its packed k, v
     capture: bool = False
     calls: list[tuple[nn.Module, int | None]] = field(default_factory=list)  # attention modules, with their windows
@@ -108,6 +110,9 @@ class Layout:
         if self.capture:
             self.captured[layer] = (k.detach(), v.detach())
         prefix_k, prefix_v = (k, v) if self.prefix is None else self.prefix.layers[layer]
+        if self.paths is not None:
+            flat = (embedding(self.paths, x.flatten(1)) for x in (prefix_k, prefix_v))  # its gradient has a fixed order
+            prefix_k, prefix_v = (x.view(-1, *k.shape[1:]) for x in flat)
         return branch_attention(
             q, k, v, prefix_k, prefix_v, self.branches, window=window, scale=scale, softcap=softcap, return_lse=True
         )

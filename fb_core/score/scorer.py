@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args, overload
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args, overload
 
 import torch
 from torch import Tensor
@@ -279,6 +280,7 @@ class CompatibilityScorer:
     ) -> list[list[Tensor]] | list[list[tuple[Tensor, ...]]]:
         """`logprobs` for many (prefix, continuations) pairs, several of them packed into each forward.
 
+        What several of a forward begin with runs once, at any depth: the examples of a few-shot task, a system prompt.
         Flags, results and errors are as of `logprobs`; everything is checked before the first forward. A forward that
         runs out of memory is halved and tried again, down to a single continuation. A request of more than
         `token_budget` rows is split over several forwards; each repeats the prefix and has room for at least as many
@@ -288,9 +290,13 @@ class CompatibilityScorer:
         for tokens, whole in shared_prefix.checked(self.model, requests, self.valid_vocab):
             rows = [max(0, len(each) - 1) for each in whole.continuations]
             parts = packs(rows, max(token_budget - len(tokens), len(tokens))) or [(0, 0)]
-            pieces += [(tokens, [Branches(len(tokens), whole.continuations[slice(*part)])]) for part in parts]
+            pieces += [(tokens, Branches(len(tokens), whole.continuations[slice(*part)])) for part in parts]
             cut.append(len(parts))
-        results = self._packed(pieces, token_budget, return_entropy=return_entropy, return_greedy=return_greedy)
+        check_count("token_budget", token_budget, 1, f"leave it out for {TOKEN_BUDGET}", "{} row or more")
+        forward = partial(self._forward_tree, return_entropy=return_entropy, return_greedy=return_greedy)
+        results: Results = []
+        for pack in shared_prefix.tree_packs(pieces, token_budget):
+            results += _in_halves(forward, [(tokens, [own]) for tokens, own in pieces[pack]])
         apart = iter([group for (group,) in results])
         each = [[_float32(outputs) for _ in range(count) for outputs in next(apart)] for count in cut]
         return each if return_entropy or return_greedy else [[logprob for (logprob,) in group] for group in each]
@@ -315,6 +321,12 @@ class CompatibilityScorer:
     @torch.no_grad()
     def _forward(self, pack: Pack, **asked: bool) -> Results:
         return shared_prefix.forward(self.model, pack, valid_vocab=self.valid_vocab, **asked)
+
+    @torch.no_grad()
+    def _forward_tree(self, pack: Pack, **asked: bool) -> Results:
+        """Of tokens with one group of continuations each."""
+        pairs: Any = [(tokens, own) for tokens, (own,) in pack]
+        return [[each] for each in shared_prefix.forward_tree(self.model, pairs, valid_vocab=self.valid_vocab, **asked)]
 
 
 def _in_halves(forward: Callable[[Pack], Results], pack: Pack) -> Results:

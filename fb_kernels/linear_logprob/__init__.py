@@ -162,6 +162,7 @@ def linear_logprob(
             checks.integer(op, "top_k", top_k, "clamp it to the vocabulary", 1, options.rows(weight))
         run = _frozen if _keeps(hidden, weight, bias) else _linear_logprob.passed(key, hidden)
         _target_logits.passed(key, hidden)
+        _top_k.passed(key, hidden)
     if target.ndim == hidden.ndim:
         run = partial(_several, run, _target_logits.checked.get(key, _target_logits) if key else _target_logits)
     logprob, lse, entropy, largest, *_ = run(hidden, weight, target, bias, *options)
@@ -169,7 +170,10 @@ def linear_logprob(
         return logprob
     optional = ((lse, return_lse), (entropy, return_entropy), (largest, return_max))
     results = logprob, *(values for values, requested in optional if requested)
-    return results if top_k is None else (*results, *_most_probable(hidden, weight, target, bias, lse, top_k, options))
+    if top_k is None:
+        return results
+    run = _top_k.checked.get(key, _top_k) if key else _top_k
+    return *results, *_most_probable(run, hidden, weight, target, bias, lse, top_k, options)
 
 
 def linear_logprob_partials(
@@ -313,13 +317,20 @@ def _several(
 
 
 def _most_probable(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lse: Tensor, k: int, options: Options
+    run: Callable,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    k: int,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs[..., k], ids[..., k])."""
     ignored = target == options.ignore_index
     ignored = (ignored.all(-1) if target.ndim == hidden.ndim else ignored)[..., None]
     bias = None if bias is None else bias.detach()
-    logits, ids = _top_k(hidden.detach(), weight.detach(), bias, k, *options)
+    logits, ids = run(hidden.detach(), weight.detach(), bias, k, *options)
     logprobs = logits - lse.detach()[..., None]
     return logprobs.masked_fill(ignored, 0.0), ids.masked_fill(ignored, options.ignore_index)
 

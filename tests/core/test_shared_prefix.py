@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from functools import partial
 
@@ -22,6 +23,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from fb_core import CompatibilityScorer, shared_prefix_logprobs
 from fb_core.models.packed import packed_forward
+from fb_core.score import shared_prefix
 from fb_core.score.shared_prefix import shared_prefix_logprobs_many
 from fb_kernels.testing import largest_tensor
 
@@ -131,7 +133,7 @@ def test_each_prefix_runs_once_and_no_logits_exist(monkeypatch):
     assert seen == [40 + 19 + 4 + 8]  # the last token of each is nobody's context
     assert largest.numel < 35 * 9001
     seen.clear()
-    scorer.logprobs_many([(prefix, continuations)] * 3, 2 * 71)
+    scorer.logprobs_many([([first, *prefix[1:].tolist()], continuations) for first in range(3)], 2 * 71)
     assert seen == [2 * 71, 71]
     seen.clear()
     scorer.logprobs(prefix, [[i] for i in range(20)])
@@ -143,13 +145,13 @@ def test_a_request_above_the_budget_is_cut(monkeypatch):
     scorer = CompatibilityScorer(tiny())
     prefix, continuations = random_request(1, [5] * 12, 10)
     whole = scorer.logprobs(prefix, continuations)
-    forward, seen = scorer._forward, []
+    forward, seen = scorer._forward_tree, []
 
     def counted(pack, **asked):
         seen.append([sum(group.rows for group in groups) for _, groups in pack])
         return forward(pack, **asked)
 
-    monkeypatch.setattr(scorer, "_forward", counted)
+    monkeypatch.setattr(scorer, "_forward_tree", counted)
     for budget, parts in ((58, [[48]]), (34, [[24], [24]]), (1, [[8]] * 6)):
         seen.clear()
         for mine, want in zip(scorer.logprobs_many([(prefix, continuations)], budget)[0], whole, strict=True):
@@ -161,7 +163,7 @@ def test_what_memory_refuses_is_halved_to_one_continuation(monkeypatch):
     scorer = CompatibilityScorer(tiny())
     requests = [random_request(seed, [3] * 4, 5) for seed in range(3)]
     whole = scorer.logprobs_many(requests)
-    forward, taken = scorer._forward, []
+    forward, taken = scorer._forward_tree, []
 
     def limited(pack, **asked):
         count = sum(len(group.continuations) for _, groups in pack for group in groups)
@@ -170,7 +172,7 @@ def test_what_memory_refuses_is_halved_to_one_continuation(monkeypatch):
         taken.append(count)
         return forward(pack, **asked)
 
-    monkeypatch.setattr(scorer, "_forward", limited)
+    monkeypatch.setattr(scorer, "_forward_tree", limited)
     for mine, want in zip(scorer.logprobs_many(requests), whole, strict=True):
         for one, expected in zip(mine, want, strict=True):
             close(one, expected)
@@ -260,6 +262,69 @@ def test_several_prefixes_in_one_forward():
         torch.testing.assert_close(logprob, expected)
         torch.testing.assert_close(entropy, spread)
     close_gradients(mine, gradients(model, [each for logprob, entropy, _ in full for each in (logprob, entropy)]))
+
+
+SYSTEM, SHOTS = [3, 17, 4, 4, 30], [9, 22, 8]
+TREE = [  # two levels of prefixes, and continuations that begin alike; one prefix ends inside another
+    ([*SYSTEM, *SHOTS, 1], [[5, 9, 9, 30], [5, 9, 2, 11], [7], [], [5, 9, 9]]),
+    ([*SYSTEM, *SHOTS, 40, 6], [[31, 4, 4], [31, 4, 8, 8]]),
+    (SYSTEM, [[9, 22, 8, 1, 5, 9, 13], [2]]),
+    ([*SYSTEM, 11], [[5, 5], [6, 5]]),
+    ([44, 3], [[3, 17], []]),
+    ([*SYSTEM, *SHOTS, 1], [[5, 9, 9, 30]]),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_beginning_runs_once_at_any_depth(family, monkeypatch):
+    model, rows = tiny(family).double(), []
+    forward = packed_forward
+
+    def counted(model, ids, *rest):
+        rows.append(len(ids))
+        return forward(model, ids, *rest)
+
+    monkeypatch.setattr(shared_prefix, "packed_forward", counted)
+    found = shared_prefix_logprobs_many(model, TREE, return_entropy=True)
+    whole = [[*prefix, *each[:-1]] for prefix, continuations in TREE for each in continuations]
+    assert rows == [len({tuple(ids[:count]) for ids in whole for count in range(1, len(ids) + 1)})]
+    mine = gradients(model, [each for group in found for pair in group for each in pair])
+    full = [full_forwards(model, *request) for request in TREE]
+    for group, wanted in zip(found, full, strict=True):
+        for (logprob, entropy), (exact, spread, _) in zip(group, wanted, strict=True):
+            close(logprob, exact)
+            close(entropy, spread)
+    close_gradients(mine, gradients(model, [each for group in full for one in group for each in one[:2]]))
+
+
+def test_prefixes_that_grow_by_a_token_are_one_row_each():
+    """Deeper than Python's stack."""
+    tree, ids = shared_prefix.Tree(), torch.arange(2000)
+    spans = [tree.add(ids[:count], shared_prefix.Branches(count, [torch.tensor([7])])) for count in range(1, 2001)]
+    assert tree.rows == 2000
+    runs = tree.runs()
+    for row, run in enumerate(runs):
+        run.row = row
+    assert runs[-1].path(1) == [range(2000)]
+    assert [run.row + first for ((run, first, last),) in spans if last == first + 1] == list(range(2000))
+
+
+@given(seed=st.integers(0, 1 << 20), budget=st.sampled_from([1, 7, 30, 16_384]))
+def test_any_tree_equals_full_forwards_whatever_the_budget(seed, budget):
+    """Few different tokens, so that beginnings meet by chance."""
+    draw = random.Random(seed)
+    many = [
+        ([draw.randrange(2, 4) for _ in range(draw.randint(1, 7))],
+         [[draw.randrange(2, 4) for _ in range(draw.randint(0, 5))] for _ in range(draw.randint(0, 4))])
+        for _ in range(draw.randint(0, 5))
+    ]  # fmt: skip
+    model = tiny()
+    found = CompatibilityScorer(model).logprobs_many(many, budget, return_greedy=True)
+    with torch.no_grad():
+        for group, request in zip(found, many, strict=True):
+            for (logprob, greedy), (exact, _, likeliest) in zip(group, full_forwards(model, *request), strict=True):
+                close(logprob, exact)
+                assert torch.equal(greedy, likeliest)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])

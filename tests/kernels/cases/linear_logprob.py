@@ -364,6 +364,10 @@ EXAMPLES = {
     "linear_logprob": OP.example(rows=(6,), width=8, vocabulary=11),
     "linear_logprob, three dimensions": OP.example(rows=(2, 3), width=8, vocabulary=11, bias=False, index=torch.int32),
     "linear_logprob, several ids a row": OP.example(rows=(6,), width=8, vocabulary=11, several=3),
+    "linear_logprob, most probable ids": OP.example(rows=(6,), width=8, vocabulary=11, options={"top_k": 3}),
+    "linear_logprob, frozen head": lambda: replace(
+        OP.example(rows=(8,), width=4, vocabulary=9000)(), gradients=("hidden",)
+    ),
     "linear_logprob_partials": PARTIALS.example(rows=(6,), width=8, vocabulary=11, vocab_start=2),
     "combine_logprob_partials": COMBINATION.example(shards=3, rows=5),
 }
