@@ -66,7 +66,7 @@ def misfit(model: PreTrainedModel) -> str | None:
     other = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in SUPPORTED_LAYERS})
     if other:
         return f"layers of type {', '.join(other)}"
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not getattr(config, "layer_types", None):
         return "a recurrent state"
     for kind in sorted(_rope_types([getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")])):
         if kind == "longrope" or "dynamic" in kind:  # as transformers decides it

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, pad
 from transformers import AttentionInterface, PreTrainedModel
 from transformers import Cache as HFCache
 
@@ -140,7 +140,7 @@ def _fb_branch(
     problem = None
     if fb_layout is None:
         problem = "attention without the arguments of packed_forward"
-    elif value.shape[-1] != query.shape[-1]:
+    elif value.shape[-1] > query.shape[-1]:
         problem = f"head sizes {query.shape[-1]} and {value.shape[-1]}"
     elif attention_mask is not None:  # transformers makes none here: the model adds one of its own
         problem = "a mask of the model's own"
@@ -149,10 +149,13 @@ def _fb_branch(
             f"{type(module).__name__}: expected plain attention with one head size, got {problem}; "
             "use a model of a supported family"
         )
+    width = value.shape[-1]  # of latent attention less than the keys'
+    value = pad(value, (0, query.shape[-1] - width))
     q, k, v = (states[0].transpose(0, 1).to(query.dtype) for states in (query, key, value))  # [T, heads, E]
     layer: int = module.layer_idx  # type: ignore[assignment]
     fb_layout.calls.append((module, sliding_window))
     out, lse = fb_layout.attend(layer, q, k, v, sliding_window, scaling, softcap)
+    out = out[..., :width]
     if s_aux is not None:  # attention sinks take part in the softmax only
         out = out * torch.sigmoid(lse.T - s_aux).to(out.dtype)[..., None]
     return out[None], None

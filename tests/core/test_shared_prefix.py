@@ -243,6 +243,27 @@ def test_values_and_gradients_are_those_of_full_sequences(family):
     close_gradients(mine, gradients(model, theirs))
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("deepseek_v3", {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 16}),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 4, "num_local_experts": 0}),
+    ],
+)
+def test_latent_attention_and_a_hybrids_attention_layers_are_those_of_full_sequences(kind, settings):
+    """Values narrower than keys; a class with a recurrent state in a model that has none."""
+    model = zoo.build(kind, **settings)
+    ours = shared_prefix_logprobs(model, PREFIX, RAGGED)
+    mine = gradients(model, ours)
+    theirs = [logprob for logprob, _, _ in full_forwards(model, PREFIX, RAGGED, valid=None)]
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    wanted = gradients(model, theirs)
+    assert mine.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        assert (mine[name] - grad).norm() <= 1e-3 * grad.norm() + 1e-6, name
+
+
 def test_without_gradients_nothing_is_kept():
     model = tiny()
     with torch.no_grad():
