@@ -161,8 +161,9 @@ def linear_logprob(
         if top_k is not None:
             checks.integer(op, "top_k", top_k, "clamp it to the vocabulary", 1, options.rows(weight))
         run = _frozen if _keeps(hidden, weight, bias) else _linear_logprob.passed(key, hidden)
-        _target_logits.passed(key, hidden)
-        _top_k.passed(key, hidden)
+        for more, asked in ((_target_logits, target.ndim == hidden.ndim), (_top_k, top_k is not None)):
+            if asked:
+                more.passed(key, hidden)
     if target.ndim == hidden.ndim:
         run = partial(_several, run, _target_logits.checked.get(key, _target_logits) if key else _target_logits)
     logprob, lse, entropy, largest, *_ = run(hidden, weight, target, bias, *options)

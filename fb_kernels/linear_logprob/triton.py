@@ -458,10 +458,9 @@ def _forward(
         tiles = triton.cdiv(valid, launch["BLOCK_V"])
         statistics = x.new_empty(3, tiles, rows, dtype=torch.float32)
         logits = x.new_empty(min(chunk["rows"], rows), min(chunk["columns"], valid), dtype=torch.float32)
-        top = x.new_full((rows,), -torch.inf, dtype=torch.float32)
-        onto = None if pull is None else pull.view(rows, width)
-        d_logits = None if pull is None else torch.empty_like(logits, dtype=x.dtype)
-        none, one = torch.zeros_like(top), torch.ones_like(top)
+        if pull is not None:
+            top, onto = x.new_full((rows,), -torch.inf, dtype=torch.float32), pull.view(rows, width)
+            none, one, d_logits = torch.zeros_like(top), torch.ones_like(top), torch.empty_like(logits, dtype=x.dtype)
         for columns, part in _chunks(chunk, rows, valid):
             count, size = columns.stop - columns.start, part.stop - part.start
             products, grid = logits[:size, :count], triton.cdiv(count, launch["BLOCK_V"])
@@ -470,13 +469,10 @@ def _forward(
                 products, bias, ids, statistics, picked, rows, part.start, part.stop, valid, vocab_start, tiles,
                 columns.start, products.stride(0), *numbers, SOFTCAP=capped, **launch,
             )  # fmt: skip
-            if onto is None or d_logits is None:
+            if pull is None:
                 continue
-            first = columns.start // launch["BLOCK_V"]
-            before, top[part] = (
-                top[part].clone(),
-                torch.maximum(top[part], statistics[0, first : first + grid, part].amax(0)),
-            )
+            first, before = columns.start // launch["BLOCK_V"], top[part].clone()
+            top[part] = torch.maximum(before, statistics[0, first : first + grid, part].amax(0))
             shift = top[part].masked_fill(top[part] == -torch.inf, 0.0)
             _dlogits_kernel[(grid * triton.cdiv(size, launch["BLOCK_M"]),)](
                 products, d_logits[:size, :count], None, bias, ids[part], none[part], one[part], None, shift,
