@@ -451,16 +451,19 @@ def _backward_frozen(ctx: Any, on_logprob: Tensor | None, on_lse: Tensor | None,
     *saved, lse, entropy, pull = ctx.saved_tensors
     if on_logprob is on_lse is others[0] is None:
         return None
+    unpicked = on_logprob is None
     on_logprob, on_lse = (torch.zeros_like(lse) if on is None else on for on in (on_logprob, on_lse))
     hidden_alone = [True, False, False]
     if others[0] is not None:
         grads = (on_logprob, on_lse, others[0])
         return _linear_logprob_backward(*grads, *saved, lse, entropy, *ctx.options, hidden_alone)[0]
     hidden, weight, target, bias = saved
-    one = (on_logprob[..., None], hidden, weight, target[..., None], bias, *ctx.options, hidden_alone)
     counted = target != Options(*ctx.options).ignore_index
     onto_lse = torch.where(counted, on_lse - on_logprob, 0.0)[..., None]
     by_lse = torch.where(onto_lse == 0, 0.0, onto_lse * pull)  # NaN rows without an upstream gradient add nothing
+    if unpicked:  # no target was in the loss, or several were, by `target_logits`
+        return by_lse.to(hidden.dtype)
+    one = (on_logprob[..., None], hidden, weight, target[..., None], bias, *ctx.options, hidden_alone)
     return (_target_logits_backward(*one)[0] + by_lse).to(hidden.dtype)
 
 
