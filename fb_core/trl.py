@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fb_core._util import require
-from fb_core.score.shared_prefix import Requests, check_trainable, shared_prefix_logprobs_many
+from fb_core.score.shared_prefix import check_trainable, shared_prefix_logprobs_many
 
 require("fb_core.trl", "trl", extra="trl")
 
@@ -35,14 +34,15 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
     - Positions after the end of a completion get 0, as in TRL.
 
     Batches with images or token types go through TRL's own method. Model and TRL are not modified;
-    DistributedDataParallel sees an ordinary forward of its module.
+    DistributedDataParallel and FSDP2 see an ordinary forward of the model. With `torch_compile` the packed forwards run
+    as they are, uncompiled.
 
     Raises:
         ImportError: on import of this module, without the extra `trl`.
         TypeError: not a transformers model.
         ValueError: on construction: a model that a packed forward would compute wrongly (as `shared_prefix_logprobs`),
             dropout, or settings that need what a packed forward lacks: a router's auxiliary loss, a
-            float32 head on a model of another dtype, DeepSpeed, FSDP, `torch_compile`, DataParallel. On a batch: an
+            float32 head on a model of another dtype, DeepSpeed, FSDP's first version, DataParallel. On a batch: an
             empty prompt.
     """
 
@@ -55,8 +55,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
             ("router_aux_loss_coef", self.aux_loss_enabled, "pass 0"),
             ("cast_lm_head_to_fp32", self.args.cast_lm_head_to_fp32, "pass False"),
             ("deepspeed", self.is_deepspeed_enabled, "train on one device or with DistributedDataParallel"),
-            ("fsdp", self.is_fsdp_enabled, "train on one device or with DistributedDataParallel"),
-            ("torch_compile", self.args.torch_compile, "pass False"),
+            ("fsdp", self.is_fsdp_enabled and not self.accelerator.is_fsdp2, "pass fsdp_version 2"),
             ("n_gpu", self.args.n_gpu > 1, "start a process for each GPU with torchrun or accelerate launch"),
         ):
             if in_use:
@@ -104,7 +103,9 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         for pack in _packs(_groups(prompts), [len(answer) for answer in answers], [len(p) for p in prompts], budget):
             requests = [(prompts[group[0]], [answers[row] for row in group]) for group in pack]
             with self.accelerator.autocast():
-                scores = self._scores(model, requests, compute_entropy)
+                scores: list[list[Any]] = shared_prefix_logprobs_many(  # type: ignore[call-overload]
+                    model, requests, temperature=self.temperature, return_entropy=compute_entropy
+                )
             rows += (row for group in pack for row in group)
             scored += (score if compute_entropy else (score,) for group in scores for score in group)
         back = sorted(range(len(rows)), key=rows.__getitem__)
@@ -112,23 +113,6 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         flat = (torch.cat([scored[index][part] for index in back]) for part in range(1 + compute_entropy))
         logps, *entropies = (each.new_zeros(where.shape).masked_scatter(where, each) for each in flat)
         return logps, entropies[0] if entropies else None, None
-
-    def _scores(self, model: nn.Module, requests: Requests, entropy: bool) -> list[list[Any]]:
-        """What `shared_prefix_logprobs_many` gives; in a wrapper as the forward of the module in it."""
-        inner = self.accelerator.unwrap_model(model)
-        asked = partial(
-            shared_prefix_logprobs_many, inner, requests, temperature=self.temperature, return_entropy=entropy
-        )
-        if inner is model:
-            return asked()
-        before = vars(inner).get("forward")
-        inner.forward = asked  # the wrapper's own forward sets up the exchange of gradients between processes
-        try:
-            return model()
-        finally:
-            del inner.forward
-            if before is not None:
-                inner.forward = before
 
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
         before = self._buffered_inputs

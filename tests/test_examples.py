@@ -36,6 +36,7 @@ RUNS = {
     "home_made_decoder.py": "largest difference from each branch run alone",
     "grpo.py": "mean reward",
     "hf_logprobs.py": "largest tensor without logits",
+    "policy_gradient.py": "largest difference from full rows",
     "score_texts.py": "error of the gradient under autocast",
     "serving_engine.py": "largest difference from contiguous prefixes",
     "vocab_parallel.py": "process 0 of 1: ids 0 to 1001",

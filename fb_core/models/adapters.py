@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from fb_core._util import check_count
@@ -19,7 +20,7 @@ from fb_core.models.packed import attention_modules
 LARGEST = torch.finfo(torch.float32).max
 
 AdapterConfig: TypeAlias = LoraConfig
-Trainable: TypeAlias = PreTrainedModel | PeftModel
+Trainable: TypeAlias = PreTrainedModel | PeftModel | DistributedDataParallel
 
 # Entries of an adapter_config.json that change nothing, or that follow from the names of the weights.
 HARMLESS_ENTRIES = (
@@ -135,7 +136,7 @@ def adapter_dropouts(adapted: PeftModel) -> list[nn.Module]:
     return [layer for name, layer in adapted.named_modules() if ".lora_dropout." in name]
 
 
-def causal_lm(model: Trainable) -> PreTrainedModel:
+def causal_lm(model: Any) -> PreTrainedModel:
     """The causal LM inside a PEFT model, adapters active; any other model as it is.
 
     Raises:

@@ -38,6 +38,7 @@ from fb_core.models.facts import (
     vocabulary,
 )
 from fb_core.models.native import NativeDecoder
+from fb_core.models.wrappers import sharded, through
 from fb_kernels import BranchLayout, branch_attention
 
 ROWS = 16_384  # of a packed forward of whole sequences
@@ -229,7 +230,8 @@ def packed_forward(
     """
     if model.training:
         _check_steady(model)
-    if not torch.is_grad_enabled() and not torch.is_autocast_enabled(ids.device.type):
+    plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled(ids.device.type)
+    if plain and not sharded(model):  # whose gathered weights must not move
         native = NativeDecoder.of(model)
         if native is not None:
             return native.forward(ids, positions, layout.attend, rows)
@@ -399,18 +401,18 @@ def check_supported(model: object) -> None:
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: offloaded weights, an FSDP2 root, a `misfit`, or attention that does not go through the attention
-            interface.
+        ValueError: offloaded weights, a head that FSDP2 has sharded, a `misfit`, or attention that does not go through
+            the attention interface.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model: expected a transformers causal LM, got {type(model).__name__}; load one with AutoModelForCausalLM"
         )
     check_in_memory("model", model)
-    if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
+    if type(getattr(model.get_output_embeddings(), "weight", None)).__name__ == "DTensor":
         raise ValueError(
-            f"model: expected weights that are whole outside its forward, got those of a {type(model).__name__}, which "
-            "FSDP2 gathers inside it; call fully_shard on its layers alone"
+            f"model: expected a whole LM head, got a sharded one of a {type(model).__name__}; call fully_shard on its "
+            "layers and on all of it, never on the head alone, and ask shared_prefix_logprobs"
         )
     reason = misfit(model)
     if reason is None and not (model._supports_attention_backend and getattr(text_config(model), "is_causal", True)):
@@ -425,7 +427,7 @@ def check_supported(model: object) -> None:
 def check_packed_forward(model: PreTrainedModel, whole: nn.Module | None = None) -> None:
     """Compare a packed forward of a few tokens with plain ones, so that no model is silently scored wrong.
 
-    Plain forwards run through `whole`, a PEFT model of the model, if it is given.
+    Forwards run through `whole`, a PEFT model or a wrapper of the model, if it is given.
 
     Raises:
         ValueError: NaN logits, log-probabilities that differ, or active dropout or noise.
@@ -450,11 +452,11 @@ def check_packed_forward(model: PreTrainedModel, whole: nn.Module | None = None)
             theirs = plain()
             with Watch():
                 other = plain()
-        hidden = packed_forward(model, ids, positions, layout)
+        ours = through(whole, lambda: logits(model, packed_forward(model, ids, positions, layout)))
     if bool(theirs.isnan().any()):
         raise ValueError(f"model: expected finite logits, got NaN from {type(model).__name__}; check its weights")
     _HELD[model] = [[list(x.shape[1:]) for x in layout.captured[layer]] for layer in sorted(layout.captured)]
-    ours = logits(model, hidden).log_softmax(-1).view(shape)
+    ours = ours.log_softmax(-1).view(shape)
     if not agree(ours, theirs, other):
         kind = getattr(getattr(whole, "peft_type", None), "value", "")
         name = f"{kind} {type(whole).__name__}".strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 from weakref import WeakSet
@@ -15,6 +16,7 @@ from fb_core.models.adapters import Trainable, causal_lm
 from fb_core.models.facts import CausalLM, lm_head, valid_ids
 from fb_core.models.packed import Layout, Prefix, check_packed_forward, check_supported, packed_forward
 from fb_core.models.tokens import check_positions, many_token_ids, token_ids
+from fb_core.models.wrappers import through, unwrapped
 from fb_kernels import linear_logprob
 
 Ids: TypeAlias = Tensor | Sequence[int]
@@ -403,15 +405,19 @@ def shared_prefix_logprobs_many(
     inner = check_trainable(model)
     pairs = checked(inner, requests, valid_ids(valid_vocab, inner))
     options = {"valid_vocab": valid_vocab, "temperature": temperature, "return_entropy": return_entropy}
-    groups = forward_tree(inner, pairs, **options)
+    groups = through(model, partial(forward_tree, inner, pairs, **options))
     return groups if return_entropy else [[logprob for (logprob,) in group] for group in groups]  # type: ignore[return-value]
 
 
 def check_trainable(model: Trainable) -> CausalLM:
     """The causal LM, once its packed forward is known to be right; raises as `shared_prefix_logprobs`."""
-    inner = causal_lm(model)
-    check_supported(inner)
-    lm_head(inner)
+    inner = causal_lm(unwrapped(model))
+
+    def check() -> None:
+        check_supported(inner)
+        lm_head(inner)
+
+    through(model, check)
     if model not in _SOUND[model.training]:
         with torch.autocast(inner.device.type, enabled=False):
             check_packed_forward(inner, model)

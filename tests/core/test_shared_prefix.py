@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import re
 from functools import partial
+from multiprocessing import get_context
 
 import accelerate
 import peft
@@ -14,15 +16,20 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import HANG
+from safetensors.torch import load_file, save_file
 from test_scorer import NoLogits
 from tiny import FAMILIES, V, tiny
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import BloomConfig, BloomForCausalLM
+from warm import launched
 
 from fb_core import CompatibilityScorer, shared_prefix_logprobs
 from fb_core.models.packed import packed_forward
+from fb_core.models.wrappers import unwrapped
 from fb_core.score import shared_prefix
 from fb_core.score.shared_prefix import shared_prefix_logprobs_many
 from fb_kernels.testing import largest_tensor
@@ -420,20 +427,103 @@ def test_what_cannot_be_trained_is_refused_by_name():
             shared_prefix_logprobs(model, PREFIX, RAGGED)
 
 
-def test_layers_sharded_by_fsdp2_learn_and_a_sharded_root_is_refused(tmp_path):
+STEPS = [TREE[:2], TREE[1:3], TREE[2:4]]  # a request for each of two processes
+WRAPPERS = {
+    "ddp": DistributedDataParallel,
+    "ddp, compiled": lambda model: torch.compile(DistributedDataParallel(torch.compile(model))),
+    "fsdp2": lambda model: sharded(model, [*model.model.layers, model]),
+    "fsdp2, root alone": lambda model: sharded(model, [model]),
+    "fsdp2 of adapters": lambda model: sharded(model, [*model.base_model.model.model.layers, model]),
+}
+
+
+def sharded(model, parts):
+    for part in parts:
+        fully_shard(part)
+    return model
+
+
+def learner(kind):
+    model = tiny("llama").double()
+    return adapted(model) if "adapters" in kind else model
+
+
+def losses(model, requests):
+    """Of each request, with a ratio to what the model says without gradients."""
+    with torch.no_grad():
+        before = shared_prefix_logprobs_many(model, requests)
+    after = shared_prefix_logprobs_many(model, requests, return_entropy=True)
+    for old, new in zip(before, after, strict=True):
+        ratios = torch.cat([(one - other).exp() for (one, _), other in zip(new, old, strict=True)])
+        yield ratios.mean() + 0.1 * torch.cat([entropy for _, entropy in new]).mean()
+
+
+def gradients_of_steps(model, requests_of):
+    """Gradients and losses of three steps of SGD."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), {}
+    for step, requests in enumerate(STEPS):
+        each = torch.stack(list(losses(model, requests_of(requests))))
+        each.mean().backward()
+        found[f"{step} loss"] = each.detach()
+        for name, parameter in unwrapped(model).named_parameters():
+            if (grad := parameter.grad) is not None:
+                found[f"{step} {name}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def rank(environment, folder):
+    """One of the processes, whose gradients and losses go to a file for each wrapper."""
+    os.environ.update(environment | {"CUDA_VISIBLE_DEVICES": ""})
+    distributed.init_process_group("gloo")
+    own = distributed.get_rank()
+    for kind, wrap in WRAPPERS.items():
+        found = gradients_of_steps(wrap(learner(kind).train()), lambda requests: [requests[own]])
+        save_file(found, folder / f"{kind} {own}")
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Two processes that have learnt in every wrapper."""
+    folder, forks = tmp_path_factory.mktemp("ranks"), get_context("fork")
+    processes = [forks.Process(target=rank, args=(own, folder)) for own in launched(2)]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join(HANG)
+        assert each.exitcode == 0
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_two_processes_learn_as_one(kind, ranks):
+    want = gradients_of_steps(learner(kind).train(), lambda requests: requests)
+    for own in (0, 1):
+        found = load_file(ranks / f"{kind} {own}")
+        assert found.keys() == want.keys()
+        for name, value in want.items():
+            value = value[own : own + 1] if name.endswith("loss") else value
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_sharded_by_fsdp2_learn_and_a_head_sharded_by_itself_is_refused(tmp_path):
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model, plain = tiny("llama"), tiny("llama")
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        plain, model = tiny("llama"), sharded(part := tiny("llama"), part.model.layers)
         for _ in range(3):
             for one in (model, plain):
                 sum(logprob.sum() for logprob in shared_prefix_logprobs(one, PREFIX, RAGGED)).backward()
         for one, other in zip(model.model.layers.parameters(), plain.model.layers.parameters(), strict=True):
             torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-4)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match="a FSDPLlamaForCausalLM, which FSDP2 gathers inside it; call"):
-            shared_prefix_logprobs(model, PREFIX, RAGGED)
+        for parts in ("lm_head", "all"):
+            model = tiny("llama", tie_word_embeddings=False)
+            sharded(model, [model.lm_head if parts == "lm_head" else model])
+            ask = partial(shared_prefix_logprobs, model, PREFIX, RAGGED)
+            with pytest.raises(ValueError, match=r"got a sharded one of a .*LlamaForCausalLM; call fully_shard"):
+                CompatibilityScorer(model) if parts == "all" else ask()
     finally:
         distributed.destroy_process_group()
 
