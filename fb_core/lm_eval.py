@@ -1,6 +1,6 @@
-"""The model `futurebridge` for EleutherAI's lm-evaluation-harness: log-likelihoods with shared contexts, and a pair.
+"""Models for EleutherAI's lm-evaluation-harness: log-likelihoods with shared contexts, here or on a server, and a pair.
 
-Importing this module registers it with lm-eval, which finds models of other packages in no other way: use
+Importing this module registers them with lm-eval, which finds models of other packages in no other way: use
 `import fb_core.lm_eval` before `lm_eval.simple_evaluate(model="futurebridge", ...)`, and on a command line
 `python -m fb_core.lm_eval run --model futurebridge ...`, which is lm-eval's own command with this model in it.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fb_core._util import require
@@ -26,6 +27,7 @@ import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
@@ -33,6 +35,7 @@ from tqdm import tqdm
 from fb_core.decode.deployment import Wanted, deployment_of, thinking_of
 from fb_core.decode.engine import Engine, Handle, Token
 from fb_core.decode.pair import Pair
+from fb_core.llm.http import Connections, JSONClient
 from fb_core.llm.local import LLM
 from fb_core.models.checkpoints import load_model
 from fb_core.models.facts import CausalLM
@@ -47,8 +50,12 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 Request: TypeAlias = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, context ids, continuation ids
+Item: TypeAlias = tuple[tuple[int, ...], dict[tuple[int, ...], list[int]]]
+"""A context, and its continuations with the places of their requests."""
 UNSUPPORTED = ("mixed_precision_dtype", "parallelize", "softmax_dtype", "tp_plan")
-FOLLOWED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "pad_token_id", "use_cache")
+FOLLOWED = (
+    *("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p", "pad_token_id", "use_cache"),
+)
 NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1, "typical_p": 1}  # change no text
 
 
@@ -181,23 +188,7 @@ class FutureBridgeLM(HFLM):
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """(log-likelihood, whether the continuation is greedy) of every request; the longest contexts go first."""
-        shared: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}  # context, continuation -> requests
-        for index, (texts, context, continuation) in enumerate(requests):
-            if not continuation:
-                text, after = ("", "") if texts is None else (texts[1][:40], texts[0][-40:])
-                got = f"{text!r} after {after!r}, which the tokenizer joins with it" if text else "an empty one"
-                raise ValueError(
-                    f"requests: expected a continuation that begins with a token of its own, got {got}; move a space "
-                    "or letters from one to the other"
-                )
-            if not context or len(continuation) > self.max_length:
-                raise ValueError(
-                    f"requests: expected a context and 1 to {self.max_length} tokens to be scored after it, got "
-                    f"{len(context)} and {len(continuation)}; shorten the text or raise max_length"
-                )
-            seen = context[-(self.max_length + 1 - len(continuation)) :]
-            shared.setdefault(tuple(seen), {}).setdefault(tuple(continuation), []).append(index)
-        work = sorted(shared.items(), key=lambda item: len(item[0]), reverse=True)
+        work = _by_context(requests, self.max_length)
         rows = [len(context) + sum(len(each) - 1 for each in following) for context, following in work]
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods") as bar:
@@ -210,12 +201,80 @@ class FutureBridgeLM(HFLM):
                 greedy = torch.stack([chosen.all() for _, chosen in flat]).tolist()
                 places = [places for _, following in part for places in following.values()]
                 for answer, indices in zip(zip(sums, greedy, strict=True), places, strict=True):
-                    for index in indices:
-                        answers[index] = answer
-                        if (texts := requests[index][0]) is not None:
-                            self.cache_hook.add_partial("loglikelihood", texts, answer)
+                    _keep(self, requests, answers, indices, answer)
                     bar.update(len(indices))
         return answers
+
+
+@register_model("futurebridge-server")
+class FutureBridgeServerLM(LocalCompletionsAPI):
+    """lm-eval's `local-completions` for `futurebridge serve`: a context is sent once with all its continuations.
+
+    Log-likelihoods come from the server's `/v1/continuations`, `num_concurrent` requests at once, and everything else,
+    settings and key included, from `local-completions`.
+    """
+
+    def _loglikelihood_tokens(self, requests: Sequence[Request], **options: Any) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether the continuation is greedy) of every request.
+
+        Raises:
+            ServerError: no answer.
+        """
+        headers = {name: value.strip() for name, value in self.header.items()}  # without a key it ends in a space
+        connections = Connections("", headers, self.timeout, self._concurrent)
+        url = str(self.base_url).removesuffix("/completions")
+        client = JSONClient(url, connections, model=self.model, retries=self.max_retries - 1, key=self.api_key)
+
+        def ask(item: Item) -> list[tuple[float, bool]]:
+            prefix, following = item
+            body: dict[str, Any] = {"prefix": prefix, "continuations": list(following)}
+            rows = client.post(f"{url}/continuations", body, sum(map(len, following)))["data"]
+            return [(row["sum"], all(row["greedy"])) for row in rows]
+
+        work = _by_context(requests, self.max_length)
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        try:
+            with ThreadPoolExecutor(self._concurrent) as pool:
+                replies = tqdm(pool.map(ask, work), total=len(work), desc="contexts")
+                for (_, following), reply in zip(work, replies, strict=True):
+                    for indices, answer in zip(following.values(), reply, strict=True):
+                        _keep(self, requests, answers, indices, answer)
+        finally:
+            connections.close()
+        return answers
+
+
+def _keep(lm: Any, requests: Sequence[Request], answers: list[Any], indices: Sequence[int], answer: Any) -> None:
+    """Note the answer to some requests, in lm-eval's cache too."""
+    for index in indices:
+        answers[index] = answer
+        if (texts := requests[index][0]) is not None:
+            lm.cache_hook.add_partial("loglikelihood", texts, answer)
+
+
+def _by_context(requests: Sequence[Request], most: int) -> list[Item]:
+    """Contexts of at most so many tokens, the longest first, with their continuations.
+
+    Raises:
+        ValueError: an empty context or continuation, or a continuation that is too long.
+    """
+    shared: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+    for index, (texts, context, continuation) in enumerate(requests):
+        if not continuation:
+            text, after = ("", "") if texts is None else (texts[1][:40], texts[0][-40:])
+            got = f"{text!r} after {after!r}, which the tokenizer joins with it" if text else "an empty one"
+            raise ValueError(
+                f"requests: expected a continuation that begins with a token of its own, got {got}; move a space "
+                "or letters from one to the other"
+            )
+        if not context or len(continuation) > most:
+            raise ValueError(
+                f"requests: expected a context and 1 to {most} tokens to be scored after it, got "
+                f"{len(context)} and {len(continuation)}; shorten the text or raise max_length"
+            )
+        seen = context[-(most + 1 - len(continuation)) :]
+        shared.setdefault(tuple(seen), {}).setdefault(tuple(continuation), []).append(index)
+    return sorted(shared.items(), key=lambda item: len(item[0]), reverse=True)
 
 
 class _Written:

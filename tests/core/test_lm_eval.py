@@ -150,16 +150,16 @@ def served(model: PreTrainedModel, words: PreTrainedTokenizerFast, tmp_path_fact
         yield arguments | {"tokenizer_backend": "huggingface", "max_length": 1024}
 
 
+@pytest.mark.parametrize("client", ["local-completions", "futurebridge-server"])
 @pytest.mark.parametrize(
     ("task", "concurrent"),
     [*((task, 1 + 2 * (i % 2)) for i, task in enumerate(CHOICES)), ("fb_perplexity", 3), ("fb_generate", 3)],
 )
-def test_a_server_gives_lm_evals_client_what_hf_gives(
-    served: dict[str, Any], tasks: TaskManager, by_hf: Callable, task: str, concurrent: int
+def test_a_server_gives_lm_evals_clients_what_hf_gives(
+    served: dict[str, Any], tasks: TaskManager, by_hf: Callable, task: str, concurrent: int, client: str
 ) -> None:
-    """`local-completions` asks for echo, log-probs and one token; its prompts are token ids, several in a request."""
-    ours = evaluate("local-completions", task, tasks, **served, num_concurrent=concurrent)
-    check_results(ours, by_hf(task), task)
+    """`local-completions` asks for echo, log-probs and one token; ours sends each context once."""
+    check_results(evaluate(client, task, tasks, **served, num_concurrent=concurrent), by_hf(task), task)
 
 
 def greedy_pair(model: PreTrainedModel, words: PreTrainedTokenizerFast) -> tuple[str, str]:
