@@ -194,6 +194,7 @@ class Engine:
         sampling: Sampling | None = None,
         sample: int = 0,
         prompt_ranking: bool = False,
+        ignore_ends: bool = False,
     ) -> Handle[Generation]:
         """Submit a prompt; it runs now or as soon as there is room.
 
@@ -209,6 +210,7 @@ class Engine:
             sample: index among the samples of this prompt.
             prompt_ranking: whether the likeliest tokens at each place of the prompt are in the handle's `prompt_ranks`;
                 such a prompt is computed whole, and `max_new_tokens` may be 0.
+            ignore_ends: whether the tokens that end a generation end nothing.
 
         Raises:
             TypeError: ids that are not integers, a selector that is not a `Selector`, or sampling of another type.
@@ -227,7 +229,8 @@ class Engine:
             raise ValueError(
                 f"max_events: expected at most the engine's {decoder.max_events}, got {events}; make it with more"
             )
-        stop = Stop(decoder.pair.ends, max_new_tokens, max_positions(decoder.slm))
+        ends = frozenset[int]() if ignore_ends else decoder.pair.ends
+        stop = Stop(ends, max_new_tokens, max_positions(decoder.slm))
         policy = decoder.policy if threshold is None else replace(decoder.policy, threshold=threshold)
         if selector is not None:
             if not isinstance(selector, Selector):

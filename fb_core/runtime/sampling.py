@@ -27,6 +27,7 @@ class Sampling:
         top_k: number of largest logits kept, 0 for all that are known.
         seed: an integer within 1,024 bits; a sample is a function of the seed, the prompt's tokens and its index among
             the samples of that prompt.
+        min_p: tokens below this share of the likeliest one's probability are dropped; 0 for none.
 
     Raises:
         TypeError: a setting that is not a number.
@@ -37,9 +38,10 @@ class Sampling:
     top_p: float = 0.8
     top_k: int = 20
     seed: int = 0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        kinds: dict[str, Any] = {"temperature": Real, "top_p": Real, "top_k": Integral, "seed": Integral}
+        kinds: dict[str, Any] = {"temperature": Real, "top_p": Real, "top_k": Integral, "seed": Integral, "min_p": Real}
         for name, kind in kinds.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool):
@@ -54,18 +56,20 @@ class Sampling:
                 "temperature, top_p, top_k: expected above 0, in (0, 1] and 0 or more within 64 bits, got "
                 f"{self.temperature}, {self.top_p}, {self.top_k}; leave sampling out for greedy decoding"
             )
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p: expected 0 to 1, got {self.min_p}; leave it out to drop no token")
 
     @classmethod
     def of_transformers(cls, settings: Mapping[str, Any]) -> Sampling:
         """What transformers' `generate` settings ask for; the seed comes from torch's generator, as its draws do."""
-        values: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # transformers' own
+        values: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0}  # transformers' own
         values |= {name: settings[name] for name in values if settings.get(name) is not None}
         return cls(**values, seed=int(torch.randint(1 << 62, ())))
 
     def draw(self, prompt: Sequence[int], sample: int = 0) -> Draw:
         """What the sample of this index draws with after a prompt."""
         key = seeded(self.seed, prompt, sample).getrandbits(63)
-        return Draw(self.temperature, self.top_p, self.top_k, key)
+        return Draw(self.temperature, self.top_p, self.top_k, key, self.min_p)
 
     def draws(self, prompts: Sequence[Sequence[int]]) -> list[Draw]:
         """Of many prompts; equal ones are different samples."""
@@ -97,6 +101,7 @@ class Draw(NamedTuple):
     top_p: float
     top_k: int
     key: int  # of the noise, 63 bits
+    min_p: float = 0.0
 
 
 GREEDY = Draw(0.0, 1.0, 1, 0)
@@ -109,12 +114,13 @@ class Draws(NamedTuple):
     top_p: Tensor  # float64 [B]
     top_k: Tensor  # int64 [B]
     key: Tensor  # int64 [B]
+    min_p: Tensor  # float64 [B]
 
     @classmethod
     def of(cls, draws: Sequence[Draw], device: torch.device) -> Draws:
         """Of sequences, one each."""
         columns = zip(cls._fields, zip(*draws, strict=True), strict=True)
-        kinds = {"temperature": torch.float64, "top_p": torch.float64}
+        kinds = dict.fromkeys(("temperature", "top_p", "min_p"), torch.float64)
         return cls(*(torch.tensor(each, dtype=kinds.get(name, torch.int64), device=device) for name, each in columns))
 
 
@@ -140,7 +146,8 @@ def drawn(values: Tensor, ids: Tensor, how: Draws, position: Tensor) -> Tensor:
     probability = scaled.softmax(-1)
     before = probability.cumsum(-1) - probability
     noise = -torch.log(-torch.log(_uniform(how.key, position, ids)))
-    best = (scaled + noise).where(before < how.top_p[:, None], -torch.inf).argmax(-1)
+    kept = (before < how.top_p[:, None]) & (probability >= how.min_p[:, None] * probability[:, :1])
+    best = (scaled + noise).where(kept, -torch.inf).argmax(-1)
     return ids.gather(1, best.where(how.temperature > 0, 0)[:, None])[:, 0]
 
 

@@ -22,7 +22,7 @@ WARM = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=3)
 SHARPEST = replace(WARM, temperature=1e-9)
 
 
-def shares(logits, temperature, top_p, top_k):
+def shares(logits, temperature, top_p, top_k, min_p=0.0):
     """The definition, in float64: softmax over the kept logits, cut to the nucleus."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k or len(logits)]
     weights = [math.exp((logits[i] - logits[order[0]]) / temperature) for i in order]
@@ -31,6 +31,7 @@ def shares(logits, temperature, top_p, top_k):
         if before < top_p:
             kept[i] = weight
         before += weight / total
+    kept = {i: weight for i, weight in kept.items() if weight >= min_p}  # the likeliest one's is 1
     return {i: weight / sum(kept.values()) for i, weight in kept.items()}
 
 
@@ -47,17 +48,17 @@ def counts_agree(counts, expected, of):
 
 @pytest.mark.parametrize("position", [0, 7, 4096])
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"),
-    [(1.0, 1.0, 0), (0.7, 0.8, 20), (2.0, 0.5, 0), (0.3, 1.0, 3), (1.0, 1e-9, 0), (1.5, 1.0, 1)],
+    "settings",
+    [(1.0, 1.0, 0), (0.7, 0.8, 20), (2.0, 0.5, 0), (0.3, 1.0, 3), (1.0, 1e-9, 0), (1.5, 1.0, 1), (1.5, 0.9, 0, 0.1)],
 )
-def test_draws_have_the_distribution(temperature, top_p, top_k, position):
+def test_draws_have_the_distribution(settings, position):
     count, size = 20_000, 24
     logits = torch.randn(size, generator=torch.Generator().manual_seed(position)) * 2
     values, ids = logits.sort(descending=True, stable=True)
-    how = Draws.of([Draw(temperature, top_p, top_k, key) for key in range(count)], logits.device)
+    how = Draws.of([Draw(*settings[:3], key, *settings[3:]) for key in range(count)], logits.device)
     tokens = drawn(values.expand(count, -1), ids.expand(count, -1), how, torch.full((count,), position))
     counts = dict(zip(*(each.tolist() for each in tokens.unique(return_counts=True)), strict=True))
-    assert counts_agree(counts, shares(logits.double().tolist(), temperature, top_p, top_k), count)
+    assert counts_agree(counts, shares(logits.double().tolist(), *settings), count)
 
 
 def test_neighbouring_keys_and_positions_are_independent():

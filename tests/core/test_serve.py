@@ -102,6 +102,19 @@ def test_stop_strings_limits_and_overrides(server, problems, expected):
     assert len(events(asked(max_tokens=9, extra_body={"futurebridge": {"threshold": -1.0}}))) == 8
 
 
+def test_ends_are_ignored_and_unlikely_tokens_dropped_where_that_is_asked(server, problems, expected):
+    """`ignore_eos` and `min_p`, in an answer and in a stream; a min_p of 1 leaves the likeliest token."""
+    want = expected[0].token_ids.tolist()
+    for stream in (False, True):
+        body = {"model": MODEL, "prompt": problems[0].prompt, "max_tokens": len(want) + 9, "stream": stream}
+        more = {"ignore_eos": True, "return_token_ids": True, "min_p": 1}
+        pieces = server.client().completions.create(**body, temperature=3, seed=2, extra_body=more)
+        choices = [piece.choices[0] for piece in (pieces if stream else [pieces])]
+        ids = [token for choice in choices for token in choice.token_ids]
+        assert (ids[: len(want)], len(ids)) == (want, len(want) + 9)
+        assert choices[-1].finish_reason == "length"
+
+
 REFUSED = {  # name: what it may not be, beside other fields that the request then has
     "frequency_penalty": [0.5, False],
     "presence_penalty": [-1],
@@ -115,7 +128,8 @@ REFUSED = {  # name: what it may not be, beside other fields that the request th
     "temperature": [-0.5, "hot"],
     "top_p": [0, 1.5],
     "top_k": [-2],
-    "min_p": [{"min_p": 0.1, "temperature": 1}],
+    "min_p": [1.1],
+    "min_tokens": [2],
     "detokenize": [1],
     "bad_words": [["x"]],
     "stream_options": [{"stream_options": {"include_usage": True}}],

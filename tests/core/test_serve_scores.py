@@ -271,7 +271,7 @@ def test_scores_count_in_the_queue_and_end_with_the_server(pair):
         service.end()
         for reply in replies:
             with pytest.raises(CancelledError):
-                await reply.fields(MODEL)
+                await reply.scores()
             service.end_of(reply)
             await reply.tokens.get()
         assert service.requests == 0
@@ -380,6 +380,73 @@ def test_labels_that_do_not_fit_are_refused(server, changes, parameter):
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == parameter
     assert post(server.url, "score", **LABELS).status_code == 200
+
+
+RERANK = {"rerank_prompt": "{document}{query}", "rerank_labels": ("so ", "hence ")}
+
+
+@pytest.mark.parametrize("names", [("query", "documents"), ("queries", "documents"), ("text_1", "text_2")])
+def test_documents_are_ranked_by_the_share_of_the_first_label(pair, problems, names):
+    """`/score` keeps their order and takes a query for each too; `/rerank` has the best first."""
+    tokenizer, (query, other, *documents) = pair.world.tokenizer, [problem.prompt for problem in problems]
+    labels = [tokenizer(text, add_special_tokens=False).input_ids[0] for text in RERANK["rerank_labels"]]
+
+    def wanted(queries):
+        for own, text in zip(queries, documents, strict=True):
+            row = exact(pair.slm, tokenizer(text + own).input_ids)[-1][labels]
+            yield float(row.softmax(-1)[0])
+
+    with engine_of(pair) as engine, here(service_of(engine, tokenizer, **RERANK)) as url:
+
+        def ask(path, queries, **more):
+            body = dict(zip(names, (queries, documents), strict=True)) | more
+            return httpx.post(f"{url}/{path}", json=body, timeout=HANG).json()
+
+        scores = list(wanted([query] * len(documents)))
+        found = ask("score", query, model=MODEL)
+        assert [entry["score"] for entry in found["data"]] == pytest.approx(scores, abs=1e-5)
+        each = [query, other] * (len(documents) // 2) + [query] * (len(documents) % 2)
+        assert [entry["score"] for entry in ask("score", each)["data"]] == pytest.approx(list(wanted(each)), abs=1e-5)
+        order = sorted(range(len(documents)), key=lambda index: -scores[index])
+        for path in ("rerank", "v1/rerank", "v2/rerank"):
+            for count in (0, 2):
+                ranked = ask(path, query, top_n=count)
+                assert [one["index"] for one in ranked["results"]] == order[: count or None]
+                assert [one["document"]["text"] for one in ranked["results"]] == [
+                    documents[n] for n in order[: count or None]
+                ]
+                assert ranked["results"][0]["relevance_score"] == pytest.approx(max(scores), abs=1e-5)
+                assert ranked["usage"]["prompt_tokens"] == found["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "parameter"),
+    [
+        ({"query": "a"}, "documents"),
+        ({"query": "a", "documents": []}, "documents"),
+        ({"query": "a", "documents": ["b", {"image": "c"}]}, "documents"),
+        ({"query": ["a", "b"], "documents": ["b"]}, "query"),
+        ({"query": "1", "documents": ["2"], "top_n": -1}, "top_n"),
+        ({"query": "1", "documents": ["2"]}, "rerank_labels"),
+    ],
+)
+def test_documents_that_cannot_be_ranked_are_refused(server, body, parameter):
+    answer = httpx.post(f"{server.url}/rerank", json=body, timeout=HANG)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, parameter)
+
+
+def test_a_prior_tells_what_the_prefix_adds(server, pair, problems, expected):
+    """lm-eval's `acc_mutual_info` chooses by it."""
+    texts = continuations_of(pair, expected)
+    prior = problems[1].prompt
+    found, alone = (
+        post(server.url, prefix=text, continuations=texts).json()["data"] for text in (problems[0].prompt, prior)
+    )
+    both = post(server.url, prefix=problems[0].prompt, continuations=texts, prior=prior).json()["data"]
+    for entry, plain, own in zip(both, found, alone, strict=True):
+        assert entry["sum"] == pytest.approx(plain["sum"], abs=1e-4)
+        assert entry["prior"] == pytest.approx(own["sum"], abs=1e-4)
+        assert entry["mutual_info"] == pytest.approx(plain["sum"] - own["sum"], abs=1e-4)
 
 
 def test_what_other_servers_say_of_themselves(server):

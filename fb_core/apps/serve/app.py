@@ -38,11 +38,16 @@ from fb_core.apps.serve.protocol import (
     CompletionRequest,
     LabelRequest,
     Piece,
+    RerankRequest,
     ScoreRequest,
     Shape,
+    label_fields,
     problem_fields,
+    rerank_fields,
+    score_fields,
 )
-from fb_core.apps.serve.service import PIECE, Busy, Labels, Reply, Scoring, Service, Work
+from fb_core.apps.serve.service import PIECE, Busy, Reply, Scoring, Service, Work
+from fb_core.models.tokens import TextGroup
 
 LOG = logging.getLogger("futurebridge.access")
 ERRORS = logging.getLogger("futurebridge.errors")
@@ -51,13 +56,14 @@ SMALL = 16 << 10  # bytes of a request that are read at once
 GONE = 499  # the client closed the connection
 NAMES = {name: f"futurebridge.{name}" for name in ("max_events", "threshold", "recipe")}
 NAMES |= {"ranking": "logprobs", "input_ids": "prompt", "max_new_tokens": "max_tokens"}
-VLLM_SCORES = "/generative_scoring"
+SGLANG_SCORES = "/v1/score"
+LABELS, RERANK = (SGLANG_SCORES, "/generative_scoring"), ("/score", "/rerank", "/v1/rerank", "/v2/rerank")
 CHAT_NAMES = {"input_ids": "messages", "prompt": "messages"}
 """What a client calls an argument of the engine."""
 PAGE_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
 JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-Body = TypeVar("Body", CompletionRequest, ChatRequest, ScoreRequest, LabelRequest)
-Begun = TypeVar("Begun", Reply, Scoring, Labels)
+Body = TypeVar("Body", CompletionRequest, ChatRequest, ScoreRequest, LabelRequest, RerankRequest)
+Begun = TypeVar("Begun", Reply, Scoring)
 Result = TypeVar("Result")
 
 
@@ -89,8 +95,8 @@ class Application(Starlette):
             self._route("/v1/completions", partial(self._answer, kind=CompletionRequest), "POST"),
             self._route("/v1/chat/completions", partial(self._answer, kind=ChatRequest), "POST"),
             self._route("/v1/continuations", partial(self._answer, kind=ScoreRequest), "POST"),
-            self._route("/v1/score", partial(self._answer, kind=LabelRequest), "POST"),
-            self._route(VLLM_SCORES, partial(self._answer, kind=LabelRequest), "POST"),
+            *(self._route(path, partial(self._answer, kind=LabelRequest), "POST") for path in LABELS),
+            *(self._route(path, partial(self._answer, kind=RerankRequest), "POST") for path in RERANK),
             self._route("/health", self._health),
             self._route("/ping", self._health),
             self._route("/version", self._version),
@@ -269,18 +275,25 @@ class Application(Starlette):
             raise APIError(400, f"{name or 'body'}: {words}", parameter=name or None) from None
 
     async def _reply(
-        self, request: Request, body: CompletionRequest | ChatRequest | ScoreRequest | LabelRequest
+        self, request: Request, body: CompletionRequest | ChatRequest | ScoreRequest | LabelRequest | RerankRequest
     ) -> Response:
-        if isinstance(body, LabelRequest):
-            labels = await self._begin(request, body, self.service.labels(body))
-            vllm = request.state.path == VLLM_SCORES
-            return JSONResponse(await labels.fields(self.service.settings.name, body.apply_softmax, vllm=vllm))
+        name, path = self.service.settings.name, request.state.path
+        if isinstance(body, LabelRequest | RerankRequest):
+            asked = await self._begin(request, body, self.service.labels(body))
+            logprobs = [[float(exact) for exact, _ in scores] for scores in await asked.scores()]
+            if isinstance(body, RerankRequest) and path != "/score":
+                return JSONResponse(rerank_fields(name, body, logprobs, asked.read))
+            vllm, softmax = path != SGLANG_SCORES, getattr(body, "apply_softmax", None)
+            return JSONResponse(
+                label_fields(name, logprobs, asked.read, vllm if softmax is None else softmax, vllm=vllm)
+            )
         if isinstance(body, ScoreRequest):
             scoring = await self._begin(request, body, self.service.score(body))
-            fields = await scoring.fields(self.service.settings.name)
+            work = score_fields(name, cast("TextGroup", scoring.group), *await scoring.scores())
+            fields = await self.service.turns.run(work)
             return Response(await self.service.turns.run(_encode(fields)), media_type="application/json")
         reply, chat = await self._begin(request, body, self.service.begin(body)), isinstance(body, ChatRequest)
-        name, ids = self.service.settings.name, body.return_token_ids
+        ids = body.return_token_ids
         shape = Shape(name, chat=chat, stream=body.stream, copies=reply.copies, ids=ids)
         if body.stream:
             request.state.status = GONE  # until it has ended otherwise
@@ -305,6 +318,7 @@ class Application(Starlette):
                 raise APIError(400, str(wrong)) from None
             names = NAMES | (CHAT_NAMES if isinstance(body, ChatRequest) else {})
             names |= {"prefix": "items"} if isinstance(body, LabelRequest) else {}
+            names |= {"prefix": "documents"} if isinstance(body, RerankRequest) else {}
             if name == "max_new_tokens" and getattr(body, "max_completion_tokens", None):
                 name = parameter = "max_completion_tokens"
             elif name in names:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 import uuid
 from collections.abc import Generator, Sequence
@@ -27,9 +28,9 @@ MESSAGES, CALLS = 4096, 128  # of a chat; of tools in a message
 
 OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("add_generation_prompt", "detokenize", "spaces_between_special_tokens"), (True,)),
-    **dict.fromkeys(("continue_final_message", "ignore_eos", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("continue_final_message", "include_stop_str_in_output"), (False,)),
     **dict.fromkeys(("return_tokens_as_token_ids", "store", "use_beam_search"), (False,)),
-    **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "priority"), (0,)),
+    **dict.fromkeys(("frequency_penalty", "min_tokens", "presence_penalty", "priority"), (0,)),
     **dict.fromkeys(("best_of", "length_penalty", "repetition_penalty"), (1,)),
     **dict.fromkeys(("bad_words", "logits_processors"), ([],)),
     **dict.fromkeys(("chat_template_kwargs", "logit_bias", "mm_processor_kwargs"), ({},)),
@@ -177,10 +178,12 @@ class Request(_Strict):
     stream_options: StreamOptions | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()  # strings that end an answer, which ends before them
     stop_token_ids: Annotated[frozenset[int], PlainValidator(_stop_ids)] = frozenset()  # the same
+    ignore_eos: bool = False  # whether end tokens are tokens as others
     skip_special_tokens: bool = True  # the one that ends the text is never in it
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)  # 0 for the likeliest
     top_p: float | None = Field(default=None, gt=0, le=1)  # share of the probability among which tokens are drawn
     top_k: int | None = Field(default=None, ge=-1)  # likeliest tokens among which they are drawn; 0 or -1 for all
+    min_p: float = Field(default=0, ge=0, le=1)  # share of the likeliest token's probability below which none is drawn
     seed: int | None = None  # None for another one each time
     n: int = Field(default=1, ge=1, le=16)  # answers, all the same if nothing is drawn
     return_token_ids: bool = False  # of prompt and answers, under vLLM's names
@@ -285,6 +288,7 @@ class ScoreRequest(_Strict):
         continuations: those to be scored; None where candidates and their future are.
         candidates: followed by the future, whose tokens alone are scored.
         future: what follows every candidate.
+        prior: what they also follow, to be told how much more likely the prefix makes them.
     """
 
     model: str | None = None
@@ -292,6 +296,7 @@ class ScoreRequest(_Strict):
     continuations: Annotated[list[str] | list[list[int]] | None, PlainValidator(_continuations)] = None
     candidates: Annotated[list[str] | list[list[int]] | None, PlainValidator(_continuations)] = None
     future: Annotated[str | list[int] | None, PlainValidator(_text_or_ids)] = None
+    prior: Annotated[str | list[int] | None, PlainValidator(_text_or_ids)] = None
 
     @model_validator(mode="after")
     def _one_form(self) -> ScoreRequest:
@@ -311,7 +316,7 @@ class ScoreRequest(_Strict):
     @property
     def inputs(self) -> Sequence[str | list[int]]:
         """All texts, or all lists of ids."""
-        return [self.prefix, *self.many, *([] if self.future is None else [self.future])]
+        return [self.prefix, *self.many, *(each for each in (self.future, self.prior) if each is not None)]
 
 
 class LabelRequest(_Strict):
@@ -342,6 +347,51 @@ class LabelRequest(_Strict):
     def inputs(self) -> Sequence[Any]:
         """The prompt of each item."""
         return [item + self.query if self.item_first else self.query + item for item in self.items]  # type: ignore[operator]
+
+
+def _texts(value: Any) -> list[str]:
+    """A text, or several; each may be in an object, as `{"text": ...}`."""
+    many = value if isinstance(value, list) else [value]
+    given: list[Any] = [each.get("text") if isinstance(each, dict) and len(each) == 1 else each for each in many]
+    if not given or not all(isinstance(text, str) and text for text in given):
+        raise ValueError(f"expected a text or a list of them, none of them empty, got {_shown(value)}")
+    return given
+
+
+class RerankRequest(_Strict):
+    """A request to `/rerank` or `/score`, as vLLM has them: how well each document answers the query.
+
+    Attributes:
+        query: one for all documents, or one for each; also named `queries` or `text_1`.
+        documents: also named `text_2`.
+        top_n: how many of the best are in the answer of `/rerank`; 0 for all.
+    """
+
+    unread = UNREAD
+    model: str | None = None
+    query: Annotated[list[str], PlainValidator(_texts)]
+    documents: Annotated[list[str], PlainValidator(_texts)]
+    top_n: int = Field(default=0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name(cls, body: Any) -> Any:
+        names = {"queries": "query", "text_1": "query", "text_2": "documents"}
+        return {names.get(name, name): value for name, value in body.items()} if isinstance(body, dict) else body
+
+    @model_validator(mode="after")
+    def _paired(self) -> RerankRequest:
+        if len(self.query) not in (1, len(self.documents)):
+            words = f"expected one text, or one for each of {len(self.documents)} documents, got {len(self.query)}"
+            raise ValueError(words, "query")
+        return self
+
+    def prompts(self, template: str) -> list[str]:
+        """The template with each document and its query in it."""
+        each = self.query * (len(self.documents) if len(self.query) == 1 else 1)
+        pieces = re.split(r"(\{query\}|\{document\})", template)
+        pairs = ({"{query}": query, "{document}": text} for query, text in zip(each, self.documents, strict=True))
+        return ["".join(pair.get(piece, piece) for piece in pieces) for pair in pairs]
 
 
 Finish = Literal["stop", "length"]
@@ -481,7 +531,9 @@ def prompt_entry(tokens: Sequence[tuple[int, Name, float, int]]) -> dict[str, An
     }
 
 
-def score_fields(model: str, group: TextGroup, scores: Scores) -> Generator[None, None, dict[str, Any]]:
+def score_fields(
+    model: str, group: TextGroup, scores: Scores, prior: Scores | None = None
+) -> Generator[None, None, dict[str, Any]]:
     """The JSON of scores, of one at each step: of continuations, or of the future after each candidate."""
     data, tokens = [], len(group.prefix)
     for index, (ids, (exact, greedy)) in enumerate(zip(group.candidates, scores, strict=True)):
@@ -489,29 +541,51 @@ def score_fields(model: str, group: TextGroup, scores: Scores) -> Generator[None
         logprobs = [max(logprob, LEAST) for logprob in exact[start:].tolist()]
         total = sum(logprobs)
         own = {"sum": total, "mean": total / len(logprobs), "logprobs": logprobs, "greedy": greedy[start:].tolist()}
+        if prior is not None:
+            own["prior"] = sum(max(logprob, LEAST) for logprob in prior[index][0][start:].tolist())
+            own["mutual_info"] = total - own["prior"]
         data.append({"index": index, **own, "token_ids": [*ids, *group.future]})
         tokens += len(exact)
         yield
-    head = {"id": "scores-" + uuid.uuid4().hex, "object": "continuations", "created": int(time.time()), "model": model}
+    head = _head("scores", "continuations", model)
     return {**head, "data": data, "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}}
 
 
 def label_fields(
-    model: str, logprobs: Sequence[Sequence[float]], tokens: int, softmax: bool | None, *, vllm: bool
+    model: str, logprobs: Sequence[Sequence[float]], tokens: int, shares: bool, *, vllm: bool
 ) -> dict[str, Any]:
-    """The JSON of [items][labels], as SGLang writes it or as vLLM does: there the first label's alone, in shares."""
-    shares = vllm if softmax is None else softmax
-    scores = []
-    for own in logprobs:
-        probabilities = [math.exp(logprob) for logprob in own]
-        total = sum(probabilities) if shares else 1.0
-        scores.append([probability / (total or 1.0) for probability in probabilities])
+    """The JSON of [items][labels], as SGLang writes it or as vLLM does: there the first label's alone."""
+    scores = [_shares(own) if shares else list(map(math.exp, own)) for own in logprobs]
     usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
     if not vllm:
         return {"object": "scoring", "model": model, "scores": scores, "usage": usage}
     data = [{"index": index, "object": "score", "score": own[0]} for index, own in enumerate(scores)]
-    head = {"id": "score-" + uuid.uuid4().hex, "object": "list", "created": int(time.time()), "model": model}
-    return {**head, "data": data, "usage": usage}
+    return {**_head("score", "list", model), "data": data, "usage": usage}
+
+
+def rerank_fields(
+    model: str, request: RerankRequest, logprobs: Sequence[Sequence[float]], tokens: int
+) -> dict[str, Any]:
+    """The JSON of documents, the best first, as vLLM and Jina write it."""
+    scored = [(_shares(own)[0], index) for index, own in enumerate(logprobs)]
+    best = sorted(scored, key=lambda each: (-each[0], each[1]))[: request.top_n or None]
+    results = [
+        {"index": index, "document": {"text": request.documents[index]}, "relevance_score": score}
+        for score, index in best
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"id": "rerank-" + uuid.uuid4().hex, "model": model, "usage": usage, "results": results}
+
+
+def _shares(logprobs: Sequence[float]) -> list[float]:
+    """The labels' shares of their own sum."""
+    most = max(logprobs)
+    each = [math.exp(logprob - most) if most > -math.inf else 0.0 for logprob in logprobs]
+    return [share / (sum(each) or 1.0) for share in each]
+
+
+def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
 def problem_fields(message: str, kind: str, parameter: str | None = None, code: str | None = None) -> dict[str, Any]:

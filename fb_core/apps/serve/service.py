@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from jinja2 import TemplateError
@@ -22,12 +22,11 @@ from fb_core.apps.serve.protocol import (
     Finish,
     LabelRequest,
     Piece,
+    RerankRequest,
     ScoreRequest,
     TokenLogprobs,
     event_fields,
-    label_fields,
     prompt_entry,
-    score_fields,
 )
 from fb_core.apps.settings.pair import ServeSettings
 from fb_core.decode.decoder import Generation, Usage
@@ -234,37 +233,22 @@ class Reply:
 
 
 class Scoring(Reply):
-    """The scores of continuations, or of the future after each candidate, as one reply."""
+    """What was asked of the engine's `score`, as one reply."""
 
-    handle: Handle[Scores]
-    group: TextGroup
-
-    async def fields(self, model: str) -> dict[str, Any]:
-        """The response, once the scores are there; raises as `pieces`."""
-        await self.tokens.get()
-        if self.cut:
-            raise CancelledError
-        self.first = time.perf_counter()
-        return await self.turns.run(score_fields(model, self.group, self.handle.result()))
-
-
-class Labels(Reply):
-    """The log-probs of labels behind each prompt, as one reply."""
-
-    def __init__(self, turns: Turns, places: int) -> None:
+    def __init__(self, turns: Turns, places: int = 1) -> None:
         super().__init__(turns, places)
         self.handles: list[Handle[Scores]] = []
-        self.read = 0  # tokens of the prompts
+        self.group: TextGroup | None = None  # of a `ScoreRequest`
+        self.read = 0  # tokens of the prefixes
 
-    async def fields(self, model: str, softmax: bool | None, *, vllm: bool) -> dict[str, Any]:
-        """The response, once all are there; raises as `pieces`."""
+    async def scores(self) -> list[Scores]:
+        """What each handle gives, once all are there; raises as `pieces`."""
         for _ in self.handles:
             await self.tokens.get()
             if self.cut:
                 raise CancelledError
         self.first = time.perf_counter()
-        logprobs = [[float(exact) for exact, _ in handle.result()] for handle in self.handles]
-        return label_fields(model, logprobs, self.read, softmax, vllm=vllm)
+        return [handle.result() for handle in self.handles]
 
 
 class Service:
@@ -358,46 +342,70 @@ class Service:
     async def score(self, request: ScoreRequest) -> Scoring:
         """Submit continuations to the engine; raises as `begin`."""
         reply = Scoring(self.turns)
-        await self._take_places(reply, self._submit_scoring(reply, request, asyncio.get_running_loop()))
-        self.metrics.prompt_tokens.inc(len(reply.group.prefix))
-        self.metrics.scored.inc(sum(len(ids) + len(reply.group.future) for ids in reply.group.candidates))
-        return reply
-
-    async def labels(self, request: LabelRequest) -> Labels:
-        """Submit each item's prompt to the engine, which computes what they have in common once; raises as `begin`."""
-        labels, queue = len(request.label_token_ids), self.settings.queue
-        if (count := len(request.items)) > queue:
-            raise ValueError(f"items: expected at most the queue's {queue}, got {count}; ask more than once")
-        if labels > CONTINUATIONS or count * labels > LOGPROBS:
-            raise ValueError(
-                f"label_token_ids: expected at most {CONTINUATIONS} and {LOGPROBS} with all items, got {labels}; ask "
-                "more than once"
-            )
-        self._check_texts("items", request.inputs)
-        reply = Labels(self.turns, count)
-        await self._take_places(reply, self._submit_labels(reply, request, asyncio.get_running_loop()))
+        await self._take_places(reply, self._submit_continuations(reply, request, asyncio.get_running_loop()))
+        group = cast("TextGroup", reply.group)
         self.metrics.prompt_tokens.inc(reply.read)
-        self.metrics.scored.inc(count * labels)
+        self.metrics.scored.inc(len(reply.handles) * sum(len(ids) + len(group.future) for ids in group.candidates))
         return reply
 
-    def _submit_labels(self, reply: Labels, request: LabelRequest, loop: asyncio.AbstractEventLoop) -> Work[None]:
-        decoder, each = self.engine.decoder, [[label] for label in request.label_token_ids]
-        labels = many_token_ids("label_token_ids", each, decoder.slm, decoder.vocabulary)
+    async def labels(self, request: LabelRequest | RerankRequest) -> Scoring:
+        """Submit each item's prompt to the engine, which computes what they have in common once; raises as `begin`."""
+        if isinstance(request, LabelRequest):
+            prompts, labels, name = request.inputs, request.label_token_ids, "items"
+        else:
+            prompts, labels, name = request.prompts(self.settings.rerank_prompt), self.rerank_labels(), "documents"
+        queue = self.settings.queue
+        if (count := len(prompts)) > queue:
+            raise ValueError(f"{name}: expected at most the queue's {queue}, got {count}; ask more than once")
+        if len(labels) > CONTINUATIONS or count * len(labels) > LOGPROBS:
+            raise ValueError(
+                f"label_token_ids: expected at most {CONTINUATIONS} and {LOGPROBS} with all items, got {len(labels)}; "
+                "ask more than once"
+            )
+        self._check_texts(name, prompts)
+        reply = Scoring(self.turns, count)
+        await self._take_places(reply, self._submit_labels(reply, prompts, labels, asyncio.get_running_loop()))
+        self.metrics.prompt_tokens.inc(reply.read)
+        self.metrics.scored.inc(count * len(labels))
+        return reply
+
+    def rerank_labels(self) -> list[int]:
+        """The ids of the settings' two labels; ValueError where one is not a token."""
+        texts = self.settings.rerank_labels
+        ids = [text_ids(self.tokenizer, text, special=False, name="rerank_labels") for text in texts]
+        if any(len(each) != 1 for each in ids):
+            raise ValueError(
+                f"rerank_labels: expected texts of one token each, got {list(texts)} as {ids}; "
+                "start the server with others"
+            )
+        return [token for (token,) in ids]
+
+    def _submit_labels(
+        self, reply: Scoring, prompts: Sequence[Any], labels: Sequence[int], loop: asyncio.AbstractEventLoop
+    ) -> Work[None]:
+        decoder, each = self.engine.decoder, [[label] for label in labels]
+        rows = many_token_ids("label_token_ids", each, decoder.slm, decoder.vocabulary)
+        for prompt in prompts:
+            self._score(reply, text_ids(self.tokenizer, prompt) if isinstance(prompt, str) else prompt, rows, loop)
+            yield
+
+    def _score(
+        self, reply: Scoring, prefix: list[int], rows: Sequence[Tensor], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Submit continuations of a prefix as a part of a reply."""
 
         def on_scores(_: object) -> None:
             loop.call_soon_threadsafe(reply.tokens.put_nowait, (0, None))
 
-        for prompt in request.inputs:
-            ids = text_ids(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
-            handle = self.engine.score(ids, labels, listener=on_scores)
-            reply.handles.append(handle)
-            reply.add(handle)
-            reply.read += len(ids)
-            yield
+        reply.handles.append(self.engine.score(prefix, rows, listener=on_scores))
+        reply.add(reply.handles[-1])
+        reply.read += len(prefix)
 
-    def _submit_scoring(self, reply: Scoring, request: ScoreRequest, loop: asyncio.AbstractEventLoop) -> Work[None]:
+    def _submit_continuations(
+        self, reply: Scoring, request: ScoreRequest, loop: asyncio.AbstractEventLoop
+    ) -> Work[None]:
         """Tokenize and submit what is to be scored; ValueError for what is refused, and for too much."""
-        many, future = request.many, request.future
+        many, future, prior = request.many, request.future, request.prior
         kind = "continuations" if future is None else "candidates"
         if len(many) > CONTINUATIONS:
             raise ValueError(f"{kind}: expected at most {CONTINUATIONS}, got {len(many)}; ask more than once")
@@ -411,19 +419,18 @@ class Service:
             group = yield from text_group_in_steps(self.tokenizer, request.prefix, many, future)  # type: ignore[arg-type]
         else:
             group = TextGroup(request.prefix, many, future or [])  # type: ignore[arg-type]
-        if (tokens := sum(len(ids) + len(group.future) for ids in group.candidates)) > LOGPROBS:
+        tokens = sum(len(ids) + len(group.future) for ids in group.candidates)
+        if (tokens := tokens * (1 if prior is None else 2)) > LOGPROBS:
             raise ValueError(f"{kind}: expected at most {LOGPROBS} tokens together, got {tokens}; ask more than once")
         decoder, rows = self.engine.decoder, list[Tensor]()
         for start in range(0, len(group.candidates), PIECE):
             part = [[*ids, *group.future] for ids in group.candidates[start : start + PIECE]]
             rows += many_token_ids(kind, part, decoder.slm, decoder.vocabulary)
             yield
-
-        def on_scores(_: object) -> None:
-            loop.call_soon_threadsafe(reply.tokens.put_nowait, (0, None))
-
-        reply.group, reply.handle = group, self.engine.score(group.prefix, rows, listener=on_scores)
-        reply.add(reply.handle)
+        reply.group = group
+        self._score(reply, list(group.prefix), rows, loop)
+        if prior is not None:
+            self._score(reply, text_ids(self.tokenizer, prior) if isinstance(prior, str) else prior, rows, loop)
 
     def end(self) -> None:
         """End all answers now, even if the engine is waiting for the large model."""
@@ -480,6 +487,7 @@ class Service:
                     sampling=sampling,
                     sample=sample,
                     prompt_ranking=ranks_prompt or not tokens,
+                    ignore_ends=request.ignore_eos,
                 )
                 reply.add(handle)
                 self.metrics.scored.inc(len(ids) - 1 if ranks_prompt else 0)
@@ -487,5 +495,6 @@ class Service:
                 pieces = self.pieces[skip]
                 text = Text(self.tokenizer, *stops, skip_special=skip, after_text=after_text, pieces=pieces)
                 before = Text(self.tokenizer, (), skip_special=skip, pieces=pieces)
-                reply.answers.append(Answer(handle, request, text, before, ids, decoder.pair.ends))
+                ends = frozenset[int]() if request.ignore_eos else decoder.pair.ends
+                reply.answers.append(Answer(handle, request, text, before, ids, ends))
                 yield

@@ -101,7 +101,8 @@ class PairSettings(Section):
             return None
         if values["seed"] is None:
             values["seed"] = random.SystemRandom().getrandbits(62)
-        return Sampling(**values | {"top_k": max(0, values["top_k"])})
+        least = getattr(request, "min_p", None) or 0.0
+        return Sampling(**values | {"top_k": max(0, values["top_k"]), "min_p": least})
 
 
 class ServeSettings(PairSettings):
@@ -124,6 +125,10 @@ class ServeSettings(PairSettings):
     """Maximum prompt tokens prefilled between two steps while others run."""
     served_name: str | None = None
     """The model's name for clients; if left out, `slm`."""
+    rerank_prompt: str = "Query: {query}\nDocument: {document}\nDoes the document answer the query, yes or no?\nAnswer:"
+    """What the small model reads to rank a document, with the places of query and document."""
+    rerank_labels: tuple[str, str] = (" yes", " no")
+    """The two answers, of a token each; a document's score is the share of the first."""
     allowed_origin: Annotated[str, AfterValidator(_check_origin)] | None = None
     """Origin of a web page that may use the server from browsers, such as https://chat.example; "*" for any."""
 
