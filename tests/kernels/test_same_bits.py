@@ -1,0 +1,50 @@
+"""A scored row has the same bits in any company, where the library's own products run."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny import tiny
+from ways import narrowed
+
+from fb_core import CompatibilityScorer
+from fb_kernels._runtime import cpu
+
+TOKENS = 1000
+SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's kernels as they run with AMX, whose tiles are emulated."""
+    library = narrowed("tiles")
+    monkeypatch.setattr(cpu, "library", lambda: library)
+    assert cpu.variant() == "amx"
+
+
+def drawn(made: random.Random, first: int, count: int) -> list[int]:
+    return [first, *(made.randrange(TOKENS) for _ in range(count - 1))]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_a_scored_row_does_not_depend_on_what_else_is_in_the_call(
+    kind: str, tiles: None, request: pytest.FixtureRequest
+) -> None:
+    """In any number, order and budget; what begins alike would share keys, which are then summed in other parts."""
+    made = random.Random(kind)
+    model = tiny(kind, vocab_size=TOKENS, head_dim=16, max_position_embeddings=1024, **SIZES).bfloat16().eval()
+    scorer, requests = CompatibilityScorer(model), []
+    for first, length in enumerate((3, 17, 64, 130, 250, 1)):
+        lengths = [made.choice([1, 5, 16, 40]) for _ in range(made.choice([1, 2, 5]))]
+        requests.append((drawn(made, first, length), [drawn(made, own, each) for own, each in enumerate(lengths)]))
+    alone = [scorer.logprobs(*each, return_entropy=True) for each in requests]
+    for _ in range(250 if request.config.getoption("--all") else 25):
+        order = made.sample(range(len(requests)), made.randint(1, len(requests)))
+        kept = [made.sample(range(len(requests[i][1])), made.randint(1, len(requests[i][1]))) for i in order]
+        asked = [(requests[i][0], [requests[i][1][k] for k in own]) for i, own in zip(order, kept, strict=True)]
+        found = scorer.logprobs_many(asked, made.choice([64, 256, 4096]), return_entropy=True)
+        for i, own, scores in zip(order, kept, found, strict=True):
+            for k, mine in zip(own, scores, strict=True):
+                assert all(torch.equal(one, other) for one, other in zip(mine, alone[i][k], strict=True))
