@@ -52,6 +52,7 @@ def bench(folder: Path, *options: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_what_was_measured_outlives_its_process(tmp_path: Path) -> None:
     assert bench(tmp_path, "--peers", "eager") == 3
     assert bench(tmp_path, "--peers", "compiled") == 3

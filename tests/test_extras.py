@@ -80,9 +80,7 @@ CASES = {
     "ops": (["torch"], OPS, ""),
     "method": (CORE, METHOD, ""),
     "verifier": (CORE, "from fb_core import Verifier", SENTENCE.format("Verifier", "run", "math_verify", "run")),
-    "verdict": (CORE, "from fb_core import Verdict", SENTENCE.format("Verdict", "run", "math_verify", "run")),
     "lm-eval": (CORE, "import fb_core.lm_eval", SENTENCE.format("fb_core.lm_eval", "lm-eval", "lm_eval", "lm-eval")),
-    "help": (CORE, command("--help"), SENTENCE.format("futurebridge", "run", NO_RUN, "run")),
     "collect": (CORE, command("collect", "--config", "tiny"), SENTENCE.format("futurebridge", "run", NO_RUN, "run")),
     "bare": (
         CORE,

@@ -192,6 +192,7 @@ def test_make_gpu_check_under_a_bare_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_what_a_visit_chooses_is_there_on_a_gpu() -> None:
     """All of pytest's selections, at the sizes of an H100, whose memory has no room for the 64 layers of the 32B."""
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

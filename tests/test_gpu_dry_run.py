@@ -118,6 +118,7 @@ def test_runtime() -> None:
     runtime.valued_tokens_are_the_plain_decoders("cpu")
 
 
+@pytest.mark.sweep(2)
 def test_scorer(implementation: str) -> None:
     layers = 2 if implementation == "reference" else 1  # interpreted layers take their time
     sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}

@@ -248,6 +248,7 @@ def test_the_head_is_fitted_to_the_rollouts_of_training_states(run, chosen_setti
 
 
 @pytest.mark.parametrize("recipe", LABELLED)
+@pytest.mark.sweep(3)
 def test_recipes_are_certified_as_they_are_deployed(run, chosen_settings, recipe):
     """A recipe's rows are what its decoder makes of the certification problems one at a time, in the plain loop."""
     stage, pair = CertificationStage(chosen_settings, run), load_pair("plans")

@@ -661,7 +661,7 @@ def asked_again(model, asked, count):
 
 
 @pytest.mark.parametrize("kind", sorted({*zoo.KINDS} - NOT_TINY))
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_every_causal_lm_decodes_as_generate_does_or_is_refused_by_name(kind):
     model, count = zoo.build(kind), 5
     asked, wanted = prompts(3, 11, 20), []

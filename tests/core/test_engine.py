@@ -599,6 +599,7 @@ def test_a_listener_that_fails_ends_its_own_sequence():
 @pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 @pytest.mark.parametrize("where", ["token", "end", "selector"])
+@pytest.mark.sweep(5)
 def test_what_a_listener_or_a_selector_raises_ends_nobody_else(family, kind, where):
     slm, llm = models(family)
     asked = prompts(5, 6, 7, seed=15)

@@ -139,6 +139,7 @@ def test_an_id_that_the_hub_has_not_is_refused(folder, repo_id):
     ],
     ids=["offline", "unreachable"],
 )
+@pytest.mark.sweep(2)
 def test_without_the_hub_the_command_is_one_line(folder, environment, words):
     code = "from fb_core.__main__ import main; main()"
     done = subprocess.run(

@@ -155,6 +155,7 @@ def served(model: PreTrainedModel, words: PreTrainedTokenizerFast, tmp_path_fact
     ("task", "concurrent"),
     [*((task, 1 + 2 * (i % 2)) for i, task in enumerate(CHOICES)), ("fb_perplexity", 3), ("fb_generate", 3)],
 )
+@pytest.mark.sweep(5)
 def test_a_server_gives_lm_evals_clients_what_hf_gives(
     served: dict[str, Any], tasks: TaskManager, by_hf: Callable, task: str, concurrent: int, client: str
 ) -> None:

@@ -61,6 +61,7 @@ def random_reranker(model, seed=0, **options):
 
 @pytest.mark.parametrize("case", range(10))
 @pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.sweep(3)
 def test_tokens_and_events_are_the_plain_decoders(family, case):
     """Five prompts of every family and case, one to four together: 200, of which few hang on less than the margin."""
     slm, llm = pair(family, case)

@@ -100,6 +100,7 @@ def like_the_reference(case: Case, way: str, pulled: Sequence[Tensor] = ()) -> t
 
 
 @kernels(ALL, {}, {"softcap": 2.0}, {"window": 4})
+@pytest.mark.sweep(3)
 def test_what_a_row_does_not_see_does_not_reach_it(options: dict[str, Any], way: str, longest: int | None) -> None:
     outcomes = []
     for dirty in (False, True):
@@ -143,6 +144,7 @@ def test_strange_values_that_are_seen_count_as_in_a_dense_softmax(
 
 @kernels(ALL, {}, {"softcap": 2.0})
 @pytest.mark.parametrize("lowest", [[2, 20, 39], range(40)], ids=["some", "all"])
+@pytest.mark.sweep(5)
 def test_scores_infinitely_low(lowest: Sequence[int], options: dict[str, Any], way: str, longest: int | None) -> None:
     """Their keys count nothing, and where all are there is none."""
     every = len(lowest) == 40
@@ -223,6 +225,7 @@ ALIKE += [("reference", None, {"softcap": 2.0}), ("triton", TILE, {"window": 7})
 
 
 @pytest.mark.parametrize(("way", "longest", "options"), ALIKE, ids=str)
+@pytest.mark.sweep(3)
 def test_bits_are_the_same_in_every_batch(way: str, longest: int | None, options: dict[str, Any]) -> None:
     """Of a group, and in Triton's kernels of a branch; tiles hold 4 rows, so they lie in others and beside others."""
     groups: Groups = [([9], 0, 0), ([3, 1, 0, 2], 3, 17), ([1, 1], 10, 13)]
@@ -406,7 +409,7 @@ PACKED += [
 
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"softcap": 1.5}], ids=str)
 @pytest.mark.parametrize(("way", "dtype"), PACKED)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_one_packed_forward_is_full_sequences(way: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Keys that many branches read are rows of the trajectory; their gradients are those of the sequences, summed."""
     sequences = Sequences(dtype, **options)

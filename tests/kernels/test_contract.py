@@ -129,7 +129,7 @@ def test_it_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
 
 
 @promised(SLOW)
-@settings(drawing, max_examples=5)
+@settings(drawing, max_examples=3)
 @given(data=st.data())
 def test_a_kernel_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
     is_the_definition(name, way, data)
@@ -195,6 +195,7 @@ def float_rows(op: Op) -> list[str]:
 
 
 @promised([(op, way) for op, way in EVERY if float_rows(OPS[op])])
+@pytest.mark.sweep(3)
 def test_a_row_is_its_own(name: str, way: str) -> None:
     """What it holds reaches no other, and shows in it as it does in the definition."""
     op, taken = declared(name, way)
@@ -232,6 +233,7 @@ def test_a_row_alone_has_the_same_bits(name: str, way: str) -> None:
 
 
 @promised(DIFFERENTIABLE)
+@pytest.mark.sweep(3)
 def test_a_gradient_alone_is_the_same(name: str, way: str) -> None:
     """And the gradients through each result sum up to those through all."""
     op, taken = declared(name, way)
@@ -398,6 +400,7 @@ def test_it_compiles_whole(name: str) -> None:
 
 
 @promised(ONCE)
+@pytest.mark.sweep(3)
 def test_one_launch_and_no_sync(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (op, taken), kind = declared(name, way), way.partition(" ")[0]
     case = made(op, way, taken.dtypes[0])

@@ -406,6 +406,7 @@ FROZEN = [
 @pytest.mark.parametrize("sizes", FROZEN, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", ["reference", "triton linear_logprob_form=chunked"])
+@pytest.mark.sweep(5)
 def test_a_frozen_head_has_its_gradient_from_the_forward(
     way: str, dtype: torch.dtype, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,6 +448,7 @@ def test_the_forward_keeps_a_gradient_where_it_is_large_and_hidden_alone_is_trai
 @pytest.mark.parametrize("sizes", FROZEN, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", ["reference", "triton linear_logprob_form=chunked"])
+@pytest.mark.sweep(5)
 def test_the_most_probable_ids(
     way: str, dtype: torch.dtype, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ of_every_dtype = pytest.mark.parametrize(("way", "dtype"), with_dtypes(OP))
 
 
 @of_every_dtype
+@pytest.mark.sweep(3)
 def test_ties_go_to_the_lowest_index(way: str, dtype: torch.dtype) -> None:
     logits = torch.zeros(2, 5000, dtype=dtype)
     logits[:, ::2] = -0.0
@@ -65,6 +66,7 @@ def test_negative_and_subnormal_order(way: str) -> None:
 
 
 @pytest.mark.parametrize(("way", "dtype"), [each for each in with_dtypes(OP) if each[0] != "triton"])
+@pytest.mark.sweep(3)
 def test_ties_across_every_border(way: str, dtype: torch.dtype) -> None:
     """Where a kernel's bound is itself one of the keys."""
     both = (torch.eye(33)[:31] + torch.eye(33).roll(1, 1)[:31]).to(dtype)

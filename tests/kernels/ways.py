@@ -24,7 +24,7 @@ from cases.base import Op
 from fb_kernels._runtime import backend, cpu, cuda, tuning
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
-FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")
 FLAGS += ("-Wno-psabi",)  # of emulated tiles, which are made of vectors that the processor may not have
 # Of the CPU, bits; then with dot products of bfloat16, and with emulated tiles.
 VECTORS = {"128": 128, "256": 256, "512": 512, "dots": 513, "tiles": 514}

@@ -448,7 +448,7 @@ def calls(run: Path, config: Path, table: str, workers: int) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["tables", "worker"])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep
 def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
     run, config = linked(trained, tmp_path / "run", *TRAINED), tmp_path / "small.yaml"
     chosen = settings(compare={"methods": METHODS})
@@ -491,6 +491,7 @@ def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     config, run = tmp_path / "small.yaml", tmp_path / "run"
     chosen = settings(

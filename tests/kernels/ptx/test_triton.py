@@ -61,6 +61,7 @@ def run(name: str, way: str, dtype: torch.dtype, place: int, small: bool) -> tup
 
 
 @pytest.mark.parametrize(("name", "way", "dtype", "place", "small"), calls())
+@pytest.mark.sweep(3)
 def test_it_is_the_definition(
     name: str, way: str, dtype: torch.dtype, place: int, small: bool, executed_kernels: Callable
 ) -> None:
@@ -97,6 +98,7 @@ def test_executed_instructions_predict_a_rate() -> None:
     assert counts.cycles(replace(launch.tile, overlaps=False)) > counts.cycles(launch.tile)
 
 
+@pytest.mark.sweep
 def test_every_kernel_was_executed() -> None:
     """But for Gluon's, see test_gluon.py."""
     quick = [each.values for each in calls() if not each.marks]
