@@ -15,12 +15,14 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, starmap
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, pad
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, PreTrainedModel
 from transformers import Cache as HFCache
 
@@ -38,9 +40,9 @@ from fb_core.models.facts import (
     vocabulary,
 )
 from fb_core.models.native import NativeDecoder
-from fb_core.models.wrappers import sharded, through
 from fb_kernels import BranchLayout, branch_attention
 
+Result = TypeVar("Result")
 ROWS = 16_384  # of a packed forward of whole sequences
 RATE = re.compile("^p$|drop|jitter|noise")  # names of what draws in training mode
 ATTENTION = "fb_branch"  # transformers would treat a name with "flash" in it as its own
@@ -464,6 +466,40 @@ def check_packed_forward(model: PreTrainedModel, whole: nn.Module | None = None)
             f"model: expected packed and plain forwards to agree, got {name}, whose log-probabilities differ by up to "
             f"{float((ours - theirs).abs().max()):.3g} nats; use a model of a supported family"
         )
+
+
+def through(model: Any, ask: Callable[[], Result]) -> Result:
+    """`ask()` as the forward of the model: FSDP2 gathers weights for it, DistributedDataParallel sees its gradients.
+
+    Code that torch.compile has made of the model's own forward is not used.
+    """
+    while hasattr(model, "_orig_mod"):
+        model = model._orig_mod
+    module: Any = model
+    if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
+        module = model.module
+    elif not sharded(model):
+        return ask()
+    before = vars(module).get("forward")
+    module.forward = lambda: tree_map_only(Tensor, torch.clone, ask())  # hooks on views would be lost in place
+    try:
+        return model()
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+def sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards the parameters of the module itself."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__)
+
+
+def unwrapped(model: Any) -> Any:
+    """The model in the wrappers of torch.compile and DistributedDataParallel."""
+    while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
+        model = getattr(model, "_orig_mod", None) or model.module
+    return model
 
 
 def packs(rows: Sequence[int], budget: int) -> list[tuple[int, int]]:

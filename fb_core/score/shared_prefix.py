@@ -14,9 +14,16 @@ from torch import Tensor, nn
 
 from fb_core.models.adapters import Trainable, causal_lm
 from fb_core.models.facts import CausalLM, lm_head, valid_ids
-from fb_core.models.packed import Layout, Prefix, check_packed_forward, check_supported, packed_forward
+from fb_core.models.packed import (
+    Layout,
+    Prefix,
+    check_packed_forward,
+    check_supported,
+    packed_forward,
+    through,
+    unwrapped,
+)
 from fb_core.models.tokens import check_positions, many_token_ids, token_ids
-from fb_core.models.wrappers import through, unwrapped
 from fb_kernels import linear_logprob
 
 Ids: TypeAlias = Tensor | Sequence[int]

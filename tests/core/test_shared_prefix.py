@@ -28,8 +28,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from warm import launched
 
 from fb_core import CompatibilityScorer, shared_prefix_logprobs
-from fb_core.models.packed import packed_forward
-from fb_core.models.wrappers import unwrapped
+from fb_core.models.packed import packed_forward, unwrapped
 from fb_core.score import shared_prefix
 from fb_core.score.shared_prefix import shared_prefix_logprobs_many
 from fb_kernels.testing import largest_tensor
