@@ -208,6 +208,7 @@ REFUSED = {  # name: bodies
     ],
     "candidates": [ONE | {"candidates": [4, 34], "future": [4]}],
     "future": [{"prefix": "1", "candidates": ["2"], "future": ""}],
+    "prior": [TWO | {"prior": prior} for prior in ([], 7, [99], [4] * 256)],
     "temperature": [TWO | {"temperature": 1}],
     "model": [TWO | {"model": 5}],
 }
@@ -442,7 +443,9 @@ def test_a_prior_tells_what_the_prefix_adds(server, pair, problems, expected):
     found, alone = (
         post(server.url, prefix=text, continuations=texts).json()["data"] for text in (problems[0].prompt, prior)
     )
-    both = post(server.url, prefix=problems[0].prompt, continuations=texts, prior=prior).json()["data"]
+    answer = post(server.url, prefix=problems[0].prompt, continuations=texts, prior=prior).json()
+    both, tokens = answer["data"], sum(2 * len(entry["token_ids"]) for entry in answer["data"])
+    assert answer["usage"]["prompt_tokens"] == tokens + sum(len(problem.prompt_ids) for problem in problems[:2])
     for entry, plain, own in zip(both, found, alone, strict=True):
         assert entry["sum"] == pytest.approx(plain["sum"], abs=1e-4)
         assert entry["prior"] == pytest.approx(own["sum"], abs=1e-4)

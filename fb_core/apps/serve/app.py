@@ -289,7 +289,7 @@ class Application(Starlette):
             )
         if isinstance(body, ScoreRequest):
             scoring = await self._begin(request, body, self.service.score(body))
-            work = score_fields(name, cast("TextGroup", scoring.group), *await scoring.scores())
+            work = score_fields(name, cast("TextGroup", scoring.group), scoring.read, *await scoring.scores())
             fields = await self.service.turns.run(work)
             return Response(await self.service.turns.run(_encode(fields)), media_type="application/json")
         reply, chat = await self._begin(request, body, self.service.begin(body)), isinstance(body, ChatRequest)

@@ -532,10 +532,13 @@ def prompt_entry(tokens: Sequence[tuple[int, Name, float, int]]) -> dict[str, An
 
 
 def score_fields(
-    model: str, group: TextGroup, scores: Scores, prior: Scores | None = None
+    model: str, group: TextGroup, tokens: int, scores: Scores, prior: Scores | None = None
 ) -> Generator[None, None, dict[str, Any]]:
-    """The JSON of scores, of one at each step: of continuations, or of the future after each candidate."""
-    data, tokens = [], len(group.prefix)
+    """The JSON of scores, of one at each step: of continuations, or of the future after each candidate.
+
+    `tokens` are those of what they follow.
+    """
+    data = []
     for index, (ids, (exact, greedy)) in enumerate(zip(group.candidates, scores, strict=True)):
         start = len(ids) if group.future else 0
         logprobs = [max(logprob, LEAST) for logprob in exact[start:].tolist()]
@@ -544,6 +547,7 @@ def score_fields(
         if prior is not None:
             own["prior"] = sum(max(logprob, LEAST) for logprob in prior[index][0][start:].tolist())
             own["mutual_info"] = total - own["prior"]
+            tokens += len(exact)
         data.append({"index": index, **own, "token_ids": [*ids, *group.future]})
         tokens += len(exact)
         yield

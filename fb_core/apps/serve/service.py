@@ -430,7 +430,10 @@ class Service:
         reply.group = group
         self._score(reply, list(group.prefix), rows, loop)
         if prior is not None:
-            self._score(reply, text_ids(self.tokenizer, prior) if isinstance(prior, str) else prior, rows, loop)
+            try:
+                self._score(reply, text_ids(self.tokenizer, prior) if isinstance(prior, str) else prior, rows, loop)
+            except ValueError as wrong:
+                raise ValueError(str(wrong).replace("prefix", "prior", 1)) from None
 
     def end(self) -> None:
         """End all answers now, even if the engine is waiting for the large model."""
