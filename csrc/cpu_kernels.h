@@ -1271,10 +1271,26 @@ struct Attended {
   }
 };
 
+// Keys of the prefix, then of a branch: `own` of them from row `own_at` on.
+struct Piece {
+  int64_t at, shared, own_at, own;
+};
+
+// One after another: the first `count`, then others.
+template <typename T>
+struct Joined {
+  Keys<T> first, then;
+  int64_t count, row;
+  Joined(const Keys<T>& first, const Keys<T>& then, int64_t count)
+      : first(first), then(then), count(count), row(then.row) {}
+  const T* operator()(int64_t j) const { return j < count ? first(j) : then(j - count); }
+};
+
 // The keys that a block of a group's rows sees, in pieces that are the same in every block: of the prefix, then of each
-// branch. meet(own, at, count, from, to, few, seen): rows `from` to `to` meet `count` keys from `at` on, `few` where
-// their branch is short, of which seen[0] and so on say what their query heads see.
-template <typename Meet>
+// branch; if WHOLE, in pieces of the sequence of both, wherever the prefix ends, so that its sums are the same.
+// meet(piece, from, to, few, seen): rows `from` to `to` meet these keys, `few` where their branch is short, of which
+// seen[0] and so on say what their query heads see.
+template <bool WHOLE, typename Meet>
 INLINE void each_piece(
     const Layout& layout, const Scoring& how, bool own, int64_t g, int64_t first, int64_t stop, int64_t repeat,
     const Meet& meet) {
@@ -1297,18 +1313,21 @@ INLINE void each_piece(
     }
     std::fill_n(of + (to - from), MOST_SPARE, Span{KEYS, 0});
   };
-  for (int64_t at = std::max<int64_t>(0, least) / KEYS * KEYS; at < length; at += KEYS) {
-    const int64_t count = std::min(KEYS, length - at);
+  const int64_t left = WHOLE && own ? length % KEYS : 0, ends = length - left;  // that many with the branch's own
+  for (int64_t at = std::max<int64_t>(0, least) / KEYS * KEYS; at < ends; at += KEYS) {
+    const int64_t count = std::min(KEYS, ends - at);
     see(first, stop, count, [&](int64_t row) { return length + row - began[row - first] + 1 - at; });
-    meet(false, at, count, first, stop, false, seen);
+    meet(Piece{at, count, 0, 0}, first, stop, false, seen);
   }
   for (; own && b < layout.branches && layout.branch[b] < stop; ++b) {
     const int64_t start = layout.branch[b], end = layout.branch[b + 1];
-    const int64_t from = std::max(first, start), to = std::min(stop, end), oldest = from + 1 - how.window - start;
-    for (int64_t at = start + std::max<int64_t>(0, oldest) / KEYS * KEYS; from < to && at < to; at += KEYS) {
-      const int64_t count = std::min(KEYS, to - at);
-      see(from, to, count, [&](int64_t row) { return row + 1 - at; });
-      meet(true, at, count, from, to, end - start < PANEL, seen);
+    const int64_t from = std::max(first, start), to = std::min(stop, end), of_all = left + to - start;
+    const int64_t oldest = left + from + 1 - how.window - start;
+    for (int64_t at = std::max<int64_t>(0, oldest) / KEYS * KEYS; from < to && at < of_all; at += KEYS) {
+      const int64_t count = std::min(KEYS, of_all - at), shared = std::max<int64_t>(0, std::min(count, left - at));
+      see(from, to, count, [&](int64_t row) { return left + row - start + 1 - at; });
+      const Piece piece{ends + at, shared, start + at + shared - left, count - shared};
+      meet(piece, from, to, end - start < PANEL, seen);
     }
   }
 }
@@ -1343,12 +1362,23 @@ static int branch_attention(
     for (int64_t row = first; row < stop; ++row) sound[row - first] = true;
     of.begin(q.queries(first, h, repeat), n);
     const Keys<T> shared_k = layout.keys(prefix_k, g, h), shared_v = layout.keys(prefix_v, g, h);
-    each_piece(layout, how, k.data, g, first, stop, repeat, [&](
-        bool own, int64_t at, int64_t count, int64_t from, int64_t to, bool few, const Spans& seen) {
-      const Keys<T> keys = (own ? k.of(h) : shared_k).from(at), values = (own ? v.of(h) : shared_v).from(at);
-      if (of.meet((from - first) * repeat, (to - from) * repeat, keys, values, count, few, seen, how)) return;
-      bool strange = !own;
-      for (int64_t row = own ? at : from; row < to; ++row) {
+    each_piece<IN_TILES<F>>(layout, how, k.data, g, first, stop, repeat, [&](
+        const Piece& piece, int64_t from, int64_t to, bool few, const Spans& seen) {
+      const int64_t at = piece.own_at, count = piece.own, begin = (from - first) * repeat, n = (to - from) * repeat;
+      const Keys<T> before_k = shared_k.from(piece.at), before_v = shared_v.from(piece.at);
+      bool strange;
+      if constexpr (IN_TILES<F>) {
+        const Joined<T> keys(before_k, count ? k.of(h).from(at) : before_k, piece.shared);
+        const Joined<T> values(before_v, count ? v.of(h).from(at) : before_v, piece.shared);
+        if (of.meet(begin, n, keys, values, piece.shared + count, few, seen, how)) return;
+        strange = !count;
+        for (int64_t j = 0; count && j < piece.shared; ++j) strange = strange || !all_finite(before_v(j), width);
+      } else {
+        const Keys<T> keys = count ? k.of(h).from(at) : before_k, values = count ? v.of(h).from(at) : before_v;
+        if (of.meet(begin, n, keys, values, piece.shared + count, few, seen, how)) return;
+        strange = !count;
+      }
+      for (int64_t row = count ? at : from; row < to; ++row) {
         strange = strange || (row < at + count && !all_finite(v.at(row, h), width));
         if (row >= from && strange) sound[row - first] = false;
       }
@@ -1455,8 +1485,10 @@ static int branch_attention_backward(
         }
     };
     wait();
-    each_piece(layout, how, k.data, g, first, stop, repeat, [&](
-        bool own, int64_t at, int64_t count, int64_t from, int64_t to, bool few, const Spans& all) {
+    each_piece<false>(layout, how, k.data, g, first, stop, repeat, [&](
+        const Piece& piece, int64_t from, int64_t to, bool few, const Spans& all) {
+      const bool own = piece.own;
+      const int64_t at = own ? piece.own_at : piece.at, count = own ? piece.own : piece.shared;
       const Keys<T> keys = (own ? k.of(h) : layout.keys(prefix_k, g, h)).from(at);
       const Keys<T> values = (own ? v.of(h) : layout.keys(prefix_v, g, h)).from(at);
       const int64_t begin = (from - first) * repeat, taken = (to - from) * repeat;

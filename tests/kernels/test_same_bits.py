@@ -24,21 +24,23 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu.variant() == "amx"
 
 
-def drawn(made: random.Random, first: int, count: int) -> list[int]:
-    return [first, *(made.randrange(TOKENS) for _ in range(count - 1))]
+def drawn(made: random.Random, count: int) -> list[int]:
+    return [made.randrange(TOKENS) for _ in range(count)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
 def test_a_scored_row_does_not_depend_on_what_else_is_in_the_call(
     kind: str, tiles: None, request: pytest.FixtureRequest
 ) -> None:
-    """In any number, order and budget; what begins alike would share keys, which are then summed in other parts."""
+    """In any number, order and budget; some begin alike, and share rows of whichever is there."""
     made = random.Random(kind)
     model = tiny(kind, vocab_size=TOKENS, head_dim=16, max_position_embeddings=1024, **SIZES).bfloat16().eval()
     scorer, requests = CompatibilityScorer(model), []
-    for first, length in enumerate((3, 17, 64, 130, 250, 1)):
-        lengths = [made.choice([1, 5, 16, 40]) for _ in range(made.choice([1, 2, 5]))]
-        requests.append((drawn(made, first, length), [drawn(made, own, each) for own, each in enumerate(lengths)]))
+    system = drawn(made, 40)
+    for length in (3, 17, 64, 130, 250, 1, 300, 280):
+        prefix = [*system[: made.choice([0, 7, 40])], *drawn(made, length)]
+        continuations = [drawn(made, made.choice([1, 5, 16, 40])) for _ in range(made.choice([1, 2, 5]))]
+        requests.append((prefix, [*continuations, [*continuations[0][:3], 7, 8]]))
     alone = [scorer.logprobs(*each, return_entropy=True) for each in requests]
     for _ in range(250 if request.config.getoption("--all") else 25):
         order = made.sample(range(len(requests)), made.randint(1, len(requests)))
