@@ -47,7 +47,8 @@ ray.shutdown()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("last", ["collect", pytest.param("evaluate", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("last", ["score", "evaluate"])
+@pytest.mark.sweep
 def test_ray_with_two_workers_gives_the_bytes_of_one_process(undisturbed, tmp_path, last):
     """Though a task's process is killed, which is run again; a mistake in a task is the user's error, and not."""
     pytest.importorskip("ray")

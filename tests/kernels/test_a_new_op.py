@@ -135,7 +135,7 @@ assert [cell.strip() for cell in row.split("|")[2:5]] == ["x[N, D]", "[N, D]", "
 
 
 def test_its_contract_is_tested(tree: Path) -> None:
-    options = ("-n0", "-p", "no:cacheprovider", "-k", "halve")
+    options = ("-n0", "--all", "-p", "no:cacheprovider", "-k", "halve")
     out = run(tree, "-m", "pytest", *options, "tests/kernels/test_contract.py")
     passed = re.search(r"(\d+) passed", out)
     assert passed is not None, out
