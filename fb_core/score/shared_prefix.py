@@ -20,6 +20,7 @@ from fb_core.models.packed import (
     check_packed_forward,
     check_supported,
     packed_forward,
+    sharded,
     through,
     unwrapped,
 )
@@ -347,8 +348,8 @@ def shared_prefix_logprobs(
     family runs in its native decoder.
 
     Args:
-        model: a transformers causal LM whose attention goes through `AttentionInterface`, or a PEFT model of one; on
-            first use, and again in training mode, a packed forward of a few tokens is compared with a plain one.
+        model: a transformers causal LM whose attention goes through `AttentionInterface`, or a PEFT model of one, also
+            in DistributedDataParallel or sharded by FSDP2: pass the outermost; on first use, and again in training mode, a packed forward of a few tokens is compared with a plain one.
         prefix: [P] token ids, at least one.
         continuations: K sequences [R_k] of token ids, of any lengths.
         temperature: divides the logits.
@@ -424,7 +425,10 @@ def check_trainable(model: Trainable) -> CausalLM:
         check_supported(inner)
         lm_head(inner)
 
-    through(model, check)
+    if sharded(unwrapped(model)):
+        through(model, check)
+    else:
+        check()
     if model not in _SOUND[model.training]:
         with torch.autocast(inner.device.type, enabled=False):
             check_packed_forward(inner, model)
