@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import redirect_stderr, redirect_stdout
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -256,14 +256,21 @@ class Cells:
 
 def clustered(values: Sequence[Outcomes]) -> Interval:
     """95% percentile bootstrap of the mean of vectors [n], one per seed: it resamples seeds, then problems of each."""
-    table, generator = np.stack(values), np.random.default_rng(0)
-    seeds, problems = table.shape
-    means = np.empty(RESAMPLES)
-    for draw in range(RESAMPLES):
-        rows = generator.integers(seeds, size=(seeds, 1))
-        means[draw] = table[rows, generator.integers(problems, size=(seeds, problems))].mean()
+    table = np.stack(values)
+    means = drawn(*table.shape) @ table.ravel() / table.size
     low, high = np.quantile(means, [0.025, 0.975])
     return Interval(float(table.mean()), float(low), float(high))
+
+
+@cache
+def drawn(seeds: int, problems: int) -> NDArray[np.uint16]:
+    """[RESAMPLES, seeds * problems]: how often each value is in each resample."""
+    counts, generator = np.empty((RESAMPLES, seeds * problems), np.uint16), np.random.default_rng(0)
+    for row in counts:
+        of_seeds = generator.integers(seeds, size=(seeds, 1))
+        places = of_seeds * problems + generator.integers(problems, size=(seeds, problems))
+        row[:] = np.bincount(places.ravel(), minlength=row.size)
+    return counts
 
 
 def points(interval: Interval) -> str:

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from limits import HANG
 from warm import futurebridge as run
+from warm import start_futurebridge
 
 from fb_core.apps.cli.main import _folder
 from fb_core.apps.settings.pair import PairSettings, ServeSettings
@@ -68,20 +69,16 @@ def test_errors_are_one_message_and_no_traceback(arguments, words):
 
 
 def test_ctrl_c_says_that_the_same_command_goes_on(tmp_path):
-    code = (
-        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may ignore it\n"
-        "from fb_core.apps.cli.main import main\nmain()"
-    )
-    command = [sys.executable, "-c", code, "collect", "--config", "tiny", "--run-dir", str(tmp_path / "run")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = start_futurebridge(("collect", "--config", "tiny", "--run-dir", tmp_path / "run"), tmp_path)
     end = time.monotonic() + HANG
     while not list(tmp_path.glob("run/trajectories/*.json")):
         assert time.monotonic() < end
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=HANG)
-    assert process.returncode == 130
+    os.kill(process.pid, signal.SIGINT)
+    process.join(HANG)
+    told = (tmp_path / "stderr").read_text()
+    assert process.exitcode == 130
     assert told.endswith(
         f"futurebridge: stopped; finished work is in {tmp_path / 'run'}, the same command continues it\n"
     )

@@ -63,6 +63,7 @@ def futurebridge(
     typed: str | None = None,
     cwd: Path | None = None,
     program: str = "fb_core.__main__",
+    fresh: bool = False,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """`futurebridge` with these arguments to its end, as `subprocess.run` would have it."""
@@ -70,7 +71,7 @@ def futurebridge(
         folder = Path(name)
         if typed is not None:
             (folder / "stdin").write_text(typed, encoding="utf-8")
-        process = start_futurebridge(arguments, folder, cwd=cwd, program=program, **environment)
+        process = start_futurebridge(arguments, folder, cwd=cwd, program=program, fresh=fresh, **environment)
         process.join(HANG)
         process.kill()  # where it hangs
         process.join()
@@ -92,6 +93,7 @@ def _command(program: str, arguments: list[str], folder: Path, cwd: Path, enviro
     sys.argv = ["futurebridge", *arguments]
     os.environ.update(environment)
     os.chdir(cwd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may ignore it
     try:
         import_module(program).main()
     except KeyboardInterrupt:  # as Python ends of it

@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -281,14 +278,6 @@ def test_the_greedy_token_is_the_slms_first_where_the_slm_proposed_any(hostile):
     for sources, marks in (([1, 2], ["→ g", ""]), ([2, 3], ["→", "g"]), ([2, 2], ["→", ""])):
         event.sources = sources
         assert [row[0] for row in cells(printed([made], hostile))] == marks
-
-
-def test_a_terminal_without_unicode_gets_escapes(run):
-    command = [sys.executable, "-m", "fb_core", "explain", str(run), lines(run)[0]["problem"]]
-    own = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run(command, env=own, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "\\u2192 is the chosen token" in done.stdout
 
 
 def test_explain_refuses_another_tokenizer(run):

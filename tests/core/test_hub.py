@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from runs import settings
 from transformers import AutoModelForCausalLM
+from warm import futurebridge
 
 from fb_core import TokenReranker
 from fb_core.apps.demo.pairs import load_pair
@@ -141,12 +139,7 @@ def test_an_id_that_the_hub_has_not_is_refused(folder, repo_id):
 )
 @pytest.mark.sweep(2)
 def test_without_the_hub_the_command_is_one_line(folder, environment, words):
-    code = "from fb_core.__main__ import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "push", folder, "owner/name", "--private"],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
+    fresh = environment["HF_HUB_OFFLINE"] == "0"  # which is read once
+    done = futurebridge("push", folder, "owner/name", "--private", fresh=fresh, **environment)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(f"futurebridge: owner/name: .*{re.escape(words)}.*\n", done.stderr)

@@ -28,7 +28,7 @@ AGAIN = {  # a shard of each stage whose bytes depend on its inputs alone
 }
 
 
-def pair_on_disk(folder: Path, device: str, dtype: str) -> PaperSettings:
+def pair_on_disk(folder: Path, device: str, dtype: str, count: int = 70) -> PaperSettings:
     """The demo's pair as ordinary checkpoints, and problems of its world."""
     pair, names = load_pair("plans"), {}
     for role, model in (("slm", pair.slm), ("llm", pair.llm)):
@@ -36,7 +36,7 @@ def pair_on_disk(folder: Path, device: str, dtype: str) -> PaperSettings:
         model.to(getattr(torch, dtype)).save_pretrained(names[role])
         pair.world.tokenizer.save_pretrained(names[role])
     problems = folder / "problems.jsonl"
-    rows = [{"problem": p.prompt, "answer": p.answer} for p in pair.world.problems(70, 0, "train")]
+    rows = [{"problem": p.prompt, "answer": p.answer} for p in pair.world.problems(count, 0, "train")]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return PaperSettings.model_validate(
         {
@@ -67,9 +67,9 @@ def pair_on_disk(folder: Path, device: str, dtype: str) -> PaperSettings:
     )
 
 
-def run_and_repeat(folder: Path, device: str, dtype: str) -> None:
+def run_and_repeat(folder: Path, device: str, dtype: str, count: int = 70) -> None:
     """All commands; then some shards are made again."""
-    settings, run = pair_on_disk(folder, device, dtype), folder / "run"
+    settings, run = pair_on_disk(folder, device, dtype, count), folder / "run"
     for command in COMMANDS:
         run_command(command, settings, run)
     before = {stage: shard_bytes(run, stage, shard) for stage, shard in AGAIN.items()}
