@@ -258,8 +258,7 @@ def clustered(values: Sequence[Outcomes]) -> Interval:
     """95% percentile bootstrap of the mean of vectors [n], one per seed: it resamples seeds, then problems of each."""
     table = np.stack(values)
     means = drawn(*table.shape) @ table.ravel() / table.size
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Interval(float(table.mean()), float(low), float(high))
+    return Interval(float(table.mean()), *map(float, np.quantile(means, [0.025, 0.975])))
 
 
 @cache
@@ -267,9 +266,8 @@ def drawn(seeds: int, problems: int) -> NDArray[np.uint16]:
     """[RESAMPLES, seeds * problems]: how often each value is in each resample."""
     counts, generator = np.empty((RESAMPLES, seeds * problems), np.uint16), np.random.default_rng(0)
     for row in counts:
-        of_seeds = generator.integers(seeds, size=(seeds, 1))
-        places = of_seeds * problems + generator.integers(problems, size=(seeds, problems))
-        row[:] = np.bincount(places.ravel(), minlength=row.size)
+        first = generator.integers(seeds, size=(seeds, 1)) * problems
+        row[:] = np.bincount((first + generator.integers(problems, size=(seeds, problems))).ravel(), minlength=row.size)
     return counts
 
 

@@ -22,6 +22,10 @@ COMMANDS = ("collect", "futures", "score", "train", "evaluate")
 HAS_CUDA = torch.cuda.is_available()
 os.environ.setdefault("TRITON_INTERPRET", "0" if HAS_CUDA else "1")  # read when a kernel's module is imported
 torch.set_num_threads(1)
+if os.environ["TRITON_INTERPRET"] == "1":
+    from interpreted import quicken
+
+    quicken()
 
 settings.register_profile(
     "futurebridge",

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from limits import HANG
 
-from benchmarks import calls
-
 ROOT = Path(__file__).resolve().parent.parent
 ABSENT = (
     r"ModuleNotFoundError: .*|NotImplementedError: .* CUDA only|TypeError: this version of trl wants outputs|"
@@ -59,10 +57,3 @@ def test_every_benchmark_runs(tmp_path: Path, device: str, chosen: str, ops: dic
     assert [case for cases in results.values() for case in cases if not case["median_us"]] == []
     reasons = re.findall(r": not run: (.*)", output)
     assert [reason for reason in reasons if not re.fullmatch(ABSENT, reason)] == []
-
-
-def test_small_calls(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(calls, "ROUNDS", 1)
-    monkeypatch.setattr(calls, "SECONDS", 1e-6)
-    calls.main()
-    assert capsys.readouterr().out.count("\n") == 2 + len(calls.STEP)

@@ -49,6 +49,9 @@ def process(tmp_path_factory) -> Iterator[SimpleNamespace]:
     arguments = [f"{name}={value}" for name, value in (PAIR | {"replicas": 2}).items()]
     command = [sys.executable, "-c", COMMAND, str(port), "fb_core.apps.serve.replicas:app", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= dict.fromkeys(
+        ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"), "60"
+    )
     log = tmp_path_factory.mktemp("replicas") / "log"
     with log.open("w") as written:
         running = subprocess.Popen(

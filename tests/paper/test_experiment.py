@@ -63,9 +63,10 @@ def variants_of(settings, run):
 
 
 def state_of(run):
-    """Hashes and times of every file of a run, its variants left out."""
+    """Hashes and times of every file of a run, its variants left out; other tests may end a finished stage anew."""
     stages = [path for path in run.iterdir() if path.is_dir() and path.name != "variants"]
-    times = {str(path): path.stat().st_mtime_ns for stage in stages for path in (stage, *stage.rglob("*"))}
+    files = [path for stage in stages for path in stage.rglob("*") if path.name not in ("manifest.json", ".lock")]
+    times = {str(path): path.stat().st_mtime_ns for path in files if path.is_file()}
     return {"times": times, **{stage.name: contents(stage.resolve()) for stage in stages}}
 
 

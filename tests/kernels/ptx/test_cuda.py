@@ -36,7 +36,7 @@ def calls() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "dtype", "place"), calls())
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 def test_it_is_the_definition(name: str, dtype: torch.dtype, place: int, executed_kernels: Callable) -> None:
     op, way = OPS[name], OPS[name].way("cuda")
     sizes = way.also[place] if place != TYPICAL else op.typical if way.typical is None else way.typical
