@@ -449,7 +449,7 @@ Layout layout_of(const Fields& given) {
 
 }  // namespace
 
-extern "C" int fbcpu_abi_version() { return 16; }
+extern "C" int fbcpu_abi_version() { return 17; }
 
 // Whose kernels those of bfloat16 are.
 extern "C" const char* fbcpu_variant() { return kernels.variant; }
@@ -550,16 +550,18 @@ FB_FUNCTION(fbcpu_topk_entropy,
 
 FB_FUNCTION(fbcpu_rms_norm,
             const void *x, *residual, *weight; double eps; void *out, *sum; int64_t rows, width;
-            int threads, narrow;) {
+            int threads, wide_weight, narrow;) {
   return typed(given.narrow, [&](const auto& step, auto one) {
-    return step.rms_norm(as(given.x, one), as(given.residual, one), as(given.weight, one), narrow(given.eps),
+    return step.rms_norm(as(given.x, one), as(given.residual, one), given.weight, given.wide_weight, narrow(given.eps),
                          as(given.out, one), as(given.sum, one), given.rows, given.width, given.threads);
   });
 }
 
-FB_FUNCTION(fbcpu_swiglu, const void* gate_up; void* out; int64_t rows, width; int threads, narrow;) {
+FB_FUNCTION(fbcpu_swiglu,
+            const void *gate, *up; int64_t stride; void* out; int64_t rows, width; int threads, narrow;) {
   return typed(given.narrow, [&](const auto& step, auto one) {
-    return step.swiglu(as(given.gate_up, one), as(given.out, one), given.rows, given.width, given.threads);
+    return step.swiglu(as(given.gate, one), as(given.up, one), given.stride, as(given.out, one), given.rows,
+                       given.width, given.threads);
   });
 }
 

@@ -1626,11 +1626,11 @@ static int topk_entropy(
   return 0;
 }
 
-// s = x + residual, or x, and out = s / rms(s) * weight.
+// s = x + residual, or x, and out = s / rms(s) * weight, which is of float where it is wide.
 template <typename T>
 static int rms_norm(
-    const T* x, const T* residual, const T* weight, float eps, T* out, T* sum, int64_t rows, int64_t width,
-    int threads) {
+    const T* x, const T* residual, const void* weight, int wide, float eps, T* out, T* sum, int64_t rows,
+    int64_t width, int threads) {
   share(rows, 1, threads, [=](int64_t row, int64_t last) {
     for (int64_t at = row * width; at < last * width; at += width) {
       const T* s = x + at;
@@ -1641,19 +1641,19 @@ static int rms_norm(
         }
         s = sum + at;
       }
-      normed(s, weight, eps, width, out + at);
+      if (wide)
+        normed(s, static_cast<const float*>(weight), eps, width, out + at);
+      else
+        normed(s, static_cast<const T*>(weight), eps, width, out + at);
     }
   });
   return 0;
 }
 
 template <typename T>
-static int swiglu(const T* gate_up, T* out, int64_t rows, int64_t width, int threads) {
+static int swiglu(const T* gate, const T* up, int64_t stride, T* out, int64_t rows, int64_t width, int threads) {
   share(rows, 1, threads, [=](int64_t row, int64_t last) {
-    for (; row < last; ++row) {
-      const T* gate = gate_up + row * 2 * width;
-      gated(gate, gate + width, width, out + row * width);
-    }
+    for (; row < last; ++row) gated(gate + row * stride, up + row * stride, width, out + row * width);
   });
   return 0;
 }
@@ -1883,7 +1883,7 @@ static int linear_logprob_in_panels(
 }
 
 // q, k and v of each row, normed where a weight is given, q and k rotated; k and v also to their slots of the caches,
-// of which there are `size`.
+// of which there are `size`. Without v a row has none.
 template <typename T>
 static int qk_norm_rope(
     const T* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const T* cos, const T* sin, int64_t length,
@@ -1920,7 +1920,7 @@ static int qk_norm_rope(
         copied(head, width, key);
         if (slot >= 0) copied(head, width, k_cache + slot * k_slot + g * k_head);
       }
-      std::memcpy(value, x, kv_heads * width * sizeof *x);
+      if (v) std::memcpy(value, x, kv_heads * width * sizeof *x);
       for (int64_t g = 0; g < kv_heads && slot >= 0; ++g, x += width)
         std::memcpy(v_cache + slot * v_slot + g * v_head, x, width * sizeof *x);
     }

@@ -176,6 +176,52 @@ class BranchLayout:
             remembered(indices, "numbers", lambda: Numbers(rows, groups, starts, sizes, pages))
         return layout
 
+    @classmethod
+    def of_items(
+        cls,
+        prefix_len: Sequence[int],
+        token_pos_in_items: Sequence[Sequence[int]],
+        *,
+        device: torch.device | str | None = None,
+    ) -> BranchLayout:
+        """Make the layout of multi-item scoring, whose rows are also the prefix: pass `k` and `v` in both places.
+
+        The rows of a prompt are its prefix, then items between delimiters. An item sees the prefix and itself, not the
+        delimiters and the other items. The arguments are those that FlashInfer's `plan` takes for its mask, unpadded;
+        a delimiter, which no score reads, sees the prefix as there, and here also itself.
+
+        Args:
+            prefix_len: rows of each prompt's prefix.
+            token_pos_in_items: for each prompt the place of each further row in its item, from 1; 0 for a delimiter.
+                Items of 3 and 2 tokens are `[0, 1, 2, 3, 0, 1, 2, 0]`.
+            device: where the rows are; None for torch's default.
+
+        Raises:
+            TypeError: a number that is not an int.
+            ValueError: a place that does not follow the one before, or arguments for different numbers of prompts.
+        """
+        branches, prefixes, row = list[list[int]](), list[tuple[int, int]](), 0
+        if len(prefix_len) != len(token_pos_in_items):
+            expected = f"the rows of {len(prefix_len)} prompts"
+            raise checks.error(
+                OP, "token_pos_in_items", expected, len(token_pos_in_items), "give each prompt its items"
+            )
+        for length, places in zip(_integers("prefix_len", [prefix_len]), token_pos_in_items, strict=True):
+            items, before = list[int](), 0
+            for place in _integers("token_pos_in_items", [places]):
+                if place not in (0, before + 1):
+                    remedy = "count the rows of an item from 1, behind a delimiter's 0"
+                    raise checks.error(OP, "token_pos_in_items", f"0 or {before + 1} after {before}", place, remedy)
+                if place > 1:
+                    items[-1] += 1
+                else:
+                    items.append(1)
+                before = place
+            branches += [[length], items]
+            prefixes += [(0, 0), (row, length)]
+            row += length + sum(items)
+        return cls.of(branches, prefixes, device=device)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return BranchLayout, (*self.indices, self.max_branch_len, self.max_prefix_len)
 

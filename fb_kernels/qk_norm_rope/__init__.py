@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fb_kernels._runtime import checks, precision
 from fb_kernels._runtime.op import Op, fake_gradients, signature
+from fb_kernels.qk_norm_rope.reference import heads_of
 
 
 def qk_norm_rope(
@@ -31,7 +32,7 @@ def qk_norm_rope(
     operations.
 
     Args:
-        qkv: [T, (Hq + 2 Hkv) E] float: the heads of q, then of k, then of v.
+        qkv: [T, (Hq + 2 Hkv) E] float: the heads of q, then of k, then of v; or [T, (Hq + Hkv) E] without v.
         q_weight: [E] like qkv, or None for no norm.
         k_weight: [E] like qkv, or None for no norm.
         cos: [S, E] float of any dtype: the rotary table, one row per position.
@@ -45,10 +46,10 @@ def qk_norm_rope(
             caches may not share memory with each other or with another argument.
 
     Returns:
-        (q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E]) in qkv's dtype, new and contiguous. Without kv_out gradients flow to
-        qkv, q_weight and k_weight; cos and sin may not require grad. On the CPU a position outside the table or a slot
-        outside the cache is a ValueError; on a device the row's q and k are NaN for a bad position, and the row is not
-        written for a bad slot.
+        (q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E]) in qkv's dtype, new and contiguous; v[T, 0, E] if qkv has none.
+        Without kv_out gradients flow to qkv, q_weight and k_weight; cos and sin may not require grad. On the CPU a
+        position outside the table or a slot outside the cache is a ValueError; on a device the row's q and k are NaN
+        for a bad position, and the row is not written for a bad slot.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -74,14 +75,11 @@ def qk_norm_rope(
     if head_dim % 2:
         raise checks.error(op, "cos", "an even head dimension E", cos, "give both halves of the rotary table")
     checks.shape(op, "sin", sin, (length, head_dim), "[S, E]", "give it cos's shape")
-    checks.shape(
-        op,
-        "qkv",
-        qkv,
-        (None, (num_heads + 2 * num_kv_heads) * head_dim),
-        "[T, (Hq + 2 Hkv) E]",
-        "concatenate the heads of q, k and v in a row",
-    )
+    without = kv_out is None and qkv.ndim == 2 and qkv.shape[1] == (num_heads + num_kv_heads) * head_dim
+    if not without:
+        columns = (num_heads + 2 * num_kv_heads) * head_dim
+        remedy = "concatenate the heads of q, k and v in a row"
+        checks.shape(op, "qkv", qkv, (None, columns), "[T, (Hq + 2 Hkv) E]", remedy)
     rows = qkv.shape[0]
     if rows and not length:
         raise checks.error(op, "cos", "a row for each position", cos, "build the rotary tables first")
@@ -117,7 +115,8 @@ def qk_norm_rope(
 
 
 def _heads_fake(qkv: Tensor, head_dim: int, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (qkv.new_empty((qkv.shape[0], heads, head_dim)) for heads in (num_heads, num_kv_heads, num_kv_heads))
+    sizes = heads_of(qkv, head_dim, num_heads, num_kv_heads)
+    q, k, v = (qkv.new_empty((qkv.shape[0], heads, head_dim)) for heads in sizes)
     return q, k, v
 
 

@@ -62,12 +62,12 @@ def qk_norm_rope(
     if q_at < 0 or k_at < 0:
         return NotImplemented
     q, k = qkv.new_empty(rows, heads, width), qkv.new_empty(rows, kv_heads, width)
-    v = torch.empty_like(k)
+    v = qkv.new_empty(rows, reference.heads_of(qkv, width, heads, kv_heads)[2], width)
     code = library.fbcpu_qk_norm_rope(
         qkv=qkv.data_ptr(), qkv_stride=stride, q_weight=q_at, k_weight=k_at, cos=cos.data_ptr(), sin=sin.data_ptr(),
         length=length, positions=positions.data_ptr(), wide_positions=positions.dtype is torch.int64, q=q.data_ptr(),
-        k=k.data_ptr(), v=v.data_ptr(), **caches, rows=rows, heads=heads, kv_heads=kv_heads, width=width, eps=eps,
-        threads=cpu.threads(cpu.ELEMENT * rows * columns), narrow=dtype is torch.bfloat16,
+        k=k.data_ptr(), v=v.data_ptr() if v.numel() else 0, **caches, rows=rows, heads=heads, kv_heads=kv_heads,
+        width=width, eps=eps, threads=cpu.threads(cpu.ELEMENT * rows * columns), narrow=dtype is torch.bfloat16,
     )  # fmt: skip
     if code:
         reference.check_positions(positions, length)

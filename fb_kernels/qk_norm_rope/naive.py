@@ -7,7 +7,7 @@ from fb_kernels.rms_norm.naive import rms_norm
 
 
 def qk_norm_rope(
-    qkv: Tensor,  # [T, (Hq + 2 Hkv) E]
+    qkv: Tensor,  # [T, (Hq + 2 Hkv) E], or [T, (Hq + Hkv) E] without v
     q_weight: Tensor | None,  # [E]
     k_weight: Tensor | None,
     cos: Tensor,  # [S, E]
@@ -20,8 +20,10 @@ def qk_norm_rope(
     kv_out: tuple[Tensor, Tensor, Tensor] | None = None,  # k_cache[slots, Hkv, E], v_cache, slot[T]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q[T, Hq, E], k[T, Hkv, E], v): x -> x cos + rotate_half(x) sin with rotate_half(x1, x2) = (-x2, x1)."""
-    heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, cos.shape[1])
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    width = cos.shape[1]
+    q, k, v = qkv.tensor_split([num_heads * width, (num_heads + num_kv_heads) * width], 1)
+    q, k = q.reshape(len(qkv), num_heads, width), k.reshape(len(qkv), num_kv_heads, width)
+    v = v.reshape(len(qkv), num_kv_heads if v.shape[1] or not width else 0, width)
     q = _rotate(q if q_weight is None else rms_norm(q, q_weight, eps)[0], cos, sin, positions)
     k = _rotate(k if k_weight is None else rms_norm(k, k_weight, eps)[0], cos, sin, positions)
     if kv_out is not None:

@@ -17,10 +17,16 @@ OP = "qk_norm_rope"
 FORMAT = torch.contiguous_format
 
 
+def heads_of(qkv: Tensor, head_dim: int, num_heads: int, num_kv_heads: int) -> tuple[int, int, int]:
+    """Heads of q, k and v, which may have none."""
+    rest = qkv.shape[1] - (num_heads + num_kv_heads) * head_dim
+    return num_heads, num_kv_heads, num_kv_heads if rest or not head_dim else 0
+
+
 def _split(rows: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> list[Tensor]:
-    """q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E] of rows[T, (Hq + 2 Hkv) E]."""
-    heads = rows.reshape(rows.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-    return list(heads.split((num_heads, num_kv_heads, num_kv_heads), 1))
+    """q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E] of rows[T, (Hq + 2 Hkv) E]; a v[T, 0, E] where there is none."""
+    sizes = heads_of(rows, head_dim, num_heads, num_kv_heads)
+    return list(rows.reshape(rows.shape[0], sum(sizes), head_dim).split(sizes, 1))
 
 
 def _gather(table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -99,7 +105,8 @@ def qk_norm_rope(
     """(q, k, v), normed where a weight is given, q and k rotated; `op` is named in errors."""
     check_positions(positions, cos.shape[0], op)
     dtype = accumulation_dtype(qkv.dtype)
-    heads = qkv.reshape(qkv.shape[0], num_heads + 2 * num_kv_heads, cos.shape[1])
+    sizes = heads_of(qkv, cos.shape[1], num_heads, num_kv_heads)
+    heads = qkv.reshape(qkv.shape[0], sum(sizes), cos.shape[1])
     both = num_heads + num_kv_heads
     heads, v = heads[:, :both], heads[:, both:]
     heads = heads if heads.dtype == dtype else heads.to(dtype)

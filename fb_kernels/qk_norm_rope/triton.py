@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fb_kernels._runtime import tuning
+from fb_kernels.qk_norm_rope.reference import heads_of
 from fb_kernels.triton.rows import as_rows
 
 
@@ -57,27 +58,27 @@ def _inverse_rms(first, second, q_weight, k_weight, is_q, is_k, half, eps):
 
 # q, k = y cos + rotate_half(y) sin with y = x rsqrt(mean(x^2) + eps) weight and rotate_half(x1, x2) = (-x2, x1)
 # (rotary embedding, Su et al. 2021); v is copied. k and v also go to their slots of the caches, if there are any.
-# Grid: T * ceil((Hq + 2 Hkv) / HEADS); the blocks of a row are neighbours.
+# Grid: T * ceil((Hq + Hkv + Hv) / HEADS), Hv of them of v: Hkv or 0; the blocks of a row are neighbours.
 # Program: HEADS adjacent heads of one row, each of q, k or v.
 # Loop: none.
 # Memory: registers only: the two halves of the heads [HEADS, HALF], and of cos and sin [HALF], in float32.
-# Layout: qkv [T, (Hq + 2 Hkv) E], row stride qkv_stride; q_weight, k_weight [E] or None; cos, sin [table_rows, E], row
-#   strides cos_stride, sin_stride; positions, slots [T]; q [T, Hq, E], k, v [T, Hkv, E], dense;
+# Layout: qkv [T, (Hq + Hkv + Hv) E], row stride qkv_stride; q_weight, k_weight [E] or None; cos, sin [table_rows, E],
+#   row strides cos_stride, sin_stride; positions, slots [T]; q [T, Hq, E], k [T, Hkv, E], v [T, Hv, E], dense;
 #   k_cache, v_cache [cache_rows, Hkv, E] by their three strides, or None.
 @triton.jit(do_not_specialize=["cache_rows", "table_rows"])
 def _qk_norm_rope_fwd_kernel(
     qkv, q_weight, k_weight, cos, sin, positions, q, k, v, k_cache, v_cache, slots,
     qkv_stride, cos_stride, sin_stride, k_slot_stride, k_head_stride, k_column_stride,
-    v_slot_stride, v_head_stride, v_column_stride, cache_rows, table_rows, num_heads, num_kv_heads, half, eps,
+    v_slot_stride, v_head_stride, v_column_stride, cache_rows, table_rows, num_heads, num_kv_heads, v_heads, half, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(num_heads + 2 * num_kv_heads, HEADS)
+    blocks = tl.cdiv(num_heads + num_kv_heads + v_heads, HEADS)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     heads = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
     columns = tl.arange(0, HALF)
     inside = columns < half  # HALF is a power of two, E / 2 may be none
-    k_heads, v_heads = heads - num_heads, heads - num_heads - num_kv_heads  # [HEADS]: index in k, in v
-    is_q, is_k, is_v = k_heads < 0, (k_heads >= 0) & (v_heads < 0), (v_heads >= 0) & (v_heads < num_kv_heads)
+    in_k, in_v = heads - num_heads, heads - num_heads - num_kv_heads  # [HEADS]: index in k, in v
+    is_q, is_k, is_v = in_k < 0, (in_k >= 0) & (in_v < 0), (in_v >= 0) & (in_v < v_heads)
     place = heads[:, None] * 2 * half + columns[None, :]  # [HEADS, HALF]
     tile = (is_q | is_k | is_v)[:, None] & inside[None, :]
     first = tl.load(qkv + row * qkv_stride + place, mask=tile, other=0.0).to(tl.float32)
@@ -99,10 +100,10 @@ def _qk_norm_rope_fwd_kernel(
         slot = tl.load(slots + row).to(tl.int64)
         written = (slot >= 0) & (slot < cache_rows)  # -1: not written
         k_tile, v_tile = (is_k & written)[:, None] & inside[None, :], (is_v & written)[:, None] & inside[None, :]
-        k_cache += slot * k_slot_stride + k_heads[:, None].to(tl.int64) * k_head_stride
+        k_cache += slot * k_slot_stride + in_k[:, None].to(tl.int64) * k_head_stride
         tl.store(k_cache + columns[None, :] * k_column_stride, x, mask=k_tile)
         tl.store(k_cache + (columns[None, :] + half) * k_column_stride, y, mask=k_tile)
-        v_cache += slot * v_slot_stride + v_heads[:, None].to(tl.int64) * v_head_stride
+        v_cache += slot * v_slot_stride + in_v[:, None].to(tl.int64) * v_head_stride
         tl.store(v_cache + columns[None, :] * v_column_stride, x, mask=v_tile)
         tl.store(v_cache + (columns[None, :] + half) * v_column_stride, y, mask=v_tile)
 
@@ -119,27 +120,27 @@ def _weights_of_second(q_weight, k_weight, is_q, is_k, columns, inside, half):
 
 # d = grad cos - rotate_half(grad sin), the rotation's transpose; d_x = r (d w - u mean(d w u)) and d_weight = sum d u
 # over rows and heads, with u = r x, r = rsqrt(mean(x^2) + eps); heads of v, and those without a norm, take d_x = d.
-# Grid: ceil(T / ROWS) * ceil((Hq + 2 Hkv) / HEADS); the blocks of a chunk of rows are neighbours.
+# Grid: ceil(T / ROWS) * ceil((Hq + Hkv + Hv) / HEADS); the blocks of a chunk of rows are neighbours.
 # Program: HEADS adjacent heads of ROWS rows, each of q, k or v.
 # Loop: over rows.
 # Memory: registers only: halves of grad, x and of the weights' sums [HEADS, HALF] in float32.
-# Layout: grad_q [T, Hq, E], grad_k, grad_v [T, Hkv, E], dense; qkv [T, (Hq + 2 Hkv) E], row stride qkv_stride; weights
-#   [E] or None; cos, sin [table_rows, E], row strides cos_stride, sin_stride; positions [T];
-#   d_qkv [T, (Hq + 2 Hkv) E] and d_weights [programs, 2 (q, k), E], dense, each None if it is not needed.
+# Layout: grad_q [T, Hq, E], grad_k [T, Hkv, E], grad_v [T, Hv, E], dense; qkv [T, (Hq + Hkv + Hv) E], row stride
+#   qkv_stride; weights [E] or None; cos, sin [table_rows, E], row strides cos_stride, sin_stride; positions [T];
+#   d_qkv [T, (Hq + Hkv + Hv) E] and d_weights [programs, 2 (q, k), E], dense, each None if it is not needed.
 @triton.jit(do_not_specialize=["table_rows", "rows"])
 def _qk_norm_rope_bwd_kernel(
     grad_q, grad_k, grad_v, qkv, q_weight, k_weight, cos, sin, positions, d_qkv, d_weights,
-    qkv_stride, cos_stride, sin_stride, table_rows, rows, num_heads, num_kv_heads, half, eps,
+    qkv_stride, cos_stride, sin_stride, table_rows, rows, num_heads, num_kv_heads, v_heads, half, eps,
     ROWS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    all_heads = num_heads + 2 * num_kv_heads
+    all_heads = num_heads + num_kv_heads + v_heads
     blocks = tl.cdiv(all_heads, HEADS)
     chunk = tl.program_id(0) // blocks
     heads = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
     columns = tl.arange(0, HALF)
     inside = columns < half
-    k_heads, v_heads = heads - num_heads, heads - num_heads - num_kv_heads
-    is_q, is_k, is_v = k_heads < 0, (k_heads >= 0) & (v_heads < 0), (v_heads >= 0) & (v_heads < num_kv_heads)
+    in_k, in_v = heads - num_heads, heads - num_heads - num_kv_heads
+    is_q, is_k, is_v = in_k < 0, (in_k >= 0) & (in_v < 0), (in_v >= 0) & (in_v < v_heads)
     place = heads[:, None] * 2 * half + columns[None, :]  # [HEADS, HALF]
     tile = (is_q | is_k | is_v)[:, None] & inside[None, :]
     w_first = _weights(q_weight, k_weight, is_q, is_k, columns, inside)  # [HEADS, HALF]
@@ -201,16 +202,17 @@ def qk_norm_rope(
         return NotImplemented
     rows, cos, sin = as_rows(qkv), as_rows(cos), as_rows(sin)
     head_dim = cos.shape[1]
-    q, k, v = (qkv.new_empty((len(qkv), heads, head_dim)) for heads in (num_heads, num_kv_heads, num_kv_heads))
+    sizes = heads_of(qkv, head_dim, num_heads, num_kv_heads)
+    q, k, v = (qkv.new_empty((len(qkv), heads, head_dim)) for heads in sizes)
     k_cache, v_cache, slots = kv_out or (None, None, None)
     strides = [0] * 6 if kv_out is None else [*kv_out[0].stride(), *kv_out[1].stride()]
     launch = tuning.qk_norm_rope(qkv.dtype, head_dim)
-    grid = (len(rows) * triton.cdiv(num_heads + 2 * num_kv_heads, launch["HEADS"]),)
+    grid = (len(rows) * triton.cdiv(sum(sizes), launch["HEADS"]),)
     if q.numel():
         _qk_norm_rope_fwd_kernel[grid](
             rows, _contiguous(q_weight), _contiguous(k_weight), cos, sin, positions.contiguous(), q, k, v,
             k_cache, v_cache, _contiguous(slots), rows.stride(0), cos.stride(0), sin.stride(0), *strides,
-            0 if k_cache is None else len(k_cache), len(cos), num_heads, num_kv_heads, head_dim // 2, eps, **launch,
+            0 if k_cache is None else len(k_cache), len(cos), *sizes, head_dim // 2, eps, **launch,
         )  # fmt: skip
     return q, k, v
 
@@ -242,7 +244,8 @@ def qk_norm_rope_backward(
     rows, cos, sin = as_rows(qkv), as_rows(cos), as_rows(sin)
     head_dim = cos.shape[1]
     launch = tuning.qk_norm_rope_backward(qkv.dtype, len(rows), head_dim)
-    blocks = triton.cdiv(num_heads + 2 * num_kv_heads, launch["HEADS"])
+    sizes = heads_of(qkv, head_dim, num_heads, num_kv_heads)
+    blocks = triton.cdiv(sum(sizes), launch["HEADS"])
     grid = (triton.cdiv(len(rows), launch["ROWS"]) * blocks,)
     d_qkv = qkv.new_empty(qkv.shape if needs[0] else (0,))
     weighted = needs[1] or needs[2]
@@ -251,7 +254,7 @@ def qk_norm_rope_backward(
         _qk_norm_rope_bwd_kernel[grid](
             grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous(), rows, _contiguous(q_weight),
             _contiguous(k_weight), cos, sin, positions.contiguous(), d_qkv if needs[0] else None, partials,
-            rows.stride(0), cos.stride(0), sin.stride(0), len(cos), len(rows), num_heads, num_kv_heads,
+            rows.stride(0), cos.stride(0), sin.stride(0), len(cos), len(rows), *sizes,
             head_dim // 2, eps, **launch,
         )  # fmt: skip
     d_q_weight, d_k_weight = (

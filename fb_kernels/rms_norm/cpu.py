@@ -10,14 +10,22 @@ from fb_kernels._runtime import cpu
 TAKES = "float32 and bfloat16"
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, offset: float
+) -> tuple[Tensor, Tensor]:
     """(normed, residual sum); without a residual the second is empty."""
     library, dtype, size = cpu.library(), x.dtype, x.numel()
-    if isinstance(library, str) or dtype not in cpu.STEP or weight.dtype is not dtype or not size:
-        return NotImplemented
-    if not (x.is_contiguous() and weight.is_contiguous()):
+    if isinstance(library, str) or dtype not in cpu.STEP or not size or not x.is_contiguous():
         return NotImplemented
     normed, width = torch.empty_like(x), x.shape[-1]
+    if weight is None:
+        factor = x.new_ones(width, dtype=torch.float32)
+    elif offset or weight.dtype is not dtype:
+        factor = weight.to(torch.float32, memory_format=torch.contiguous_format) + offset
+    elif weight.is_contiguous():
+        factor = weight
+    else:
+        return NotImplemented
     residual_at = sum_at = 0
     if residual is None:
         summed = x.new_empty(0)
@@ -27,8 +35,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     else:
         return NotImplemented
     library.fbcpu_rms_norm(
-        x=x.data_ptr(), residual=residual_at, weight=weight.data_ptr(), eps=eps, out=normed.data_ptr(), sum=sum_at,
+        x=x.data_ptr(), residual=residual_at, weight=factor.data_ptr(), eps=eps, out=normed.data_ptr(), sum=sum_at,
         rows=size // width, width=width, threads=cpu.threads(cpu.ELEMENT * size),
-        narrow=dtype is torch.bfloat16,
+        wide_weight=factor.dtype is torch.float32, narrow=dtype is torch.bfloat16,
     )  # fmt: skip
     return normed, summed

@@ -19,28 +19,44 @@ def normalize_backward(grad: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
     return inverse * (grad - unit * (grad * unit).mean(-1, keepdim=True))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def factors(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor | None:
+    """Offset + weight, [D]; None for 1."""
+    wide = weight if weight is None or weight.dtype == dtype else weight.to(dtype)
+    return wide if wide is None or not offset else wide + offset
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(normed, residual sum); without a residual the second is empty."""
     dtype = accumulation_dtype(x.dtype)
     summed = x.new_empty(0) if residual is None else (x + residual).contiguous()
-    wide, weight = (y if y.dtype == dtype else y.to(dtype) for y in (x if residual is None else summed, weight))
-    normed = torch.nn.functional.rms_norm(wide, weight.shape, weight, eps)
+    wide = x if residual is None else summed
+    wide = wide if wide.dtype == dtype else wide.to(dtype)
+    normed = torch.nn.functional.rms_norm(wide, x.shape[-1:], factors(weight, offset, dtype), eps)
     return (normed if x.dtype == dtype else normed.to(x.dtype)).contiguous(), summed
 
 
 def rms_norm_backward(
-    grad_normed: Tensor, grad_sum: Tensor, summed: Tensor, weight: Tensor, eps: float, needs: list[bool]
+    grad_normed: Tensor,
+    grad_sum: Tensor,
+    summed: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
     """Gradients to the sum (x and residual alike) and weight; grad_sum is empty where there was no residual."""
     dtype = accumulation_dtype(summed.dtype)
     unit, inverse = normalize(summed.to(dtype), eps)
     grad = grad_normed.to(dtype)
-    d_summed, d_weight = summed.new_empty(0), weight.new_empty(0)
+    d_summed, d_weight = summed.new_empty(0), (summed if weight is None else weight).new_empty(0)
     if needs[0]:
-        d_summed = normalize_backward(grad * weight.to(dtype), unit, inverse)
+        factor = factors(weight, offset, dtype)
+        d_summed = normalize_backward(grad if factor is None else grad * factor, unit, inverse)
         if grad_sum.shape == summed.shape:
             d_summed = d_summed + grad_sum.to(dtype)
         d_summed = d_summed.to(summed.dtype).contiguous()
-    if needs[1]:
+    if needs[1] and weight is not None:
         d_weight = (grad * unit).sum_to_size(weight.shape).to(weight.dtype)
     return d_summed, d_weight

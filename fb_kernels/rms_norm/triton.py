@@ -20,15 +20,23 @@ def _load_sum(x, residual, columns, inside):
     return s.to(tl.float32)
 
 
-# normed = s rsqrt(mean(s^2) + eps) weight, summed = s = x + residual (Zhang & Sennrich 2019, equation 4).
+@triton.jit
+def _load_factor(weight, columns, inside, offset):
+    """Weight + offset as float32; without a weight 1."""
+    if weight is None:
+        return 1.0
+    return tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset
+
+
+# normed = s rsqrt(mean(s^2) + eps) (weight + offset), summed = s = x + residual (Zhang & Sennrich 2019, equation 4).
 # Grid: N * BLOCKS; the blocks of a row are neighbours.
 # Program: BLOCK columns of one row; it reads the other blocks of the row too, for the mean square.
 # Loop: over the other BLOCKS - 1 blocks of the row.
 # Memory: registers only: s and squares [BLOCK] in float32.
-# Layout: x, residual [N, D], row strides x_stride, residual_stride; weight [D]; normed, summed [N, D], dense.
+# Layout: x, residual [N, D], row strides x_stride, residual_stride; weight [D] or None; normed, summed [N, D], dense.
 @triton.jit
 def _rms_norm_fwd_kernel(
-    x, residual, weight, normed, summed, x_stride, residual_stride, width, eps,
+    x, residual, weight, normed, summed, x_stride, residual_stride, width, eps, offset,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -45,13 +53,14 @@ def _rms_norm_fwd_kernel(
         other = _load_sum(x, residual, others, others < width)
         squares += other * other
     inverse = tl.rsqrt(tl.sum(squares) / width + eps)
-    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    w = _load_factor(weight, columns, inside, offset)
     tl.store(normed + row * width + columns, s * inverse * w, mask=inside)
     if residual is not None:  # without one s is x itself
         tl.store(summed + row * width + columns, s, mask=inside)
 
 
-# d_summed = r (g w - u mean(g w u)) + grad_sum, d_weight = sum_rows g u, with u = r s, r = rsqrt(mean(s^2) + eps).
+# d_summed = r (g w - u mean(g w u)) + grad_sum, d_weight = sum_rows g u, with u = r s, r = rsqrt(mean(s^2) + eps),
+#   w = weight + offset.
 # Grid: ceil(N / ROWS) * BLOCKS; the blocks of a chunk of rows are neighbours.
 # Program: BLOCK columns of ROWS rows; it reads the rows' other blocks too, for the two means.
 # Loop: over rows; inside, twice over the other BLOCKS - 1 blocks of the row.
@@ -61,13 +70,13 @@ def _rms_norm_fwd_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_bwd_kernel(
     grad_normed, grad_sum, summed, weight, d_summed, d_weight, grad_stride, grad_sum_stride, stride, rows, width, eps,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    offset, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
     columns = block * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
-    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    w = _load_factor(weight, columns, inside, offset)
     on_weight = tl.zeros([BLOCK], tl.float32)  # rows are added in order
     for index in range(chunk * ROWS, min(chunk * ROWS + ROWS, rows)):
         row = tl.cast(index, tl.int64)
@@ -90,7 +99,7 @@ def _rms_norm_bwd_kernel(
                 others = (block + step) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
                 other = tl.load(s_row + others, mask=others < width, other=0.0).to(tl.float32)
                 other_g = tl.load(g_row + others, mask=others < width, other=0.0).to(tl.float32)
-                other_w = tl.load(weight + others, mask=others < width, other=0.0).to(tl.float32)
+                other_w = _load_factor(weight, others, others < width, offset)
                 products += other_g * other_w * (other * inverse)
             d = inverse * (on_unit - unit * (tl.sum(products) / width))
             if grad_sum is not None:
@@ -100,7 +109,9 @@ def _rms_norm_bwd_kernel(
         tl.store(d_weight + tl.cast(chunk, tl.int64) * width + columns, on_weight, mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(normed, residual sum); without a residual the second is empty."""
     if x.dtype == torch.float64:
         return NotImplemented
@@ -111,14 +122,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     blocks = triton.cdiv(width, launch["BLOCK"])
     if normed.numel():
         _rms_norm_fwd_kernel[(len(rows) * blocks,)](
-            rows, addend, weight.contiguous(), normed, summed,
-            rows.stride(0), 0 if addend is None else addend.stride(0), width, eps, BLOCKS=blocks, **launch,
+            rows, addend, None if weight is None else weight.contiguous(), normed, summed,
+            rows.stride(0), 0 if addend is None else addend.stride(0), width, eps, offset, BLOCKS=blocks, **launch,
         )  # fmt: skip
     return normed, summed
 
 
 def rms_norm_backward(
-    grad_normed: Tensor, grad_sum: Tensor, summed: Tensor, weight: Tensor, eps: float, needs: list[bool]
+    grad_normed: Tensor,
+    grad_sum: Tensor,
+    summed: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
     """Gradients to the sum and weight; each program sums the weight's over its rows; sums are added in order."""
     if summed.dtype == torch.float64:
@@ -131,8 +148,10 @@ def rms_norm_backward(
     partials = summed.new_empty((chunks, width), dtype=torch.float32) if needs[1] else None
     if summed.numel():
         _rms_norm_bwd_kernel[(chunks * blocks,)](
-            upstream, on_sum, rows, weight.contiguous(), d_summed if needs[0] else None, partials,
-            upstream.stride(0), 0 if on_sum is None else on_sum.stride(0), rows.stride(0), len(rows), width, eps,
-            BLOCKS=blocks, **launch,
+            upstream, on_sum, rows, None if weight is None else weight.contiguous(), d_summed if needs[0] else None,
+            partials, upstream.stride(0), 0 if on_sum is None else on_sum.stride(0), rows.stride(0), len(rows), width,
+            eps, offset, BLOCKS=blocks, **launch,
         )  # fmt: skip
-    return d_summed, weight.new_empty(0) if partials is None else partials.sum(0).to(weight.dtype)
+    if weight is None or partials is None:
+        return d_summed, (summed if weight is None else weight).new_empty(0)
+    return d_summed, partials.sum(0).to(weight.dtype)

@@ -10,15 +10,19 @@ from fb_kernels._runtime import cpu
 TAKES = "float32 and bfloat16"
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up of gate_up[..., 2F]."""
-    library, size = cpu.library(), gate_up.numel()
-    if isinstance(library, str) or gate_up.dtype not in cpu.STEP or not size or not gate_up.is_contiguous():
+def swiglu(gate_up: Tensor, up: Tensor | None) -> Tensor:
+    """Compute silu(gate) * up."""
+    library, dtype, size = cpu.library(), gate_up.dtype, gate_up.numel()
+    if isinstance(library, str) or dtype not in cpu.STEP or not size or not gate_up.is_contiguous():
         return NotImplemented
-    *rows, width = gate_up.shape
-    out = gate_up.new_empty(*rows, width // 2)
+    if up is not None and not up.is_contiguous():
+        return NotImplemented
+    *rows, stride = gate_up.shape
+    width = stride // 2 if up is None else stride
+    out, gate_at = gate_up.new_empty(*rows, width), gate_up.data_ptr()
     library.fbcpu_swiglu(
-        gate_up=gate_up.data_ptr(), out=out.data_ptr(), rows=size // width, width=width // 2,
-        threads=cpu.threads(cpu.ELEMENT * size), narrow=gate_up.dtype is torch.bfloat16,
+        gate=gate_at, up=gate_at + width * dtype.itemsize if up is None else up.data_ptr(), stride=stride,
+        out=out.data_ptr(), rows=size // stride, width=width, threads=cpu.threads(cpu.ELEMENT * size),
+        narrow=dtype is torch.bfloat16,
     )  # fmt: skip
     return out

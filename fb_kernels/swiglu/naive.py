@@ -3,8 +3,7 @@
 from torch import Tensor
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of gate_up[..., 2F] with silu(x) = x sigmoid(x): [..., F]."""
-    half = gate_up.shape[-1] // 2
-    gate, up = gate_up[..., :half], gate_up[..., half:]
+def swiglu(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
+    """silu(gate) * up with silu(x) = x sigmoid(x): [..., F], of gate_up[..., 2F] or of two tensors [..., F]."""
+    gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
     return gate * gate.sigmoid() * up

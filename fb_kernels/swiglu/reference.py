@@ -8,19 +8,26 @@ from torch import Tensor
 from fb_kernels._runtime.precision import accumulation_dtype
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up of gate_up[..., 2F]."""
-    dtype, half = accumulation_dtype(gate_up.dtype), gate_up.shape[-1] // 2
-    wide = gate_up if gate_up.dtype == dtype else gate_up.to(dtype)
-    gated = torch.nn.functional.silu(wide[..., :half]).mul_(wide[..., half:])
+def halves(gate_up: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(gate, up), each [..., F]."""
+    return (gate_up, up) if up is not None else gate_up.tensor_split(2, -1)
+
+
+def swiglu(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
+    """Compute silu(gate) * up."""
+    dtype = accumulation_dtype(gate_up.dtype)
+    gate, up = (x if x.dtype == dtype else x.to(dtype) for x in halves(gate_up, up))
+    gated = torch.nn.functional.silu(gate).mul_(up)
     return (gated if gated.dtype == gate_up.dtype else gated.to(gate_up.dtype)).contiguous()
 
 
-def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradient to gate_up."""
+def swiglu_backward(grad: Tensor, gate_up: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients to gate_up and up; without up the second is empty."""
     dtype = accumulation_dtype(gate_up.dtype)
-    gate, up = gate_up.to(dtype).chunk(2, -1)
+    gate, factor = (x.to(dtype) for x in halves(gate_up, up))
     grad = grad.to(dtype)
     sigmoid = torch.sigmoid(gate)
-    d_gate = grad * up * (sigmoid * (1 + gate * (1 - sigmoid)))
-    return torch.cat((d_gate, grad * (gate * sigmoid)), -1).to(gate_up.dtype).contiguous()
+    d_gate, d_up = grad * factor * (sigmoid * (1 + gate * (1 - sigmoid))), grad * (gate * sigmoid)
+    if up is None:
+        return torch.cat((d_gate, d_up), -1).to(gate_up.dtype).contiguous(), grad.new_empty(0, dtype=gate_up.dtype)
+    return d_gate.to(gate_up.dtype).contiguous(), d_up.to(up.dtype).contiguous()

@@ -295,3 +295,31 @@ def test_no_sync_is_needed_to_make_one() -> None:
         BranchLayout.of(BRANCHES, PREFIXES, block_table=[[1], [], [2, 3]])
         BranchLayout(**indices())
     assert syncs.total == 0
+
+
+def test_items_see_their_prompts_prefix_and_themselves(generator: torch.Generator) -> None:
+    """Against the mask of FlashInfer's multi-item scoring, but for delimiters, which see themselves too."""
+    prefixes, places = [4, 0, 2], [[0, 1, 2, 3, 0, 1, 2, 0], [0, 1, 0], []]
+    row = torch.cat(
+        [torch.cat((torch.full((n,), -1), torch.tensor(own))) for n, own in zip(prefixes, places, strict=True)]
+    )
+    prompt = torch.arange(3).repeat_interleave(
+        torch.tensor([n + len(own) for n, own in zip(prefixes, places, strict=True)])
+    )
+    at, key = torch.arange(len(row))[:, None], torch.arange(len(row))
+    own = (row[:, None] < 0) | (row == -1) | (at < key + row[:, None])
+    sees = (prompt[:, None] == prompt) & (key <= at) & own | (key == at)
+    q, k, v = torch.randn(3, len(row), 2, 8, generator=generator, dtype=torch.float64)
+    out = branch_attention(q, k, v, k, v, BranchLayout.of_items(prefixes, places))
+    logits = torch.einsum("qhe,khe->hqk", q, k) / 8**0.5
+    dense = torch.einsum("hqk,khe->qhe", logits.masked_fill(~sees, -torch.inf).softmax(-1), v)
+    torch.testing.assert_close(out, dense)
+
+
+@pytest.mark.parametrize(
+    ("given", "argument"),
+    [(([4], [[0, 2]]), "token_pos_in_items"), (([4, 1], [[0]]), "token_pos_in_items"), (([-1], [[]]), "prefix_len")],
+)
+def test_items_that_are_none(given: tuple[list[int], list[list[int]]], argument: str) -> None:
+    with pytest.raises(ValueError, match=f"^BranchLayout: {argument}: expected"):
+        BranchLayout.of_items(*given)

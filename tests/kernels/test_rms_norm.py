@@ -13,7 +13,7 @@ from fb_kernels import rms_norm
 @pytest.mark.parametrize("way", names(OP))
 def test_the_sum_is_rounded_before_the_norm(way: str) -> None:
     dtype = torch.float32 if way.startswith("cpu") else torch.bfloat16
-    x, weight, _, residual = OP.cast(make((16,), 24), dtype).arguments.values()
+    x, weight, _, residual, _ = OP.cast(make((16,), 24), dtype).arguments.values()
     with running(way):
         normed, total = rms_norm(x, weight, EPS, residual)
         assert torch.equal(total, x + residual)

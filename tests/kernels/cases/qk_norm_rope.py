@@ -38,11 +38,18 @@ def make(
     heads: tuple[int, int] = (4, 2),
     normed: tuple[bool, bool] = (True, True),
     index: torch.dtype = torch.int64,
+    values: bool = True,
     seed: int = 0,
 ) -> Case:
     """The halves of the tables differ; where no position is they are NaN."""
     width = 2 * half
-    shapes = ((rows, (heads[0] + 2 * heads[1]) * width), (width,), (width,), (LENGTH, width), (LENGTH, width))
+    shapes = (
+        (rows, (heads[0] + (1 + values) * heads[1]) * width),
+        (width,),
+        (width,),
+        (LENGTH, width),
+        (LENGTH, width),
+    )
     qkv, q_weight, k_weight, cos, sin = normal(seed, *shapes)
     positions = torch.randint(0, LENGTH, (rows,), generator=generator(seed))
     unused = torch.ones(LENGTH, dtype=torch.bool).index_fill(0, positions, False)
@@ -125,7 +132,7 @@ def _sizes(halves: st.SearchStrategy[int]) -> dict[str, st.SearchStrategy]:
 
 
 def sizes(least: int, halves: st.SearchStrategy[int]) -> st.SearchStrategy:
-    return st.fixed_dictionaries({"rows": st.integers(least, 4), **_sizes(halves)})
+    return st.fixed_dictionaries({"rows": st.integers(least, 4), "values": st.booleans(), **_sizes(halves)})
 
 
 @st.composite
@@ -172,7 +179,8 @@ OP = Op(
         ),
     },
     typical=TYPICAL,
-    tiny=[{"rows": 2, "half": 1, "normed": (q, k)} for q in (True, False) for k in (True, False)],
+    tiny=[{"rows": 2, "half": 1, "normed": (q, k)} for q in (True, False) for k in (True, False)]
+    + [{"rows": 2, "half": 1, "values": False}],
     scales=scales,
     gradient_scales=gradient_scales,
     rows={"qkv": 0, "positions": 0},
