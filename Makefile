@@ -35,10 +35,14 @@ $(RUN): pyproject.toml setup.py $(CONSTRAINTS) $(wildcard constraints/*) $(wildc
 	$(call BUILD_CUDA,$(if $(wildcard /dev/nvidia0),auto,skip)) $(PIP) --no-build-isolation --editable '.[run]'
 	touch $@
 
+# A decoder of others for examples/litgpt_decoder.py, without its own requirements: they want an older transformers.
+LITGPT := litgpt==0.5.13 lightning==2.6.6 lightning-utilities==0.15.3 pytorch-lightning==2.6.6 torchmetrics==1.9.0 jsonargparse==4.53.0
+
 $(STAMP): $(RUN)
 	@echo "--- what the tests need: some 3 GB, among them Ray, TRL, lm-eval and clients of servers"
 	$(call BUILD_CUDA,auto) $(BIN)/python -c 'import setup; setup.build_in_place()'
 	$(call BUILD_CUDA,auto) $(PIP) --no-build-isolation --editable '.[dev]'
+	$(PIP) --no-deps $(LITGPT)
 	touch $@
 
 # Three workers for two cores: some tests wait for other processes.

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,7 @@ PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(
 RUN = ("ops.md", "reproduce.md", "scoring.md", "decoding.md")
 ELSEWHERE = {  # pages whose Python is run elsewhere, or is a fragment of what an example or a test runs
     "serving.md": "tests/core/test_serve_clients.py",
+    "your_decoder.md": "examples/litgpt_decoder.py",
     "scoring.md": "examples/grpo.py",
     "choice.md": "tests/core/test_choice.py",
 }
@@ -62,6 +64,11 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path)
     command = [sys.executable, "-c", "\n".join(block for block in blocks(page, "python") if "(...)" not in block)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_decoders_page_is_of_its_example() -> None:
+    code = (ROOT / ELSEWHERE["your_decoder.md"]).read_text()
+    assert all(textwrap.indent(block, "    ") in code for block in blocks("your_decoder.md", "python"))
 
 
 @pytest.mark.parametrize("page", ELSEWHERE)

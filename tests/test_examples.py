@@ -55,7 +55,7 @@ def run(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_example_and_notebook_is_run() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == RUNS.keys() | {"pretrained_model.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == RUNS.keys() | {"pretrained_model.py", "litgpt_decoder.py"}
     assert {path.stem for path in (EXAMPLES / "notebooks").glob("*.ipynb")} == NOTEBOOKS.keys()
 
 
@@ -64,6 +64,26 @@ def test_example(name: str) -> None:
     done = run(EXAMPLES / name)
     assert done.returncode == 0, done.stderr
     assert RUNS[name] in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a llama", "norms of q and k", "1 + w", "biases", "another attention"])
+def test_litgpts_decoder_has_the_same_scores_and_gradients(kind: str) -> None:
+    module = pytest.importorskip("litgpt.model")
+    example = runpy.run_path(str(EXAMPLES / "litgpt_decoder.py"))
+    changes = {"norms of q and k": {"norm_qk": True}, "biases": {"bias": True, "lm_head_bias": True}}
+    changes |= {"another attention": {"sliding_window_size": 4}}
+    model = module.GPT(module.Config(**example["TINY"] | changes.get(kind, {})))
+    for norm in model.modules():
+        if isinstance(norm, module.RMSNorm):
+            torch.nn.init.normal_(norm.weight)
+            norm.add_unit_offset = kind == "1 + w"
+    given = torch.arange(40), [torch.arange(place, place + length) for place, length in ((1, 5), (200, 1), (7, 9))]
+    if kind == "another attention":
+        with pytest.raises(ValueError, match=r"^litgpt: expected blocks like those of Llama and Qwen3"):
+            example["logprobs"](model, *given)
+    else:
+        assert max(example["differences"](model, given)) < 1e-5
 
 
 def test_two_processes_have_half_a_head_each() -> None:

@@ -130,7 +130,7 @@ def test_the_variable_is_read() -> None:
 def test_a_kernel_runs_and_what_it_refuses_goes_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def kernel(gate_up: torch.Tensor) -> torch.Tensor:
+    def kernel(gate_up: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
         seen.append(gate_up.dtype)
         return NotImplemented if gate_up.dtype == torch.float64 else torch.zeros(2, 6)
 

@@ -24,8 +24,8 @@ ERRORS |= {"device": (ValueError,), "shape": (ValueError,), "value": (ValueError
 ONE_EACH = {case(name).op: name for name in reversed(NAMES)}  # op: its first case
 ANY_SHAPE = {("swiglu", "gate_up"), ("topk_entropy", "logits"), ("candidate_head", "head_bias")}
 MORE_ROWS = {("skinny_linear", "x"), ("candidate_head", "hidden")}
-ANY_FLOAT = {"threshold", "entropy"}  # beside any other
-ANY_SIGN = {"logit_scale", "scale", "ignore_index", "threshold"}
+ANY_FLOAT = {("", "threshold"), ("", "entropy"), ("rms_norm", "weight")}  # beside any other; of every op, or of one
+ANY_SIGN = {"logit_scale", "offset", "scale", "ignore_index", "threshold"}
 
 
 def bad_tensors(op: str, name: str, x: Tensor) -> Iterator[tuple[str, Any]]:
@@ -38,10 +38,14 @@ def bad_tensors(op: str, name: str, x: Tensor) -> Iterator[tuple[str, Any]]:
     yield from (("memory", each) for each in without_memory(x))
     wrong = [torch.int64, torch.float8_e4m3fn] if x.is_floating_point() else [torch.float32, torch.int16]
     yield from (("dtype", x.to(dtype)) for dtype in (*wrong, torch.bool, torch.uint8, torch.complex64))
-    others = [other for name, other in case(ONE_EACH[op]).tensors.items() if name not in ANY_FLOAT]
+    others = [other for name, other in case(ONE_EACH[op]).tensors.items() if ("", name) not in ANY_FLOAT]
     if len(others) > 1:
         yield "device", x.to("meta")
-    if sum(other.is_floating_point() for other in others) > 1 and x.is_floating_point() and name not in ANY_FLOAT:
+    if (
+        sum(other.is_floating_point() for other in others) > 1
+        and x.is_floating_point()
+        and not {(op, name), ("", name)} & ANY_FLOAT
+    ):
         yield "mixed", x.half()
     if (op, name) not in ANY_SHAPE:
         yield "shape", x[None, None, None]

@@ -423,6 +423,26 @@ def test_shipped_settings_are_published_where_they_say_so():
     assert [is_published(PaperSettings.of_config(name)) for name in names] == [True, False, True, False]
 
 
+SUPPLEMENT = {  # published values, as literals
+    "problems": {"validation": 750},
+    "collect": {"max_new_tokens": 4096, "top_k": 64, "quantile": 0.99, "max_states": 8, "slm_k": 8},
+    "futures": {"max_new_tokens": 4096, "llm_k": 8},
+    "score": {"horizon": 128, "pool": "joint"},
+    "train": {"horizons": (16, 32, 64, 128), "temperature": 0.5, "alpha": 1.0, "scope": "candidate", "rank": 16}
+    | {"lora_alpha": 32.0, "dropout": 0.05, "learning_rate": 2e-4, "weight_decay": 0.01, "warmup": 0.03, "clip": 1.0}
+    | {"groups_per_step": 32, "epochs": 3, "seeds": (0, 1, 2)},
+    "evaluate": {"max_new_tokens": 4096, "max_events": 8}
+    | {"benchmarks": ("gsm8k", "math-500", "olympiadbench", "aime-2024", "aime-2025")},
+}
+
+
+@pytest.mark.parametrize(("section", "name"), [(each, name) for each, values in SUPPLEMENT.items() for name in values])
+@pytest.mark.parametrize("config", ["default", "qwen3-1.7b-published", "qwen3-0.6b-published"])
+def test_a_setting_has_the_supplements_value(config, section, name):
+    found = PaperSettings(**PAPER) if config == "default" else PaperSettings.of_config(config)
+    assert getattr(getattr(found, section), name) == SUPPLEMENT[section][name]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
