@@ -102,7 +102,8 @@ OPS = (
         by_definition(naive.qk_norm_rope),
         checked=_checked,
         compiled=compiled,
-        takes="qkv[T, (Hq + 2 Hkv) E] or, without v, [T, (Hq + Hkv) E], (q_weight[E]), (k_weight[E]), cos[S, E], sin[S, E], positions[T], (kv_out)",
+        takes="qkv[T, (Hq + 2 Hkv) E] or, without v, [T, (Hq + Hkv) E], (q_weight[E]), (k_weight[E]), cos[S, E], "
+        "sin[S, E], positions[T], (kv_out)",
         gives="q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E]; with kv_out writes k and v to their slots",
         cpu="fp32, bf16",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,8 @@ def compiled() -> Iterator[Call]:
     """The residual stream of Qwen3-1.7B over a decode step and packed rows, and a wider one."""
     for rows, width in ((16, 2048), (4096, 2048), (4096, 8192)):
         yield from (rms_norm(rows, width, residual=residual).cast(torch.bfloat16) for residual in (False, True))
+    call = rms_norm(residual=False)
+    yield replace(call, gradients=("x",), shape=f"{call.shape}, no weight").with_(weight=None).cast(torch.bfloat16)
 
 
 OPS = (

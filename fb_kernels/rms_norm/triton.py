@@ -23,9 +23,10 @@ def _load_sum(x, residual, columns, inside):
 @triton.jit
 def _load_factor(weight, columns, inside, offset):
     """Weight + offset as float32; without a weight 1."""
-    if weight is None:
-        return 1.0
-    return tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset
+    factor = tl.full(columns.shape, 1.0, tl.float32)
+    if weight is not None:
+        factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset
+    return factor
 
 
 # normed = s rsqrt(mean(s^2) + eps) (weight + offset), summed = s = x + residual (Zhang & Sennrich 2019, equation 4).

@@ -10,7 +10,8 @@ from fb_kernels._runtime.precision import accumulation_dtype
 
 def halves(gate_up: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """(gate, up), each [..., F]."""
-    return (gate_up, up) if up is not None else gate_up.tensor_split(2, -1)
+    gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
+    return gate, up
 
 
 def swiglu(gate_up: Tensor, up: Tensor | None = None) -> Tensor:

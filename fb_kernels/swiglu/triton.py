@@ -86,4 +86,5 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, up: Tensor | None) -> tuple[T
 def _halves(gate_up: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gate and up as rows [N, F]."""
     rows = as_rows(gate_up)
-    return rows.tensor_split(2, 1) if up is None else (rows, as_rows(up))
+    gate, up = rows.chunk(2, 1) if up is None else (rows, as_rows(up))
+    return gate, up
