@@ -14,7 +14,7 @@ BUILD_CUDA = FB_BUILD_CUDA=$${FB_BUILD_CUDA:-$(1)}
 # One thread per process: tests and demo run one process per core.
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
-# Many processes import the same files.
+# Tests start many processes, which import faster from compiled files.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install test test-all quick test-real test-servers demo bench bench-diff figures docs aot ptx wheel kernels-hub tune gpu-wheels gpu-library gpu-check gpu-results gpu-sanitize check clean

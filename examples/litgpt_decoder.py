@@ -34,7 +34,9 @@ def normed(norm: RMSNorm, x: Tensor, residual: Tensor | None = None) -> tuple[Te
     return rms_norm(x, norm.weight, norm.eps, residual, offset=float(norm.add_unit_offset))
 
 
-def after(block: Block, x: Tensor, residual: Tensor | None, tables: Sequence[Tensor], layout: BranchLayout) -> Given:
+def after(
+    block: Block, x: Tensor, residual: Tensor | None, tables: Sequence[Tensor], layout: BranchLayout
+) -> tuple[Tensor, Tensor]:
     """A block over packed rows x[T, D]: (what it adds, what that is added to); the next norm makes the sum."""
     attn, mlp, config = block.attn, block.mlp, block.config
     y, residual = normed(block.norm_1, x, residual)
@@ -88,8 +90,7 @@ def differences(model: GPT, given: Given) -> tuple[float, float]:
     """The largest difference of a log-prob, and of a parameter's gradient relative to its norm."""
     found, grads = [], []
     for score in (logprobs, full_rows):
-        scores: Score = score
-        values = torch.cat(scores(model, *given))
+        values = torch.cat(score(model, *given))
         grads.append(torch.autograd.grad(values.sum(), [*model.parameters()]))
         found.append(values.detach())
     apart = [float((mine - theirs).norm() / (theirs.norm() + 1e-30)) for mine, theirs in zip(*grads, strict=True)]

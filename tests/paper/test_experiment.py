@@ -423,7 +423,7 @@ def test_shipped_settings_are_published_where_they_say_so():
     assert [is_published(PaperSettings.of_config(name)) for name in names] == [True, False, True, False]
 
 
-SUPPLEMENT = {  # published values, as literals
+PUBLISHED = {  # published values, as literals
     "problems": {"validation": 750},
     "collect": {"max_new_tokens": 4096, "top_k": 64, "quantile": 0.99, "max_states": 8, "slm_k": 8},
     "futures": {"max_new_tokens": 4096, "llm_k": 8},
@@ -436,11 +436,11 @@ SUPPLEMENT = {  # published values, as literals
 }
 
 
-@pytest.mark.parametrize(("section", "name"), [(each, name) for each, values in SUPPLEMENT.items() for name in values])
+@pytest.mark.parametrize(("section", "name"), [(each, name) for each, values in PUBLISHED.items() for name in values])
 @pytest.mark.parametrize("config", ["default", "qwen3-1.7b-published", "qwen3-0.6b-published"])
-def test_a_setting_has_the_supplements_value(config, section, name):
+def test_a_setting_has_its_published_value(config, section, name):
     found = PaperSettings(**PAPER) if config == "default" else PaperSettings.of_config(config)
-    assert getattr(getattr(found, section), name) == SUPPLEMENT[section][name]
+    assert getattr(getattr(found, section), name) == PUBLISHED[section][name]
 
 
 @pytest.mark.parametrize(
