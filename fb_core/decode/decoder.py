@@ -336,7 +336,7 @@ class CollaborativeDecoder:
         tokens: list[int] = chosen.tolist()
         if not asking:
             return tokens
-        kv, states = PrefixKV.from_cache(step.cache), []
+        kv, states = PrefixKV.from_cache(step.cache, self.slm), []
         for row in asking:
             ids = step.rows[row].tokens
             prefix = Prefix(kv, start=step.slots - len(ids), length=len(ids), pages=(row,))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fb_core.events import Pool
 from fb_core.models.facts import Cache, CausalLM, fingerprint
-from fb_core.models.packed import Prefix, cached_prefix
+from fb_core.models.packed import Prefix, cached_prefix, check_packed_forward
 from fb_core.rerank.merged_reranker import MergedReranker
 from fb_core.rerank.reranker import TokenReranker
 from fb_core.rerank.value_head import ValueHead
@@ -156,9 +156,11 @@ class FutureBridgeSelector(ScoringSelector):
                 "with other weights or architecture; make or load it on this SLM"
             )
         if self.reranker.scope == "candidate":
+            if base is not slm:
+                check_packed_forward(slm)
             cache = Cache()
             last_logits(slm, torch.zeros(1, 2, dtype=torch.int64, device=slm.device), cache=cache)
-            cached_prefix(cache, base, 2)
+            cached_prefix(cache, slm, 2)
 
     @torch.no_grad()
     def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:

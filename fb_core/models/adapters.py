@@ -59,7 +59,13 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     config.task_type = config.modules_to_save = None
     with warnings.catch_warnings():  # peft reads a property that transformers has renamed
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        return get_peft_model(share_weights(model), config)
+        try:
+            return get_peft_model(share_weights(model), config)
+        except ValueError as problem:  # it takes some names for parts of projections that are fused elsewhere
+            raise ValueError(
+                f"model: expected projections that peft adapts, got those of a {type(model).__name__} ({problem}); use "
+                "a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2"
+            ) from problem
 
 
 def adapter_tensors(adapted: PeftModel) -> dict[str, Tensor]:

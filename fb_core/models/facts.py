@@ -68,22 +68,24 @@ def misfit(model: PreTrainedModel) -> str | None:
         return f"layers of type {', '.join(other)}"
     if getattr(model, "_is_stateful", False) and not getattr(config, "layer_types", None):
         return "a recurrent state"
-    for kind in sorted(_rope_types([getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")])):
-        if kind == "longrope" or "dynamic" in kind:  # as transformers decides it
+    for kind in sorted({kind for kind, _ in _scalings(model)}):
+        if "dynamic" in kind:  # as transformers decides it
             return f"rotary scaling {kind}, which depends on the length"
     if getattr(config, "attn_temperature_tuning", False):
         return "attention scaled by the place in a batch"
     return "no LM head" if model.get_output_embeddings() is None else None
 
 
-def _rope_types(value: Any) -> set[str]:
-    """The kinds of rotary scaling in settings, whose layers may each have their own."""
-    if isinstance(value, list):
-        return set().union(*map(_rope_types, value))
-    if not isinstance(value, dict):
-        return set()
-    kind = value.get("rope_type", value.get("type"))
-    return _rope_types([*value.values()]) | ({kind} if isinstance(kind, str) else set())
+def _scalings(model: PreTrainedModel) -> list[tuple[str, int | None]]:
+    """(kind, original positions) of the model's rotary scalings; layers may each have their own."""
+    config = text_config(model)
+    waiting: list[Any] = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    found = []
+    for settings in waiting:  # which grows
+        if isinstance(settings, dict):
+            found.append((settings.get("rope_type", settings.get("type")), settings))
+        waiting += settings.values() if isinstance(settings, dict) else settings if isinstance(settings, list) else ()
+    return [(kind, x.get("original_max_position_embeddings")) for kind, x in found if isinstance(kind, str)]
 
 
 def unfit(name: str, model: PreTrainedModel, reason: str) -> ValueError:
@@ -153,8 +155,13 @@ def quietly(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """The number of positions the model was made for, None where its configuration sets none."""
-    return getattr(text_config(model), "max_position_embeddings", None)
+    """The number of positions the model was made for, None where its configuration sets none.
+
+    With longrope the original ones: a longer sequence would turn the keys of all that it is packed or batched with.
+    """
+    original = [count for kind, count in _scalings(model) if kind == "longrope"]
+    counts = [getattr(text_config(model), "max_position_embeddings", None), *original]
+    return min((count for count in counts if count is not None), default=None)
 
 
 def vocabulary(model: PreTrainedModel) -> int:

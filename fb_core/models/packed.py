@@ -12,10 +12,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, starmap
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -55,9 +56,16 @@ class PrefixKV:
     layers: Sequence[tuple[Tensor, Tensor]]
 
     @classmethod
-    def from_cache(cls, cache: HFCache) -> PrefixKV:
-        """Views of a Hugging Face cache [B, Hkv, S, E]: each of its rows is one page of S slots, nothing is copied."""
-        return cls([tuple(x.transpose(1, 2).detach() for x in (layer.keys, layer.values)) for layer in cache.layers])
+    @torch.no_grad()
+    def from_cache(cls, cache: HFCache, model: nn.Module) -> PrefixKV:
+        """From the Hugging Face cache [B, Hkv, S, E] of a model: each of its rows is one page of S slots.
+
+        Keys and values are views; those of latents are computed by the model's own layers, once it was checked.
+        """
+        pairs = [(layer.keys, layer.values) for layer in cache.layers]
+        if model in _KEPT:
+            pairs = [at.expand(*pairs[at.layer]) if at.expand else pairs[at.layer] for at in _KEPT[model]]
+        return cls([(k.transpose(1, 2), _widened(v, k).transpose(1, 2)) for k, v in pairs])
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,6 @@ def _fb_branch(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     dropout: float = 0.0,
-    fb_layout: Layout | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer of a packed forward, called by the model's own attention module."""
@@ -141,23 +148,24 @@ def _fb_branch(
             f"{type(module).__name__}: expected no attention dropout, got {dropout}; call model.eval() first"
         )
     problem = None
-    if fb_layout is None:
-        problem = "attention without the arguments of packed_forward"
+    layout = _LAYOUT.get()  # not all layers pass arguments on
+    if layout is None:
+        problem = "attention outside a packed forward"
     elif value.shape[-1] > query.shape[-1]:
         problem = f"head sizes {query.shape[-1]} and {value.shape[-1]}"
     elif attention_mask is not None:  # transformers makes none here: the model adds one of its own
         problem = "a mask of the model's own"
-    if fb_layout is None or problem is not None:
+    if layout is None or problem is not None:
         raise ValueError(
             f"{type(module).__name__}: expected plain attention with one head size, got {problem}; "
             "use a model of a supported family"
         )
     width = value.shape[-1]  # of latent attention less than the keys'
-    value = pad(value, (0, query.shape[-1] - width))
-    q, k, v = (states[0].transpose(0, 1).to(query.dtype) for states in (query, key, value))  # [T, heads, E]
+    parts = query, key, _widened(value, query)
+    q, k, v = (states[0].transpose(0, 1).to(query.dtype) for states in parts)  # [T, heads, E]
     layer: int = module.layer_idx  # type: ignore[assignment]
-    fb_layout.calls.append((module, sliding_window))
-    out, lse = fb_layout.attend(layer, q, k, v, sliding_window, scaling, softcap)
+    layout.calls.append((module, sliding_window))
+    out, lse = layout.attend(layer, q, k, v, sliding_window, scaling, softcap)
     out = out[..., :width]
     if s_aux is not None:  # attention sinks take part in the softmax only
         out = out * torch.sigmoid(lse.T - s_aux).to(out.dtype)[..., None]
@@ -167,33 +175,41 @@ def _fb_branch(
 AttentionInterface.register(ATTENTION, _fb_branch)
 
 
+def _widened(value: Tensor, key: Tensor) -> Tensor:
+    """Values with zeros up to the keys' width: those of latent attention are narrower."""
+    more = key.shape[-1] - value.shape[-1]
+    return pad(value, (0, more)) if more else value  # pad would copy
+
+
+_LAYOUT: ContextVar[Layout | None] = ContextVar("layout", default=None)  # of the packed forward under way
 _ONE_AT_A_TIME = threading.RLock()  # else threads on one model would restore each other's implementation
 
 
 @contextmanager
-def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+def _attention(model: PreTrainedModel, name: str, layout: Layout | None = None) -> Iterator[None]:
     """Switch a model's attention implementation inside the context; the old one is always restored."""
     with _ONE_AT_A_TIME:
         configs = [each.config for each in model.modules() if isinstance(each, PreTrainedModel)]
         for config in configs:  # parts of a multimodal model's, and theirs, may differ
             configs += filter(None, (getattr(config, key, None) for key in config.sub_configs))
-        before = [(config, config._attn_implementation) for config in configs]
+        before, token = [(config, config._attn_implementation) for config in configs], _LAYOUT.set(layout)
         try:
             model.set_attn_implementation(name)
             yield
         finally:
+            _LAYOUT.reset(token)
             for config, implementation in before:
                 config._attn_implementation_internal = implementation  # the setter would change its parts too
 
 
 @contextmanager
-def _recomputed(model: PreTrainedModel) -> Iterator[None]:
+def _recomputed(model: PreTrainedModel, layout: Layout) -> Iterator[None]:
     """Layers under gradient checkpointing run with the packed attention in the backward pass too."""
     layers = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
     before = [layer._gradient_checkpointing_func for layer in layers]
 
     def attend(function: Callable, *inputs: Any) -> Any:
-        with _attention(model, ATTENTION):
+        with _attention(model, ATTENTION, layout):
             return function(*inputs)
 
     def through(checkpoint: Callable) -> Callable:
@@ -274,10 +290,9 @@ def _probe(model: PreTrainedModel) -> tuple[Tensor, Tensor, Layout]:
 def forward_through_modules(model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
     """`packed_forward` by the model's own modules, with their gradients: [T, D]."""
     layout.calls.clear()
-    with _attention(model, ATTENTION), _recomputed(model) if model.training else nullcontext():
-        hidden = model.base_model(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, fb_layout=layout
-        ).last_hidden_state[0]
+    with _attention(model, ATTENTION, layout), _recomputed(model, layout) if model.training else nullcontext():
+        found = model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+    hidden = found.last_hidden_state[0]
     slides = _sliding_layers(model)
     if len(layout.calls) != len(slides):
         raise ValueError(
@@ -353,7 +368,29 @@ def _whole(
     return packed_forward(model, torch.cat(list(sequences)), positions, layout, at), layout
 
 
-_HELD: WeakKeyDictionary[nn.Module, list[list[list[int]]]] = WeakKeyDictionary()  # [Hkv, E] of each layer's k and v
+class Kept(NamedTuple):
+    """Where a model's caches have what a layer attends to."""
+
+    layer: int  # of the cache: that of another layer where keys and values are shared
+    shapes: list[list[int]]  # [Hkv, E] of keys and values
+    expand: Callable[..., tuple[Tensor, Tensor]] | None  # keys and values of cached latents
+
+    @classmethod
+    def of(cls, layout: Layout) -> list[Kept]:
+        """Of every layer, from a forward that captured them."""
+        modules: dict[Any, nn.Module] = {module.layer_idx: module for module, _ in layout.calls}  # none if native
+        first: dict[int, int] = {}  # place of keys -> layer of the cache
+        return [
+            cls(
+                first.setdefault(k.data_ptr(), len(first)),
+                [list(k.shape[1:]), list(v.shape[1:])],
+                getattr(modules.get(layer), "expand_kv", None),
+            )
+            for layer, (k, v) in sorted(layout.captured.items())
+        ]
+
+
+_KEPT: WeakKeyDictionary[nn.Module, list[Kept]] = WeakKeyDictionary()
 
 
 def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
@@ -368,11 +405,11 @@ def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
         raise TypeError(
             f"cache: expected a transformers cache, got {type(cache).__name__}; pass the DynamicCache of a forward"
         )
-    wanted = _HELD[model]
-    if len(cache.layers) != len(wanted):
+    wanted = _KEPT[model]
+    if len(cache.layers) != (count := len({each.layer for each in wanted})):
         raise ValueError(
-            f"cache of {type(model).__name__}: expected keys and values of its {len(wanted)} layers, got those of "
-            f"{len(cache.layers)}; give no cache if layers share theirs"
+            f"cache of {type(model).__name__}: expected keys and values of {count} layers, got those of "
+            f"{len(cache.layers)}; fill it with this model"
         )
     for index, layer in enumerate(cache.layers):
         keys, filled = layer.keys, int(layer.get_seq_length())
@@ -390,12 +427,20 @@ def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
                 f"cache: expected {model.dtype} on {model.device}, got {keys.dtype} on {keys.device} in layer {index}; "
                 "fill it with this model"
             )
-        if (shapes := [[*x.shape[1:2], *x.shape[3:]] for x in (keys, layer.values)]) != wanted[index]:
+    try:
+        kv = PrefixKV.from_cache(cache, model)
+    except RuntimeError as problem:
+        raise ValueError(
+            f"cache of {type(model).__name__}: expected its latents, got others ({problem!s:.80}); fill it with "
+            "this model"
+        ) from problem
+    for index, (states, at) in enumerate(zip(kv.layers, wanted, strict=True)):
+        if (shapes := [list(x.shape[2:]) for x in states]) != at.shapes:
             raise ValueError(
-                f"cache of {type(model).__name__}: expected keys and values of [heads, width] {wanted[index]} in layer "
+                f"cache of {type(model).__name__}: expected keys and values of [heads, width] {at.shapes} in layer "
                 f"{index}, got {shapes}; give no cache if it keeps something else there"
             )
-    return Prefix(PrefixKV.from_cache(cache), 0, length)
+    return Prefix(kv, 0, length)
 
 
 def check_supported(model: object) -> None:
@@ -416,13 +461,15 @@ def check_supported(model: object) -> None:
             f"model: expected a whole LM head, got a sharded one of a {type(model).__name__}; call fully_shard on its "
             "layers and on all of it, never on the head alone, and ask shared_prefix_logprobs"
         )
-    reason = misfit(model)
-    if reason is None and not (model._supports_attention_backend and getattr(text_config(model), "is_causal", True)):
-        reason = "attention outside transformers' AttentionInterface"
-    if reason is None and model.base_model is model:
-        reason = "its layers outside base_model"
-    if reason is not None:
+    if (reason := misfit(model) or unpackable(model)) is not None:
         raise unfit("model", model, reason)
+
+
+def unpackable(model: PreTrainedModel) -> str | None:
+    """Why a model that fits has no packed forward; None if it has one, as far as its classes say."""
+    if not (model._can_set_attn_implementation() and getattr(text_config(model), "is_causal", True)):
+        return "attention outside transformers' AttentionInterface"
+    return "its layers outside base_model" if model.base_model is model else None
 
 
 @torch.no_grad()
@@ -457,7 +504,7 @@ def check_packed_forward(model: PreTrainedModel, whole: nn.Module | None = None)
         ours = through(whole, lambda: logits(model, packed_forward(model, ids, positions, layout)))
     if bool(theirs.isnan().any()):
         raise ValueError(f"model: expected finite logits, got NaN from {type(model).__name__}; check its weights")
-    _HELD[model] = [[list(x.shape[1:]) for x in layout.captured[layer]] for layer in sorted(layout.captured)]
+    _KEPT[model] = Kept.of(layout)
     ours = ours.log_softmax(-1).view(shape)
     if not agree(ours, theirs, other):
         kind = getattr(getattr(whole, "peft_type", None), "value", "")

@@ -1,4 +1,3 @@
-import contextlib
 import hashlib
 import itertools
 import math
@@ -35,6 +34,7 @@ from fb_core.rerank.reranker import TokenReranker
 from fb_core.rerank.value_head import ValueHead
 from fb_core.runtime.plain import left_padded
 from fb_core.score.scorer import CompatibilityScorer
+from fb_core.score.shared_prefix import shared_prefix_logprobs
 
 MARGIN = 1e-4
 NEVER, ALWAYS = math.inf, -math.inf
@@ -629,70 +629,6 @@ def test_a_reranker_of_another_model_or_in_training_mode_is_refused():
         decoder.generate([3, 4], 2)
 
 
-# What transformers itself cannot generate with, or what no tiny configuration is known for.
-NOT_TINY = {
-    *("blt", "cohere_compass_text", "dbrx", "emu3", "gemma3", "gemma3n", "gemma4", "gemma4_assistant"),
-    *("gemma4_unified", "gemma4_unified_assistant", "git", "got_ocr2", "llama4", "longcat_flash", "mllama", "musicgen"),
-    *("musicgen_melody", "phi4_multimodal", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "qwen4_exp_text", "zamba"),
-}
-RECURRENT = {"rwkv", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "xlstm"}
-HYBRID = {"lfm2", "lfm2_moe", "jamba", "bamba", "qwen3_next", "qwen3_5_text", "falcon_h1", "nemotron_h", "kimi_linear"}
-HYBRID |= {"minimax", "granitemoehybrid", "olmo_hybrid", "zamba2", "zaya"}
-
-
-def decoded(model, asked, count):
-    decoder = CollaborativeDecoder(model, None, None, RequestPolicy(NEVER), max_events=0)
-    return [one.token_ids.tolist() for one in decoder.generate_many(asked, count)]
-
-
-def completed(model, asked, count):
-    return [new.tolist() for new in LocalLLM(model).complete_many(asked, count)]
-
-
-def asked_again(model, asked, count):
-    llm, found = LocalLLM(model), []
-    for ids in asked:
-        tokens, new = ids.tolist(), []
-        llm.candidates(tokens[:2], 1)
-        for _ in range(count):
-            new += llm.candidates(tokens + new, 1).ids.tolist()
-        found.append(new)
-    return found
-
-
-@pytest.mark.parametrize("kind", sorted({*zoo.KINDS} - NOT_TINY))
-@pytest.mark.sweep(4)
-def test_every_causal_lm_decodes_as_generate_does_or_is_refused_by_name(kind):
-    model, count = zoo.build(kind), 5
-    asked, wanted = prompts(3, 11, 20), []
-    with contextlib.suppress(ValueError, KeyError):  # xlstm, xmod and zamba2 do not generate at all
-        for ids in asked:
-            whole = model.generate(ids[None], max_new_tokens=count, do_sample=False, pad_token_id=0)
-            wanted.append(whole[0, len(ids) :].tolist())
-    refused, sentences = [], []
-    for way in (decoded, completed, asked_again):
-        try:
-            assert way(model, asked, count) == wanted
-        except ValueError as problem:
-            sentences.append(str(problem))
-            refused.append(way)
-    named = f"expected a decoder with softmax attention and fixed positions, got {type(model).__name__} with "
-    assert all(named in sentence for sentence in sentences)
-    assert len(refused) in (0, 3)
-    assert refused or kind not in RECURRENT | HYBRID
-    assert not refused or kind not in {*FAMILIES, "gemma3_text", "olmo2", "mixtral", "gpt2", "gpt_oss", "ministral3"}
-    whole, following = asked[2].split([14, 6])
-    try:
-        (found,) = CompatibilityScorer(model).logprobs(whole, [following])
-    except ValueError as problem:
-        sentences.append(str(problem))
-    else:
-        with torch.no_grad():
-            plain = model(asked[2][None], use_cache=False).logits[0, 13:-1].float().log_softmax(-1)
-        torch.testing.assert_close(found, plain.gather(1, following[:, None])[:, 0], rtol=1e-3, atol=1e-3)
-    assert all("; use a model " in sentence for sentence in sentences)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_what_decodes_wrongly_is_refused_and_nothing_else(dtype):
     policy = RequestPolicy(NEVER)
@@ -712,8 +648,6 @@ def scaled(kind, **rope):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: scaled("phi3"), "Phi3ForCausalLM with rotary scaling longrope"),
-        (lambda: scaled("llama"), "LlamaForCausalLM with rotary scaling longrope"),
         (lambda: scaled("qwen2", rope_type="dynamic", factor=2.0), "Qwen2ForCausalLM with rotary scaling dynamic"),
         (lambda: zoo.build("llama4_text"), "Llama4ForCausalLM with layers of type chunked_attention"),
         (
@@ -737,6 +671,21 @@ def test_what_depends_on_length_or_batch_is_refused_by_every_door(model, reason)
     ):
         with pytest.raises(ValueError, match=reason):
             door()
+
+
+@pytest.mark.parametrize("kind", ["phi3", "llama"])
+def test_longrope_runs_up_to_the_original_length(kind):
+    model, asked = scaled(kind), prompts(3, 11)
+    decoder = CollaborativeDecoder(model, None, None, RequestPolicy(NEVER), max_events=0)
+    for prompt, one in zip(asked, decoder.generate_many(asked, 20), strict=True):
+        whole = model.generate(prompt[None], max_length=16, do_sample=False, pad_token_id=0)[0]
+        assert one.token_ids.tolist() == whole[len(prompt) :].tolist()
+    prefix, following = asked[1], [asked[0], asked[0][:2]]
+    theirs = model(torch.cat([prefix, asked[0]])[None], use_cache=False).logits[0, 10:-1].log_softmax(-1)
+    ours = shared_prefix_logprobs(model, prefix, following)
+    torch.testing.assert_close(ours[0], theirs.gather(1, asked[0][:, None])[:, 0], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"expected at most 16 positions with what follows it, got 11 \+ 8"):
+        shared_prefix_logprobs(model, prefix, [asked[0].repeat(3)])
 
 
 def test_positions_bound_the_generation():

@@ -154,7 +154,7 @@ def test_cached_and_batched_prefixes_give_the_same_scores(family):
         cache = Cache()
         positions = (mask.cumsum(1) - 1).clamp_min(0)
         model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-        kv = PrefixKV.from_cache(cache)
+        kv = PrefixKV.from_cache(cache, model)
         prefixes = [
             Prefix(kv, n, len(prefix), (row,)) for row, (n, (prefix, _)) in enumerate(zip(pads, states, strict=True))
         ]

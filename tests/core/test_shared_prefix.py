@@ -593,7 +593,7 @@ def test_a_model_that_packs_wrongly_is_found_at_first_sight():
     class Louder(attention):
         def forward(self, *args, **kwargs):
             out, weights = super().forward(*args, **kwargs)
-            return out * (1.5 if "fb_layout" in kwargs else 1.0), weights
+            return out * (1.5 if self.config._attn_implementation == "fb_branch" else 1.0), weights
 
     model.model.layers[0].self_attn.__class__ = Louder
     with pytest.raises(ValueError, match=re.escape("expected packed and plain forwards to agree")):

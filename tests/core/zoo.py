@@ -62,6 +62,16 @@ _SIZES: dict[str, Any] = {
     "mamba_n_groups": 1,
 }
 
+_VISION = {
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+    "depth": 1,
+    "num_heads": 4,
+}
+_VISION |= {"out_hidden_size": 32, "hidden_dim": 32, "vision_output_dim": 32, "pixel_shuffle_ratio": 1.0}
+
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_d_head": 8},
@@ -69,7 +79,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "activation_sparsity_pattern": [0.0] * 4,
         "hidden_size_per_layer_input": 8,
-        "num_kv_shared_layers": 0,
+        "num_kv_shared_layers": 2,
         "vocab_size_per_layer_input": V,
     },
     "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": V},
@@ -80,6 +90,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": {"attention_chunk_size": 16, "floor_scale": 4, "no_rope_layers": [1, 0, 1, 0]},
+    "longcat_flash": {"num_layers": 2, "expert_ffn_hidden_size": 16, "moe_topk": 2, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
@@ -106,15 +117,15 @@ def build(kind: str, **overrides: Any) -> PreTrainedModel:
     Raises:
         Exception: the class needs entries that are not known here, or would not be tiny.
     """
-    config_class = CONFIG_MAPPING[kind]
-    known = set(inspect.signature(config_class.__init__).parameters) | set(config_class.attribute_map)
-    if dataclasses.is_dataclass(config_class):
-        known |= {field.name for field in dataclasses.fields(config_class)}
-    settings = {name: value for name, value in _SIZES.items() if name in known}
-    if "kv_lora_rank" in known:  # these have as many keys as queries
-        settings["num_key_value_heads"] = 4
-    config = config_class(**settings | _OWN.get(kind, {}) | overrides)
+    settings = _settings(CONFIG_MAPPING[kind])
+    own = _OWN.get(kind, {}) | overrides
+    if "text_config" in settings:
+        settings["text_config"] |= _OWN.get(f"{kind}_text", {}) | own
+        own = {}
+    config = CONFIG_MAPPING[kind](**settings | own)
     model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+    if config.sub_configs.get("text_config") is model_class.config_class:
+        config = config.text_config
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class(config).parameters())
     if size > 1 << 23:
@@ -128,3 +139,17 @@ def build(kind: str, **overrides: Any) -> PreTrainedModel:
     if model.generation_config is not None:
         model.generation_config.eos_token_id = None
     return model.eval()
+
+
+def _settings(config_class: Any, **more: Any) -> dict[str, Any]:
+    """Small sizes for the entries that a configuration has, and for those of its parts."""
+    known = set(inspect.signature(config_class.__init__).parameters) | set(config_class.attribute_map)
+    if dataclasses.is_dataclass(config_class):
+        known |= {field.name for field in dataclasses.fields(config_class)}
+    settings = {name: value for name, value in (_SIZES | more).items() if name in known}
+    if "kv_lora_rank" in known:  # these have as many keys as queries
+        settings["num_key_value_heads"] = 4
+    for name, part in config_class.sub_configs.items():
+        if part is not transformers.AutoConfig:
+            settings[name] = _settings(part, **({} if name == "text_config" else _VISION))
+    return settings
