@@ -18,7 +18,9 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from fb_core.models.facts import Tokenizer, ending
+from fb_core.models.facts import Tokenizer, ending, max_positions, misfit
+from fb_core.models.native import NativeDecoder
+from fb_core.models.packed import unpackable
 
 WHOLE_FILE, SAMPLES = 64 << 20, 4096  # bytes of files hashed whole; blocks hashed of larger ones
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -96,6 +98,42 @@ def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[Pr
         )
     _check_loaded(path, model, loaded)
     return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def outlook(path: str) -> list[str]:
+    """What will run of a model, and how, in lines: by its config.json alone, no weights are read.
+
+    Raises:
+        OSError: no configuration there.
+        ValueError: a configuration of no causal LM.
+    """
+    try:
+        with _reading(path, "a model"), torch.device("meta"):
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except ValueError as problem:
+        got = str(problem).strip().partition("\n")[0]
+        raise ValueError(
+            f"{path}: expected the config.json of a causal LM that transformers knows, got: {got:.200}"
+        ) from problem
+    dtype = getattr(config, "dtype", None) or torch.float32
+    count, size = sum(each.numel() for each in model.parameters()), model.get_input_embeddings().weight.shape[0]
+    name = f"{type(model).__name__}: {count / 1e9:.3g} billion parameters, {count * dtype.itemsize / 1e9:.3g} GB in "
+    facts = f"{str(dtype).removeprefix('torch.')}, {size} ids, {max_positions(model) or 'any number of'} positions"
+    if (reason := misfit(model)) is not None:
+        return [name + facts, f"refused: {reason}"]
+    if NativeDecoder.fits(model):
+        decoding = scoring = "native"
+    else:
+        reason = unpackable(model)
+        decoding, scoring = "plain, one sequence after another", "modules" if reason is None else f"refused: {reason}"
+    return [
+        name + facts,
+        f"decoding, serving: {decoding}",
+        f"scoring, reranking: {scoring}",
+        f"gradients: {'modules' if scoring == 'native' else scoring}",
+        "When it is loaded, a few tokens are compared with the model's own forward.",
+    ]
 
 
 def load_tokenizer(path: str) -> Tokenizer:

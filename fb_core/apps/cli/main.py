@@ -179,12 +179,19 @@ def explain(
     viewer.explain(settings, run, problem, Console())
 
 
-@app.command(epilog="Example: futurebridge env")
-def env() -> None:
-    """Show what is installed, which implementation of each op will run, and why."""
-    from fb_kernels.env import report
+@app.command(epilog="Example: futurebridge env --model Qwen/Qwen3-1.7B")
+def env(
+    model: Annotated[str | None, typer.Option(help="A folder or hub id: what of it will run, and how.")] = None,
+) -> None:
+    """Show what is installed, which implementation of each op will run, and why; or what of a model will run."""
+    if model is None:
+        from fb_kernels.env import report
 
-    typer.echo(report())
+        typer.echo(report())
+        return
+    from fb_core.models.checkpoints import outlook
+
+    typer.echo("\n".join(outlook(model)))
 
 
 def _option(name: str, text: str, **more: Any) -> Any:
