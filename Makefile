@@ -121,11 +121,17 @@ aot: $(STAMP)
 ptx: $(STAMP)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/kernels/ptx --all -q -n auto --dist worksteal
 
-# Two wheels in dist/: one without compiled kernels, one with those that this machine can compile.
+# Two wheels in dist/: one without compiled kernels, one with those that this machine can compile, for the oldest systems that can
+# load them. torch brings the OpenMP runtime.
+AUDITWHEEL := PATH="$(BIN):$$PATH" $(BIN)/python -m auditwheel
+
 wheel: $(STAMP)
 	rm -rf build dist
 	FB_BUILD_CUDA=skip FB_BUILD_CPU=skip $(BIN)/python -m build --wheel --no-isolation
 	FB_BUILD_CUDA=$$($(BIN)/python -c 'import setup; print("force" if setup.nvcc() else "skip")') $(BIN)/python -m build --wheel --no-isolation
+	for wheel in dist/*-linux_*.whl; do \
+		test ! -f $$wheel || { $(AUDITWHEEL) repair --exclude libgomp.so.1 --wheel-dir dist $$wheel && rm $$wheel; } || exit; \
+	done
 	ls -l dist
 
 # The ops as a repository for Hugging Face's library `kernels`, in build/kernels (publish/README.md).

@@ -24,10 +24,13 @@ EXTRAS = PROJECT["optional-dependencies"]
 CORE, WHOLE = PROJECT["dependencies"], [*PROJECT["dependencies"], *EXTRAS["run"]]
 BROUGHT = {  # comes with a declared package and is imported for its sake alone
     "antlr4-python3-runtime": "math-verify",
+    "huggingface-hub": "transformers",
     "latex2sympy2-extended": "math-verify",
     "sympy": "math-verify",
     "markupsafe": "jinja2",
     "pydantic-core": "pydantic",
+    "safetensors": "transformers",
+    "tokenizers": "transformers",
     "tqdm": "lm-eval",
 }
 SENTENCE = "{}: expected the extra [{}] to be installed, got no {}; pip install '.[{}]' in the clone\n"

