@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fb_core.events import Pool
-from fb_core.models.facts import Cache, CausalLM, fingerprint
+from fb_core.models.facts import CausalLM, empty_cache, fingerprint
 from fb_core.models.packed import Prefix, cached_prefix, check_packed_forward
 from fb_core.rerank.merged_reranker import MergedReranker
 from fb_core.rerank.reranker import TokenReranker
@@ -158,7 +158,7 @@ class FutureBridgeSelector(ScoringSelector):
         if self.reranker.scope == "candidate":
             if base is not slm:
                 check_packed_forward(slm)
-            cache = Cache()
+            cache = empty_cache(slm)
             last_logits(slm, torch.zeros(1, 2, dtype=torch.int64, device=slm.device), cache=cache)
             cached_prefix(cache, slm, 2)
 

@@ -16,7 +16,17 @@ from torch import Tensor
 
 from fb_core._util import check_count
 from fb_core.models import facts as models
-from fb_core.models.facts import Cache, CausalLM, Reading, Tokenizer, eos_ids, max_positions, structure, valid_ids
+from fb_core.models.facts import (
+    Cache,
+    CausalLM,
+    Reading,
+    Tokenizer,
+    empty_cache,
+    eos_ids,
+    max_positions,
+    structure,
+    valid_ids,
+)
 from fb_core.models.native import NativeDecoder
 from fb_core.models.packed import hidden_states
 from fb_core.models.tokens import check_max_new_tokens, checked_prompts, token_ids
@@ -363,7 +373,7 @@ class LocalLLM(LLM):
         model, read = structure(self.model), Reading(self.model)
         extends = seen is not None and len(seen.ids) <= len(ids) and seen.model == model and read.same(seen.read)
         if seen is None or not extends or not torch.equal(seen.ids, ids[: len(seen.ids)]):
-            seen = _Seen(ids[:0], Cache(), ids, model, read)
+            seen = _Seen(ids[:0], empty_cache(self.model), ids, model, read)
         new = ids[len(seen.ids) :]
         logits = last_logits(self.model, new[None], cache=seen.cache) if len(new) else seen.logits
         if not bool(logits.isnan().any()):

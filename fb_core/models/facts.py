@@ -10,18 +10,33 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from fb_core.models.forks import unforkable
 from fb_core.models.native import NativeDecoder, hooked, unchanged
 
 CausalLM: TypeAlias = PreTrainedModel
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 Cache: TypeAlias = DynamicCache  # made without a config: with one, sliding layers would keep only their window
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+STATEFUL_LAYERS = ("linear_attention", "conv", "hybrid")
+OTHER_LAYERS = ("mlp", "moe")  # they keep nothing
+
+
+def empty_cache(model: PreTrainedModel) -> Cache:
+    """A cache for a model: of keys and values that are all kept, or, where layers keep a state, of their kinds."""
+    return DynamicCache(config=text_config(model)) if state_layers(model) else DynamicCache()
+
+
+def state_layers(model: PreTrainedModel) -> int:
+    """How many layers keep a state, by the configuration."""
+    kinds = getattr(text_config(model), "layer_types", None) or ()
+    return sum(kind in STATEFUL_LAYERS for kind in kinds)
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -56,24 +71,40 @@ def lm_head(model: PreTrainedModel) -> Head:
 
 
 def misfit(model: PreTrainedModel) -> str | None:
-    """Why a token's logits depend on more than the tokens before it, their keys, values and positions; None if not so.
+    """Why a token's logits depend on more than the tokens before it and their positions, or on a state unknown here.
 
-    Caches that hold keys and values alone, padded batches and packed forwards would give wrong results there.
+    Caches, padded batches and packed forwards would give wrong results there. None if it is not so.
     """
     config = text_config(model)
     if model.config.is_encoder_decoder:
         return "an encoder and a decoder"
-    other = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in SUPPORTED_LAYERS})
+    kinds = getattr(config, "layer_types", None) or ()
+    other = sorted({kind for kind in kinds if kind not in SUPPORTED_LAYERS + STATEFUL_LAYERS + OTHER_LAYERS})
     if other:
         return f"layers of type {', '.join(other)}"
     if getattr(model, "_is_stateful", False) and not getattr(config, "layer_types", None):
         return "a recurrent state"
+    if (reason := _unforkable(model)) is not None:
+        return reason
     for kind in sorted({kind for kind, _ in _scalings(model)}):
         if "dynamic" in kind:  # as transformers decides it
             return f"rotary scaling {kind}, which depends on the length"
     if getattr(config, "attn_temperature_tuning", False):
         return "attention scaled by the place in a batch"
     return "no LM head" if model.get_output_embeddings() is None else None
+
+
+_FORKS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # what `unforkable` said of a model
+
+
+def _unforkable(model: PreTrainedModel) -> str | None:
+    count = state_layers(model)
+    if not count or model.device.type == "meta":
+        return None
+    if model not in _FORKS:
+        with checking("model", model), torch.autocast(model.device.type, enabled=False):
+            _FORKS[model] = unforkable(model, count, text_config(model).hidden_size)
+    return _FORKS[model]
 
 
 def _scalings(model: PreTrainedModel) -> list[tuple[str, int | None]]:

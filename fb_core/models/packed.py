@@ -10,11 +10,11 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, starmap
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -28,18 +28,22 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers import Cache as HFCache
 
 from fb_core.models.facts import (
+    SUPPORTED_LAYERS,
     Watch,
     agree,
     check_in_memory,
     checking,
+    empty_cache,
     logits,
     max_positions,
     misfit,
     quietly,
+    state_layers,
     text_config,
     unfit,
     vocabulary,
 )
+from fb_core.models.forks import Plan, State, forked
 from fb_core.models.native import NativeDecoder
 from fb_kernels import BranchLayout, branch_attention
 
@@ -51,9 +55,10 @@ ATTENTION = "fb_branch"  # transformers would treat a name with "flash" in it as
 
 @dataclass(frozen=True)
 class PrefixKV:
-    """Keys and values of frozen prefixes, one pair per layer: flat [Tp, Hkv, E], or paged [rows, S, Hkv, E]."""
+    """Keys and values of frozen prefixes, by layer: flat [Tp, Hkv, E], or paged [rows, S, Hkv, E]."""
 
-    layers: Sequence[tuple[Tensor, Tensor]]
+    layers: Mapping[int, tuple[Tensor, Tensor]]
+    states: Mapping[int, dict[int, State]] = field(default_factory=dict)  # of stateful layers, by last row or -1 - page
 
     @classmethod
     @torch.no_grad()
@@ -62,10 +67,15 @@ class PrefixKV:
 
         Keys and values are views; those of latents are computed by the model's own layers, once it was checked.
         """
-        pairs = [(layer.keys, layer.values) for layer in cache.layers]
+        kept = {i: (layer.keys, layer.values) for i, layer in enumerate(cache.layers) if hasattr(layer, "keys")}
+        pairs = kept
         if model in _KEPT:
-            pairs = [at.expand(*pairs[at.layer]) if at.expand else pairs[at.layer] for at in _KEPT[model]]
-        return cls([(k.transpose(1, 2), _widened(v, k).transpose(1, 2)) for k, v in pairs])
+            pairs = {i: at.expand(*kept[at.layer]) if at.expand else kept[at.layer] for i, at in _KEPT[model].items()}
+        states = {i: State.cached(layer) for i, layer in enumerate(cache.layers) if hasattr(layer, "conv_states")}
+        return cls(
+            {i: (k.transpose(1, 2), _widened(v, k).transpose(1, 2)) for i, (k, v) in pairs.items()},
+            {i: {-1 - row: own.of(row) for row in range(own.rows)} for i, own in states.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -83,11 +93,15 @@ class Layout:
     """The branches and prefixes of a packed forward's rows, and what its attention records."""
 
     branches: BranchLayout
+    groups: Sequence[tuple[Sequence[int], int, int]]  # as `build` takes them
+    pages: Sequence[Sequence[int]] | None = None
     prefix: PrefixKV | None = None  # None: the packed rows themselves are the prefix
     paths: Tensor | None = None  # [Tp] int64: or these of them, one group's after another's
     captured: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> its packed k, v
     capture: bool = False
+    keep: Sequence[int] = ()  # rows after which stateful layers keep their state
     calls: list[tuple[nn.Module, int | None]] = field(default_factory=list)  # attention modules, with their windows
+    states: dict[int, dict[int, State]] = field(default_factory=dict)  # of each stateful layer that ran, by last row
 
     @classmethod
     def build(
@@ -105,7 +119,24 @@ class Layout:
             block_table=None if pages is None else [list(each) for each in pages],
             device=device,
         )
-        return cls(branches, **options)
+        return cls(branches, groups, pages, **options)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """How stateful layers run these rows."""
+        lasts = [start + length - 1 if length else None for _, start, length in self.groups]
+        if self.pages is not None:
+            lasts = [-1 - own[0] for own in self.pages]
+        elif self.paths is not None:
+            rows = self.paths.tolist()
+            lasts = [None if last is None else rows[last] for last in lasts]
+        groups = [(lengths, last) for (lengths, _, _), last in zip(self.groups, lasts, strict=True)]
+        return Plan(groups, self.prefix is not None, self.keep, self.branches.cu_branch.device)
+
+    def states_of(self, layer: int) -> dict[int, State]:
+        """Those that a layer goes on from, and then those after its sequences."""
+        before = {} if self.prefix is None else self.prefix.states[layer]
+        return self.states.setdefault(layer, dict(before))
 
     def attend(
         self,
@@ -195,7 +226,11 @@ def _attention(model: PreTrainedModel, name: str, layout: Layout | None = None) 
         before, token = [(config, config._attn_implementation) for config in configs], _LAYOUT.set(layout)
         try:
             model.set_attn_implementation(name)
-            yield
+            if layout is None or not state_layers(model):
+                yield
+            else:
+                with forked(model, lambda: layout.plan, layout.states_of):
+                    yield
         finally:
             _LAYOUT.reset(token)
             for config, implementation in before:
@@ -290,10 +325,16 @@ def _probe(model: PreTrainedModel) -> tuple[Tensor, Tensor, Layout]:
 def forward_through_modules(model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
     """`packed_forward` by the model's own modules, with their gradients: [T, D]."""
     layout.calls.clear()
+    layout.states.clear()
     with _attention(model, ATTENTION, layout), _recomputed(model, layout) if model.training else nullcontext():
         found = model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
     hidden = found.last_hidden_state[0]
     slides = _sliding_layers(model)
+    if (ran := len(layout.states)) != (count := state_layers(model)):
+        raise ValueError(
+            f"{type(model).__name__}: expected {count} layers with a state to run, got {ran}; use a model of a "
+            "supported family"
+        )
     if len(layout.calls) != len(slides):
         raise ValueError(
             f"{type(model).__name__}: expected {len(slides)} attention layers to go through "
@@ -321,17 +362,24 @@ def _sliding_layers(model: PreTrainedModel) -> list[bool]:
     config = text_config(model)
     kinds = getattr(config, "layer_types", None)
     if kinds:
-        return [kind == "sliding_attention" for kind in kinds]
+        return [kind == "sliding_attention" for kind in kinds if kind in (*SUPPORTED_LAYERS, "hybrid")]
     makes_windows = hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
     return [makes_windows and getattr(config, "sliding_window", None) is not None] * config.num_hidden_layers
 
 
-def prefill_packed(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Prefix]:
-    """The sequences' keys and values from one packed forward without gradients, as slices of one flat buffer."""
-    _, layout = _whole(model, sequences, [[]] * len(sequences), capture=True)
-    kv = PrefixKV([layout.captured[layer] for layer in sorted(layout.captured)])
+def prefill_packed(
+    model: PreTrainedModel, sequences: Sequence[Tensor], positions: Sequence[Sequence[int]] | None = None
+) -> list[Prefix]:
+    """The sequences' keys and values from one packed forward without gradients, as slices of one flat buffer.
+
+    Of each, states of stateful layers are there after so many tokens as `positions` say, for None after all.
+    """
     lengths = [len(tokens) for tokens in sequences]
-    starts = accumulate(lengths, initial=0)
+    starts = [*accumulate(lengths, initial=0)][:-1]
+    ends = [[length] for length in lengths] if positions is None else positions
+    keep = [start + end - 1 for start, own in zip(starts, ends, strict=True) for end in own if end]
+    _, layout = _whole(model, sequences, [[]] * len(sequences), capture=True, keep=keep)
+    kv = PrefixKV(layout.captured, layout.states)
     return [Prefix(kv, start, length) for start, length in zip(starts, lengths, strict=False)]
 
 
@@ -376,21 +424,21 @@ class Kept(NamedTuple):
     expand: Callable[..., tuple[Tensor, Tensor]] | None  # keys and values of cached latents
 
     @classmethod
-    def of(cls, layout: Layout) -> list[Kept]:
-        """Of every layer, from a forward that captured them."""
+    def of(cls, layout: Layout) -> dict[int, Kept]:
+        """Of every layer that attends, from a forward that captured them."""
         modules: dict[Any, nn.Module] = {module.layer_idx: module for module, _ in layout.calls}  # none if native
         first: dict[int, int] = {}  # place of keys -> layer of the cache
-        return [
-            cls(
-                first.setdefault(k.data_ptr(), len(first)),
+        return {
+            layer: cls(
+                first.setdefault(k.data_ptr(), layer),
                 [list(k.shape[1:]), list(v.shape[1:])],
                 getattr(modules.get(layer), "expand_kv", None),
             )
             for layer, (k, v) in sorted(layout.captured.items())
-        ]
+        }
 
 
-_KEPT: WeakKeyDictionary[nn.Module, list[Kept]] = WeakKeyDictionary()
+_KEPT: WeakKeyDictionary[nn.Module, dict[int, Kept]] = WeakKeyDictionary()
 
 
 def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
@@ -406,12 +454,14 @@ def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
             f"cache: expected a transformers cache, got {type(cache).__name__}; pass the DynamicCache of a forward"
         )
     wanted = _KEPT[model]
-    if len(cache.layers) != (count := len({each.layer for each in wanted})):
+    attending = sorted({each.layer for each in wanted.values()})
+    if len(cache.layers) != (count := len(empty_cache(model).layers) or len(attending)):
         raise ValueError(
             f"cache of {type(model).__name__}: expected keys and values of {count} layers, got those of "
-            f"{len(cache.layers)}; fill it with this model"
+            f"{len(cache.layers)}; fill one with this model"
         )
-    for index, layer in enumerate(cache.layers):
+    for index in attending:
+        layer: Any = cache.layers[index]
         keys, filled = layer.keys, int(layer.get_seq_length())
         slots = 0 if keys is None else keys.shape[-2]
         if slots != length or filled != length:
@@ -434,8 +484,8 @@ def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
             f"cache of {type(model).__name__}: expected its latents, got others ({problem!s:.80}); fill it with "
             "this model"
         ) from problem
-    for index, (states, at) in enumerate(zip(kv.layers, wanted, strict=True)):
-        if (shapes := [list(x.shape[2:]) for x in states]) != at.shapes:
+    for index, at in wanted.items():
+        if (shapes := [list(x.shape[2:]) for x in kv.layers[index]]) != at.shapes:
             raise ValueError(
                 f"cache of {type(model).__name__}: expected keys and values of [heads, width] {at.shapes} in layer "
                 f"{index}, got {shapes}; give no cache if it keeps something else there"
@@ -461,12 +511,14 @@ def check_supported(model: object) -> None:
             f"model: expected a whole LM head, got a sharded one of a {type(model).__name__}; call fully_shard on its "
             "layers and on all of it, never on the head alone, and ask shared_prefix_logprobs"
         )
-    if (reason := misfit(model) or unpackable(model)) is not None:
+    if (reason := unpackable(model)) is not None:
         raise unfit("model", model, reason)
 
 
 def unpackable(model: PreTrainedModel) -> str | None:
-    """Why a model that fits has no packed forward; None if it has one, as far as its classes say."""
+    """Why a model has no packed forward; None if it has one, as far as its configuration and classes say."""
+    if (reason := misfit(model)) is not None:
+        return reason
     if not (model._can_set_attn_implementation() and getattr(text_config(model), "is_causal", True)):
         return "attention outside transformers' AttentionInterface"
     return "its layers outside base_model" if model.base_model is model else None

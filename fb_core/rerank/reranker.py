@@ -56,7 +56,7 @@ class CandidateRows(NamedTuple):
     def of(cls, prefixes: Sequence[Prefix], pools: Sequence[Tensor]) -> CandidateRows:
         """From the states' prefixes, slices of one `PrefixKV`, and their candidates [K], all on one device."""
         kv, ids = prefixes[0].kv, torch.cat(list(pools))
-        paged = kv.layers[0][0].ndim == 4
+        paged = next(iter(kv.layers.values()))[0].ndim == 4
         layout = Layout.build(
             [([1] * len(pool), prefix.start, prefix.length) for prefix, pool in zip(prefixes, pools, strict=True)],
             ids.device,

@@ -424,9 +424,10 @@ class _Batch:
         if any(run.reranker.scope == "candidate" for run in runs):
             lengths = [max(group.position for group in trajectory.groups) for trajectory in trajectories]
             cut = [trajectory.tokens[:length] for trajectory, length in zip(trajectories, lengths, strict=True)]
+            positions = [[group.position for group in trajectory.groups] for trajectory in trajectories]
             prefixes = [
                 Prefix(whole.kv, whole.start, group.position)
-                for whole, trajectory in zip(prefill_packed(base, cut), trajectories, strict=True)
+                for whole, trajectory in zip(prefill_packed(base, cut, positions), trajectories, strict=True)
                 for group in trajectory.groups
             ]
             rows = CandidateRows.of(prefixes, [group.candidates for group in groups])

@@ -74,7 +74,7 @@ class PagedModel:
             self.cos, self.sin = self.decoder.rope(self._positions)
             self.width = len(layer.o.weight)
             self._last = like.new_zeros(SEQUENCES + 1, self.width)
-        self.kv = PrefixKV(list(zip(self.keys, self.values, strict=True)))
+        self.kv = PrefixKV(dict(enumerate(zip(self.keys, self.values, strict=True))))
 
     def refresh(self) -> bool:
         """Read the model again; returns whether the pages still hold what it computes, by a `Reading` of it.

@@ -22,6 +22,7 @@ from fb_core.models.facts import (
     agree,
     check_in_memory,
     checking,
+    empty_cache,
     max_positions,
     misfit,
     unfit,
@@ -134,7 +135,7 @@ def _decodes(model: CausalLM) -> bool:
         other = plain()
     if bool(wanted.isnan().any()):
         return True  # which is said where they are used
-    together, alone, cached = Cache(), Cache(), []
+    together, alone, cached = empty_cache(model), empty_cache(model), []
     ids, mask = left_padded([ids[:-steps] for ids in rows])
     assert mask is not None
     last_logits(model, ids, mask, together)
@@ -223,11 +224,11 @@ def steps(
     device, live = model.device, list(rows)
     first, source = _distinct(live) if shared else (live, [])
     ids, mask = left_padded([torch.tensor(row.tokens, device=device) for row in first])
-    width, cache = ids.shape[1], Cache()
+    width, cache = ids.shape[1], empty_cache(model)
     for step in count():
         logits = last_logits(model, ids, mask, cache)
         if len(logits) < len(live):  # equal prompts shared a row: from here on each has its own
-            cache.batch_select_indices(torch.tensor(source, device=device))
+            cache.reorder_cache(torch.tensor(source, device=device))
             logits, mask = logits[source], None if mask is None else mask[source]
         for row, token in zip(live, choose(Step(step, live, logits, cache, width + step)), strict=True):
             row.tokens.append(token)
@@ -236,7 +237,7 @@ def steps(
         if not going:
             return
         if len(going) < len(live):
-            cache.batch_select_indices(torch.tensor(going, device=device))
+            cache.reorder_cache(torch.tensor(going, device=device))
             mask = None if mask is None else mask[going]
             live = [live[index] for index in going]
         ids = torch.tensor([row.tokens[-1:] for row in live], device=device)

@@ -119,7 +119,7 @@ def test_captured_keys_and_values_are_the_modules_own():
     model = tiny("qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=1)
     sequences = [torch.randint(V, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 1, 8)]
     prefixes = prefill_packed(model, sequences)
-    for keys, values in prefixes[0].kv.layers:
+    for keys, values in prefixes[0].kv.layers.values():
         for kept in (keys, values):  # nothing else is kept alive with them
             assert kept.untyped_storage().nbytes() == kept.nbytes == 14 * 2 * 8 * 4
     for prefix, sequence in zip(prefixes, sequences, strict=True):
@@ -127,7 +127,7 @@ def test_captured_keys_and_values_are_the_modules_own():
         with torch.no_grad():
             model(sequence[None], past_key_values=cache)
         part = slice(prefix.start, prefix.start + prefix.length)
-        for (keys, values), layer in zip(prefix.kv.layers, cache.layers, strict=True):
+        for (keys, values), layer in zip(prefix.kv.layers.values(), cache.layers, strict=True):
             torch.testing.assert_close(keys[part], layer.keys[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(values[part], layer.values[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
 

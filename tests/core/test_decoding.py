@@ -253,7 +253,7 @@ def test_states_carry_the_frozen_prefix_as_views(family):
             with torch.no_grad():
                 slm(state.tokens[None], past_key_values=cache, use_cache=True)
             part = slice(state.prefix.start, state.prefix.start + state.prefix.length)
-            for layer, (keys, values) in zip(cache.layers, state.prefix.kv.layers, strict=True):
+            for layer, (keys, values) in zip(cache.layers, state.prefix.kv.layers.values(), strict=True):
                 for full, held in ((layer.keys, keys), (layer.values, values)):
                     torch.testing.assert_close(held[state.prefix.pages[0], part], full[0].transpose(0, 1), **TIGHT)
             seen.append((state.prefix.pages[0], state.prefix.start, state.step, state.prefix.length))
@@ -337,7 +337,7 @@ class FakeReranker:
 
 def test_future_bridge_selector_calls_the_reranker_in_its_scope():
     pools = [pool_of([9, 7, 8], [-1.0, -2, -3], [-2.0, -1, -4], [1, 3, 2]), pool_of([5, 6], [-1.0, -2], [-2.0, -1])]
-    kv = PrefixKV([])
+    kv = PrefixKV({})
     states = [State(torch.arange(n), 1, 1.0, Prefix(kv, 0, n, (row,))) for row, n in enumerate((4, 6))]
     for scope, calls in (("candidate", [("many", [4, 6])]), ("sequence", [("one", [4]), ("one", [6])])):
         reranker = FakeReranker(scope)

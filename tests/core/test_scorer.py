@@ -31,8 +31,6 @@ from transformers import (
     PhimoeConfig,
     PreTrainedTokenizerFast,
     Qwen2MoeConfig,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
     StaticCache,
 )
 
@@ -283,17 +281,13 @@ def test_bad_arguments_of_other_calls():
 
 def test_unsupported_models_are_refused_by_name():
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": V}
-    linear = {**small, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32, "num_experts": 0}
-    linear |= {f"linear_{name}": size for name, size in (("num_value_heads", 2), ("num_key_heads", 2))}
-    linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "mlp_only_layers": [0, 1]}
-    linear |= {"layer_types": ["linear_attention", "full_attention"]}
     encoder = {"vocab_size": V, "d_model": 32}
     encoder |= {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in BART.items()}
     own = {"layer_types": ["full_attention"] * 4, "attn_temperature_tuning": False}
     broken = tiny("phi3")
     broken.model.norm.forward = lambda hidden: hidden.absent
     for model, words in (
-        (Qwen3NextForCausalLM(Qwen3NextConfig(**linear)), "Qwen3NextForCausalLM.*linear_attention"),
+        (zoo.build("minimax"), "MiniMaxForCausalLM with 2 layers with a state, of which 0"),
         (BartForConditionalGeneration(BartConfig(**encoder)), "BartForConditionalGeneration.*encoder"),
         (tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "Llama.*dynamic"),
         (BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=V)), "BloomForCausalLM"),

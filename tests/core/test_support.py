@@ -46,7 +46,8 @@ TINY |= {"num_key_value_heads": 2, "pad_token_id": 0}
             CONFIG_MAPPING["bloom"](vocab_size=96, hidden_size=32, n_layer=2, n_head=4),
             ["serving: plain", "refused: attention outside"],
         ),
-        (Qwen3NextConfig(**TINY), ["refused: layers of type linear_attention"]),
+        (Qwen3NextConfig(**TINY), ["serving: plain, one sequence after another", "reranking: modules"]),
+        (CONFIG_MAPPING["llama4_text"](**TINY), ["refused: layers of type chunked_attention"]),
     ],
 )
 def test_a_folder_with_a_configuration_says_what_will_run(tmp_path, config, words):

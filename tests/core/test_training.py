@@ -218,7 +218,7 @@ def test_prefix_runs_once_a_microbatch_for_all_runs(monkeypatch):
     calls, plain = [], prefill_packed
     monkeypatch.setattr(
         "fb_core.rerank.training.prefill_packed",
-        lambda model, seqs: calls.append([len(s) for s in seqs]) or plain(model, seqs),
+        lambda model, seqs, at: calls.append([len(s) for s in seqs]) or plain(model, seqs, at),
     )
     train_reranker(TokenReranker.from_base(tiny("qwen3"), rank=4), trajectories(5), Optimisation(groups_per_step=100))
     assert calls == [[9] * 5] * len(calls)  # up to the last state that is trained on

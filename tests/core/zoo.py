@@ -93,6 +93,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "longcat_flash": {"num_layers": 2, "expert_ffn_hidden_size": 16, "moe_topk": 2, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {"axial_pos_shape": (8, 16), "axial_pos_embds_dim": (16, 16)},
     "roc_bert": {"pronunciation_vocab_size": 8, "shape_vocab_size": 8},

@@ -238,7 +238,9 @@ def rerank_states(
     for pack in starmap(slice, packs(longest, ROWS)):
         packed = trajectories[pack]
         wholes = prefill_packed(
-            slm, [own[0].trajectory.tokens[:end] for own, end in zip(packed, longest[pack], strict=True)]
+            slm,
+            [own[0].trajectory.tokens[:end] for own, end in zip(packed, longest[pack], strict=True)],
+            [[state.position for state in own] for own in packed],
         )
         prefixes = [(whole, state) for whole, own in zip(wholes, packed, strict=True) for state in own]
         for key, reranker in rerankers.items():
