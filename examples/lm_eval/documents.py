@@ -30,8 +30,8 @@ def document(draw: random.Random, facts: int, answer: int) -> dict[str, Any]:
 
 
 def split(facts: int, answer: int, documents: int, **_: Any) -> dict[str, Dataset]:
-    """The `test` documents and, from another seed, four `train` documents as few-shot examples."""
-    drawn = {"test": (random.Random(0), documents), "train": (random.Random(1), 4)}
+    """The `test` documents and, from another seed, five `train` documents as few-shot examples."""
+    drawn = {"test": (random.Random(0), documents), "train": (random.Random(1), 5)}
     return {
         name: Dataset.from_list([document(draw, facts, answer) for _ in range(count)])
         for name, (draw, count) in drawn.items()
