@@ -329,6 +329,8 @@ def forward_through_modules(model: PreTrainedModel, ids: Tensor, positions: Tens
     with _attention(model, ATTENTION, layout), _recomputed(model, layout) if model.training else nullcontext():
         found = model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
     hidden = found.last_hidden_state[0]
+    if model.dtype.itemsize < hidden.dtype.itemsize:  # a residual kept in float32, for a head that is not
+        hidden = hidden.to(model.dtype)
     slides = _sliding_layers(model)
     if (ran := len(layout.states)) != (count := state_layers(model)):
         raise ValueError(
