@@ -160,7 +160,7 @@ class Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.drawn = max(self.drawn, result.numel() if isinstance(result, Tensor) else 2)
-        if "mm" in func.__name__ and result.dtype in (torch.bfloat16, torch.float16):
+        if "mm" in func.__name__ and getattr(result, "dtype", None) in (torch.bfloat16, torch.float16):
             return (result.view(torch.int16) ^ 1).view(result.dtype)
         return result
 

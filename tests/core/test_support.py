@@ -17,10 +17,10 @@ LINES = {line.split("`")[1]: line for line in support.PAGE.read_text().splitline
 
 
 def test_every_family_has_a_row_and_none_is_wrong():
-    assert sorted(zoo.KINDS) == sorted(LINES)
+    assert [*sorted(zoo.KINDS), *support.WEIGHTS] == [*LINES]
     cells = [cell.strip() for line in LINES.values() for cell in line.split("|")[3:-2]]
     assert {*cells} == {"equal", "refused", "not tried"}
-    scored = sum(line.split("|")[3].strip() == "equal" for line in LINES.values())
+    scored = sum(LINES[kind].split("|")[3].strip() == "equal" for kind in zoo.KINDS)
     assert f"[{scored} families](docs/support.md)" in (support.PAGE.parents[1] / "README.md").read_text()
 
 
@@ -28,6 +28,14 @@ def test_every_family_has_a_row_and_none_is_wrong():
 @pytest.mark.sweep(18)
 def test_a_row_is_what_its_family_does(kind):
     assert support.line(kind, support.row(kind)) == LINES[kind]
+
+
+@pytest.mark.parametrize("kind", support.WEIGHTS)
+def test_weights_that_are_not_bfloat16_do_so_too(kind):
+    cells = support.row(kind)
+    if not cells["how"]:
+        pytest.skip(cells["scores"])
+    assert support.line(kind, cells) == LINES[kind]
 
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 96}
