@@ -23,16 +23,20 @@ from fb_kernels import linear_logprob
 ROWS = shapes.LOGPROB_ROWS[0]
 HIDDEN, VOCABULARY = shapes.LM_HEAD
 CHECKED = 64  # rows compared with float64
+TARGETS = 64  # ids a row, of distillation
 CHUNK = 1024  # rows whose float64 logits exist at a time
 
 
-def inputs(rows: int = ROWS, dtype: torch.dtype = shapes.DTYPE) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    rows: int = ROWS, dtype: torch.dtype = shapes.DTYPE, sizes: tuple[int, int] = shapes.LM_HEAD
+) -> tuple[Tensor, Tensor, Tensor]:
     """(hidden[N, D], weight[V, D], target[N]) with logits of standard deviation 2."""
+    width, vocabulary = sizes
     generator = torch.Generator(harness.DEVICE).manual_seed(0)
     options: dict[str, Any] = {"generator": generator, "device": harness.DEVICE}
-    hidden = torch.randn(rows, HIDDEN, **options).to(dtype)
-    weight = torch.empty(VOCABULARY, HIDDEN, device=harness.DEVICE).normal_(std=2 * HIDDEN**-0.5, generator=generator)
-    return hidden, weight.to(dtype), torch.randint(VOCABULARY, (rows,), **options)
+    hidden = torch.randn(rows, width, **options).to(dtype)
+    weight = torch.empty(vocabulary, width, device=harness.DEVICE).normal_(std=2 * width**-0.5, generator=generator)
+    return hidden, weight.to(dtype), torch.randint(vocabulary, (rows,), **options)
 
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -92,6 +96,34 @@ def test_linear_logprob(compare: Callable, rows: int, dtype: torch.dtype) -> Non
         dtype=hidden.dtype,
         notes=notes,
         skipped=skipped,
+    )
+
+
+@pytest.mark.parametrize("rows", shapes.TARGET_ROWS)
+def test_many_targets_a_row(compare: Callable, rows: int) -> None:
+    """Log-probs of K ids a row, of logits, and ours of one id: the statistics run once for all."""
+    hidden, weight, _ = inputs(rows, sizes=shapes.SMALL_HEAD)
+    ids = torch.randint(len(weight), (rows, TARGETS), generator=torch.Generator().manual_seed(1)).to(hidden.device)
+    checked = torch.linspace(0, rows - 1, min(CHECKED, rows), device=hidden.device).long()
+
+    def of_logits(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        return F.linear(hidden, weight).float().log_softmax(-1).gather(1, ids)
+
+    expected = of_logits(hidden[checked].double(), weight.double(), ids[checked])
+    compare(
+        "linear_logprob_targets",
+        f"N={rows} K={TARGETS} D={hidden.shape[1]} V={len(weight)}",
+        {
+            OURS: Implementation(partial(linear_logprob, hidden, weight, ids), expected, checked),
+            f"{OURS}, one target": Implementation(
+                partial(linear_logprob, hidden, weight, ids[:, :1].contiguous()), expected[:, :1], checked
+            ),
+            "logits, log_softmax": Implementation(partial(of_logits, hidden, weight, ids), expected, checked),
+        },
+        rounds=10 if shapes.ON_GPU else 3,
+        tolerance=max(harness.allowed_error(of_logits(hidden[checked], weight, ids[checked]), expected), 1e-4),
+        cost=Cost(2.0 * rows * weight.numel(), hidden.nbytes + weight.nbytes + 12 * ids.numel()),
+        dtype=hidden.dtype,
     )
 
 

@@ -30,6 +30,8 @@ PACKED_ROWS = (10_752, 16_384) if ON_GPU else ()
 # Columns and vocabulary of the LM head, and the rows of which log-probs are taken, without and with gradients.
 LM_HEAD = (2048 if ON_GPU else 512, 151_936)
 LOGPROB_ROWS = (1664, 8192, 13, 128) if ON_GPU else (1664,)
+SMALL_HEAD = (576, 49_152)  # SmolLM2-135M's, width and vocabulary
+TARGET_ROWS = (8192,)
 LOGPROB_TRAINED_ROWS = (1664, 16_384) if ON_GPU else (128,)
 
 # The model that scores: Qwen3-1.7B on a GPU. Its prefixes [P], futures [H] and packs of G groups.
