@@ -18,7 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from fb_core.models.facts import Tokenizer, ending, max_positions, misfit
+from fb_core.models.facts import Tokenizer, ending, max_positions, misfit, state_layers
 from fb_core.models.native import NativeDecoder
 from fb_core.models.packed import unpackable
 
@@ -111,7 +111,9 @@ def outlook(path: str) -> list[str]:
         with _reading(path, "a model"), torch.device("meta"):
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except ValueError as problem:
+    except OSError:
+        raise
+    except Exception as problem:  # of the configuration's own checks
         got = str(problem).strip().partition("\n")[0]
         raise ValueError(
             f"{path}: expected the config.json of a causal LM that transformers knows, got: {got:.200}"
@@ -119,20 +121,22 @@ def outlook(path: str) -> list[str]:
     dtype = getattr(config, "dtype", None) or torch.float32
     count, size = sum(each.numel() for each in model.parameters()), model.get_input_embeddings().weight.shape[0]
     name = f"{type(model).__name__}: {count / 1e9:.3g} billion parameters, {count * dtype.itemsize / 1e9:.3g} GB in "
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        name = f"{type(model).__name__}: {count / 1e9:.3g} billion parameters, quantized ({method}), computed in "
     facts = f"{str(dtype).removeprefix('torch.')}, {size} ids, {max_positions(model) or 'any number of'} positions"
     if (reason := misfit(model)) is not None:
         return [name + facts, f"refused: {reason}"]
-    if NativeDecoder.fits(model):
-        decoding = scoring = "native"
-    else:
-        reason = unpackable(model)
-        decoding, scoring = "plain, one sequence after another", "modules" if reason is None else f"refused: {reason}"
+    native = NativeDecoder.fits(model) and not quantized
+    modules = "modules" if (reason := unpackable(model)) is None else f"refused: {reason}"
     return [
         name + facts,
-        f"decoding, serving: {decoding}",
-        f"scoring, reranking: {scoring}",
-        f"gradients: {'modules' if scoring == 'native' else scoring}",
-        "When it is loaded, a few tokens are compared with the model's own forward.",
+        f"decoding: {'native' if native else 'plain, in padded batches'}",
+        f"serving: {'native' if native else 'one sequence after another'}",
+        f"scoring, reranking: {'native' if native else modules}",
+        f"gradients: {modules}",
+        "When it is loaded, a few tokens are compared with the model's own forward"
+        + (", and states must continue by several tokens." if state_layers(model) else "."),
     ]
 
 

@@ -10,7 +10,7 @@ import copy
 import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ CACHES = ("cache_params", "past_key_values")  # what the layers call their cache
 
 
 class State:
-    """The state of B sequences after their last token, in the place of a transformers cache: nothing is in place."""
+    """The state of B sequences after their last token, in the place of a transformers cache."""
 
     record_past = True  # else one token alone would be written into the convolution's state
 
@@ -119,10 +119,12 @@ class Plan:
             for first, stop in pairwise([rows.start, *(cut + 1 for cut in cuts), rows.stop]):
                 depth = 0 if after is None or apart else depths[after] + 1
                 depths[stop - 1] = depth
-                length = stop - first if stop - 1 in wanted else 0  # else it may be padded
+                length = stop - first
+                if stop - 1 not in wanted:  # then it may be padded, to less than twice its length
+                    length = -(length - 1).bit_length()
                 batches.setdefault((depth, after is not None, length), []).append((range(first, stop), after))
                 after = stop - 1
-        self.batches = list[Batch]()
+        self.batches, self.keep = list[Batch](), {*keep}
         for (_, _, length), own in sorted(batches.items(), key=lambda item: item[0][0]):
             longest = max(len(rows) for rows, _ in own)
             index = [[*rows, *[rows[-1]] * (longest - len(rows))] for rows, _ in own]
@@ -135,14 +137,29 @@ class Plan:
 
     def run(self, forward: Callable[..., Tensor], hidden: Tensor, cache: str, states: dict[int, State]) -> Tensor:
         """A layer's output [1, T, D] for packed rows; `states`, by row, gets those that are wanted."""
-        pieces = []
+        pieces, passing = [], set[int]()
         for rows, ids, after, keep in self.batches:
             state = State.stacked([states[row] for row in after]) if after else State({}, {})
-            out = forward(hidden_states=hidden[0][ids], attention_mask=None, **{cache: state})
+            with _saved(state) if ids.shape[1] == 1 else nullcontext():
+                out = forward(hidden_states=hidden[0][ids], attention_mask=None, **{cache: state})
             pieces += [out[at, : len(own)] for at, own in enumerate(rows)]
             if keep:
                 states |= {own[-1]: state.of(at) for at, own in enumerate(rows)}
+                passing |= {own[-1] for own in rows} - self.keep
+        for row in passing:  # kept, they would hold the graph
+            del states[row]
         return torch.cat(pieces)[self.inverse][None]
+
+
+def _saved(state: State) -> AbstractContextManager[None]:
+    """Inside, autograd saves copies of a recurrent state: Mamba2 writes one token into it."""
+    places = {x.data_ptr() for x in state.recurrent_states.values()}
+
+    def copied(x: Tensor) -> Tensor:
+        return x.clone() if x.data_ptr() in places else x
+
+    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(copied, lambda x: x)
+    return hooks
 
 
 def stateful(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -172,7 +189,7 @@ def unforkable(model: nn.Module, count: int, width: int) -> str | None:
 
     layers = stateful(model)
     if len(layers) != count:
-        return f"{count} layers with a state, of which {len(layers)} take one"
+        return f"{count} layers with a state, of which only {len(layers)} accept one"
     for module, name in {type(module): (module, name) for module, name in layers}.values():
         if any(type(x).__name__ == "DTensor" for x in module.parameters()):
             continue  # the comparison of logits must do
@@ -182,7 +199,7 @@ def unforkable(model: nn.Module, count: int, width: int) -> str | None:
         layer = copy.deepcopy(module).float().eval()
         wanted = layer(hidden_states=x, attention_mask=None, **{name: State({}, {})})
         if not torch.allclose(in_parts(layer, x, name), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max())):
-            return f"a state in {type(module).__name__} that several tokens do not go on from"
+            return f"layers of class {type(module).__name__}, whose state several tokens cannot continue"
     return None
 
 

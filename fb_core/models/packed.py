@@ -462,15 +462,21 @@ def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
             f"cache of {type(model).__name__}: expected keys and values of {count} layers, got those of "
             f"{len(cache.layers)}; fill one with this model"
         )
+    if not attending:
+        raise ValueError(
+            f"cache of {type(model).__name__}: expected layers that attend, got states alone, which do not say after "
+            "how many tokens they are; give no cache"
+        )
     for index in attending:
         layer: Any = cache.layers[index]
         keys, filled = layer.keys, int(layer.get_seq_length())
         slots = 0 if keys is None else keys.shape[-2]
         if slots != length or filled != length:
             held = f"{filled} in {slots} slots" if slots != filled else str(filled)
+            made = "made with model.config" if state_layers(model) else "made without config"
             raise ValueError(
                 f"cache: expected {length} tokens in every layer, got {held} in layer {index}; "
-                "fill a DynamicCache() made without config with exactly this prefix"
+                f"fill a DynamicCache() {made} with exactly this prefix"
             )
         if len(keys) != 1:
             raise ValueError(f"cache: expected one sequence, got {len(keys)}; select one with batch_select_indices")

@@ -223,7 +223,7 @@ def told(problem: Exception) -> str:
     if isinstance(problem, ValueError) and " expected " in text:
         short = text.partition(";")[0].removeprefix("model: ").removeprefix("slm: ")
         return "refused: " + re.sub(
-            "expected a decoder with softmax attention and fixed positions, got .* with ", "", short
+            "expected a decoder with softmax attention and fixed positions, got .*? with ", "", short
         )
     return f"wrong: {type(problem).__name__}: {text:.120}"
 
@@ -284,9 +284,10 @@ The tiny model has its family's usual layers; what another configuration brings 
 
 {table("family", rows)}
 
-## Weights that are not bfloat16
+## Quantized weights
 
-A tiny Qwen3 in float32 with other weights, against its own full forwards. *not tried*: what they need is not there.
+A tiny Qwen3 made in float32, its weights then quantized, against its own full forwards. *not tried*: what they need is
+not there.
 
 {table("weights", weights)}
 """

@@ -91,6 +91,7 @@ def test_trees_of_prefixes_and_gradients_through_the_forks_equal_full_rows(model
         (TOKENS[:9], [support.ids(4, 1), support.ids(2, 2)]),
         (TOKENS[:15], [torch.cat([TOKENS[15:18], support.ids(2, 3)]), TOKENS[15:20]]),
         (torch.cat([TOKENS[:9], support.ids(3, 4)]), [support.ids(5, 5)]),
+        (TOKENS[:18], [TOKENS[3:5], TOKENS[4:6]]),  # rows of their own, one each
     ]
     model.gradient_checkpointing_enable()
     model.train()
@@ -131,6 +132,9 @@ def test_states_inside_a_sequence_and_caches_are_gone_on_from(models, kind):
             cache = empty_cache(model)
             model(input_ids=TOKENS[None, :at], past_key_values=cache, use_cache=True)
             torch.testing.assert_close(reranker.scores(TOKENS[:at], pool, cache), scores, rtol=1e-4, atol=1e-4)
+    rows = CandidateRows.of(prefixes, [pool] * 4)
+    reranker.packed_scores(rows).sum().backward()
+    assert all(bool(x.grad.isfinite().all()) for x in reranker.parameters() if x.requires_grad)
     with pytest.raises(ValueError, match="of 4 layers, got those of 0"):
         reranker.scores(TOKENS, pool, type(cache)())
 
@@ -152,6 +156,7 @@ def test_a_state_that_several_tokens_do_not_go_on_from_is_refused_in_every_dtype
         model = zoo.build("jamba").to(dtype)
         for door in (CompatibilityScorer, LocalLLM, TokenReranker.from_base):
             with pytest.raises(
-                ValueError, match="JambaForCausalLM with a state in JambaMambaMixer that several tokens"
+                ValueError,
+                match="JambaForCausalLM with layers of class JambaMambaMixer, whose state several tokens cannot",
             ):
                 door(model)

@@ -287,7 +287,7 @@ def test_unsupported_models_are_refused_by_name():
     broken = tiny("phi3")
     broken.model.norm.forward = lambda hidden: hidden.absent
     for model, words in (
-        (zoo.build("minimax"), "MiniMaxForCausalLM with 2 layers with a state, of which 0"),
+        (zoo.build("minimax"), "MiniMaxForCausalLM with 2 layers with a state, of which only 0"),
         (BartForConditionalGeneration(BartConfig(**encoder)), "BartForConditionalGeneration.*encoder"),
         (tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "Llama.*dynamic"),
         (BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=V)), "BloomForCausalLM"),

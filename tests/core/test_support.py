@@ -47,14 +47,25 @@ TINY |= {"num_key_value_heads": 2, "pad_token_id": 0}
     [
         (
             Qwen3Config(**TINY, dtype="bfloat16"),
-            ["in bfloat16, 96 ids", "serving: native", "reranking: native", "gradients: modules"],
+            ["in bfloat16, 96 ids", "decoding: native", "serving: native", "reranking: native", "gradients: modules"],
         ),
-        (Phi3Config(**TINY), ["in float32", "serving: plain, one sequence after another", "reranking: modules"]),
+        (
+            Phi3Config(**TINY),
+            [
+                "in float32",
+                "decoding: plain, in padded batches",
+                "serving: one sequence after another",
+                "reranking: modules",
+            ],
+        ),
         (
             CONFIG_MAPPING["bloom"](vocab_size=96, hidden_size=32, n_layer=2, n_head=4),
-            ["serving: plain", "refused: attention outside"],
+            ["decoding: plain", "refused: attention outside"],
         ),
-        (Qwen3NextConfig(**TINY), ["serving: plain, one sequence after another", "reranking: modules"]),
+        (
+            Qwen3NextConfig(**TINY),
+            ["decoding: plain, in padded batches", "serving: one sequence after another", "reranking: modules"],
+        ),
         (CONFIG_MAPPING["llama4_text"](**TINY), ["refused: layers of type chunked_attention"]),
     ],
 )
