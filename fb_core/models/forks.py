@@ -1,4 +1,4 @@
-"""Layers that keep a state instead of keys: gated delta rules, short convolutions, Mamba.
+"""Layers that keep a state instead of keys: gated delta rules, short convolutions, Mamba2.
 
 In a packed forward each state is forked where branches leave: a prefix runs once, and every branch goes on from the
 state after its last token. The layers are the model's own; instead of a cache they get the state to go on from.
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-FORKED = "fb_forked"  # attribute of a forward: under gradient checkpointing a layer is reached twice
 CACHES = ("cache_params", "past_key_values")  # what the layers call their cache
 
 
@@ -199,14 +198,14 @@ def unforkable(model: nn.Module, count: int, width: int) -> str | None:
         layer = copy.deepcopy(module).float().eval()
         wanted = layer(hidden_states=x, attention_mask=None, **{name: State({}, {})})
         if not torch.allclose(in_parts(layer, x, name), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max())):
-            return f"layers of class {type(module).__name__}, whose state several tokens cannot continue"
+            return f"layers of class {type(module).__name__}, whose state cannot be continued by several tokens"
     return None
 
 
 @contextmanager
 def forked(model: nn.Module, plan: Callable[[], Plan], states: Callable[[int], dict[int, State]]) -> Iterator[None]:
     """Inside, the model's stateful layers run by a plan of the packed rows, from and into the states of each layer."""
-    layers = [(module, name) for module, name in stateful(model) if not hasattr(module.forward, FORKED)]
+    layers = stateful(model)
 
     def packed(module: nn.Module, name: str) -> Callable[..., Tensor]:
         own = module.forward
@@ -214,7 +213,6 @@ def forked(model: nn.Module, plan: Callable[[], Plan], states: Callable[[int], d
         def forward(hidden_states: Tensor, **_: Any) -> Tensor:
             return plan().run(own, hidden_states, name, states(module.layer_idx))  # type: ignore[arg-type]
 
-        setattr(forward, FORKED, True)
         return forward
 
     before = [vars(module).get("forward") for module, _ in layers]

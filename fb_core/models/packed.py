@@ -244,6 +244,8 @@ def _recomputed(model: PreTrainedModel, layout: Layout) -> Iterator[None]:
     before = [layer._gradient_checkpointing_func for layer in layers]
 
     def attend(function: Callable, *inputs: Any) -> Any:
+        if _LAYOUT.get() is layout:  # the forward itself, not the backward
+            return function(*inputs)
         with _attention(model, ATTENTION, layout):
             return function(*inputs)
 

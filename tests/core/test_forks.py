@@ -157,6 +157,6 @@ def test_a_state_that_several_tokens_do_not_go_on_from_is_refused_in_every_dtype
         for door in (CompatibilityScorer, LocalLLM, TokenReranker.from_base):
             with pytest.raises(
                 ValueError,
-                match="JambaForCausalLM with layers of class JambaMambaMixer, whose state several tokens cannot",
+                match="JambaForCausalLM with layers of class JambaMambaMixer, whose state cannot be continued",
             ):
                 door(model)
