@@ -136,7 +136,7 @@ def outlook(path: str) -> list[str]:
         f"scoring, reranking: {'native' if native else modules}",
         f"gradients: {modules}",
         "When it is loaded, a few tokens are compared with the model's own forward"
-        + (", and states must continue by several tokens." if state_layers(model) else "."),
+        + ("; it is refused if its states cannot be continued by several tokens." if state_layers(model) else "."),
     ]
 
 

@@ -22,7 +22,7 @@ from fb_core.models.native import NativeDecoder, hooked, unchanged
 
 CausalLM: TypeAlias = PreTrainedModel
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
-Cache: TypeAlias = DynamicCache  # made without a config: with one, sliding layers would keep only their window
+Cache: TypeAlias = DynamicCache  # from `empty_cache`: with a config, sliding layers would keep only their window
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 STATEFUL_LAYERS = ("linear_attention", "conv", "hybrid")
 OTHER_LAYERS = ("mlp", "moe")  # they keep nothing

@@ -12,7 +12,7 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,11 @@ def on_the_last_token(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) ->
     return torch.cat([layer.base_layer(inputs[0])[..., :-1, :], output[..., -1:, :]], -2)
 
 
-def trained(model: PreTrainedModel) -> Iterator[Tensor]:
-    return (x for x in model.parameters() if x.requires_grad)
+def gradient(value: Tensor, model: PreTrainedModel) -> Tensor:
+    """Of the sum, to all parameters, as one vector."""
+    parameters = [x for x in model.parameters() if x.requires_grad]
+    found = torch.autograd.grad(value.sum(), parameters, materialize_grads=True)
+    return torch.cat([x.double().flatten() for x in found])
 
 
 class Tiny:
@@ -99,16 +102,8 @@ class Tiny:
         prefix, candidates, future = self.group
         rows = [torch.cat([candidate[None], future]) for candidate in candidates]
         found = [each[1:] for each in shared_prefix_logprobs(self.model, prefix, rows)]
-        pairs = ((self.model, torch.cat(found)), (self.truth, logprobs(self.truth, *self.group)))
-        mine, theirs = (
-            torch.cat(
-                [
-                    x.double().flatten()
-                    for x in torch.autograd.grad(value.sum(), [*trained(model)], materialize_grads=True)
-                ]
-            )
-            for model, value in pairs
-        )
+        mine = gradient(torch.cat(found), self.model)
+        theirs = gradient(logprobs(self.truth, *self.group), self.truth)
         error = float((mine - theirs).norm() / theirs.norm())
         return "equal" if error <= RELATIVE["gradients"] else f"wrong: {error:.1e}"
 

@@ -31,7 +31,7 @@ def test_a_row_is_what_its_family_does(kind):
 
 
 @pytest.mark.parametrize("kind", support.WEIGHTS)
-def test_weights_that_are_not_bfloat16_do_so_too(kind):
+def test_a_row_is_what_its_quantized_weights_do(kind):
     cells = support.row(kind)
     if not cells["how"]:
         pytest.skip(cells["scores"])

@@ -181,9 +181,9 @@ def explain(
 
 @app.command(epilog="Example: futurebridge env --model Qwen/Qwen3-1.7B")
 def env(
-    model: Annotated[str | None, typer.Option(help="A folder or hub id: what of it will run, and how.")] = None,
+    model: Annotated[str | None, typer.Option(help="A folder or hub id: show how this model will run.")] = None,
 ) -> None:
-    """Show what is installed, which implementation of each op will run, and why; or what of a model will run."""
+    """Show what is installed, which implementation of each op will run, and why; or how a model will run."""
     if model is None:
         from fb_kernels.env import report
 
