@@ -28,10 +28,10 @@ CHUNK = 1024  # rows whose float64 logits exist at a time
 
 
 def inputs(
-    rows: int = ROWS, dtype: torch.dtype = shapes.DTYPE, sizes: tuple[int, int] = shapes.LM_HEAD
+    rows: int = ROWS, dtype: torch.dtype = shapes.DTYPE, sizes: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(hidden[N, D], weight[V, D], target[N]) with logits of standard deviation 2."""
-    width, vocabulary = sizes
+    width, vocabulary = sizes or (HIDDEN, VOCABULARY)
     generator = torch.Generator(harness.DEVICE).manual_seed(0)
     options: dict[str, Any] = {"generator": generator, "device": harness.DEVICE}
     hidden = torch.randn(rows, width, **options).to(dtype)
