@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3MoeConfig
 
 from benchmarks import peers, shapes
 from benchmarks.harness import OURS, Goal, Implementation
@@ -31,7 +31,7 @@ from fb_core import (
     ServerLLM,
 )
 from fb_core.apps.demo.pairs import load_pair
-from fb_core.apps.pipeline.models import decoder_of
+from fb_core.apps.pipeline.models import decoder_of, greedy_decoder
 from fb_core.events import Event
 from fb_kernels._runtime.timing import Timing
 
@@ -96,6 +96,30 @@ def test_problems_at_once(compare: Callable, name: str) -> None:
         goals=[Goal(ALONE, 4), Goal(IN_STEP, 1.5)],
         per=PROBLEMS,
         notes=[f"{sum(len(generation.events) for generation in generations) / PROBLEMS:.1f} events a problem"],
+    )
+
+
+@pytest.mark.parametrize("rows", shapes.PROMPTS)
+def test_a_mixture_of_experts(compare: Callable, rows: int) -> None:
+    """Greedy tokens of a Qwen3-MoE, whose rows are sorted by expert, against its own modules."""
+    model, (length, new) = shapes.random_model(Qwen3MoeConfig(**shapes.OTHERS | shapes.MIXTURE), 0), shapes.ASKED
+    prompts = torch.randint(300, (rows, length), generator=torch.Generator().manual_seed(0)).tolist()
+    ours, plain = greedy_decoder(model, max_length=length + new, max_batch=rows), greedy_decoder(model)
+    runs: dict[str, Callable[[], Tensor]] = {
+        OURS: lambda: facts(ours.generate_many(prompts, new)),
+        IN_STEP: lambda: facts(plain.generate_many(prompts, new)),
+        PLAIN: lambda: facts([plain.generate(ids, new) for ids in prompts]),
+    }
+    expected = runs[IN_STEP]()
+    compare(
+        "experts",
+        f"Qwen3-MoE, {rows} prompts of {length} tokens at once, {new} new, time of a token",
+        {name: Implementation(run, expected) for name, run in runs.items()},
+        rounds=3,
+        tolerance=0.0,
+        timing=Timing.EAGER,
+        dtype=model.dtype,
+        per=rows * new,
     )
 
 

@@ -14,14 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks import harness, peers, shapes
 from benchmarks.harness import OURS, Cost, Goal, Implementation
@@ -30,7 +27,6 @@ from benchmarks.shapes import CANDIDATES, ON_GPU
 from fb_core import BranchGroup, CompatibilityScorer
 from fb_core.models.packed import Layout, forward_through_modules, packed_forward
 from fb_kernels._runtime import backend
-from fb_kernels.testing import count_launches
 
 FIRST = 1000  # an ordinary word; after a special one float32 itself is ten times less accurate
 LOOP, REPEATED = "K full forwards, needed logits", "repeated cache"
@@ -144,6 +140,31 @@ def test_group_of_a_llama(compare: Callable, dtype: torch.dtype) -> None:
         tolerance=allowed_error((runs[REPEATED](), runs[LOOP]()), (expected, expected)),
         dtype=dtype,
         goals=goals,
+    )
+
+
+@pytest.mark.skipif(ON_GPU, reason="models for CPUs")
+@pytest.mark.parametrize("family", shapes.STATEFUL)
+def test_layers_with_a_state(compare: Callable, family: str) -> None:
+    """A group with a model whose layers keep a state, of which every branch goes on from a copy."""
+    model = shapes.random_model(AutoConfig.for_model(family, **shapes.OTHERS | shapes.STATEFUL[family]), 0)
+    p, h = shapes.STATES
+    prefix, candidates, future = random_group(model, p, h)
+    group = (prefix, candidates[:8], future)
+    expected = peers.full_forwards(copy.deepcopy(model).to(shapes.WIDE), *group)
+    runs = {
+        OURS: partial(CompatibilityScorer(model).score, *group),
+        LOOP: partial(peers.full_forwards, model, *group),
+        "one padded batch, needed logits": partial(peers.padded_batch, model, *group),
+    }
+    compare(
+        "score_group",
+        f"{family}, K=8 H={h} P={p}",
+        {name: Implementation(run, expected) for name, run in runs.items()},
+        rounds=3,
+        tolerance=allowed_error(runs[LOOP](), expected),
+        dtype=model.dtype,
+        goals=[Goal(LOOP, 2.5)],
     )
 
 
@@ -391,7 +412,6 @@ def test_decoder(compare: Callable, models: Models) -> None:
         OURS: partial(packed_forward, models.model, *inputs, scored),
         "HF modules": partial(through_modules, models.model),
     }
-    ours, theirs = layer_cost(packed_forward), layer_cost(forward_through_modules)
     compare(
         "packed_forward",
         f"T={t} G={len(positions)} K={CANDIDATES} H={h}",
@@ -401,11 +421,6 @@ def test_decoder(compare: Callable, models: Models) -> None:
         dtype=models.model.dtype,
         cost=scoring_cost(models.model, [t], positions, h, head=False),
         goals=[Goal("HF modules", 1.15)],
-        notes=[
-            "a layer of Qwen3-1.7B in bfloat16, counted: "
-            f"{ours[0]} operations and {ours[1] / 1e3:.0f} KB a token besides the products, "
-            f"HF modules {theirs[0]} and {theirs[1] / 1e3:.0f} KB"
-        ],
     )
 
 
@@ -418,45 +433,3 @@ def packed_rows(model: PreTrainedModel, t: int, h: int, positions: list[int]) ->
     generator = torch.Generator().manual_seed(t)
     ids = torch.randint(model.config.vocab_size, row_positions.shape, generator=generator).to(device)
     return ids, row_positions, Layout.build(groups, device)
-
-
-@torch.no_grad()
-def layer_cost(forward: Callable[..., Tensor]) -> tuple[int, float]:
-    """(operations, bytes per token besides the products) of a layer of Qwen3-1.7B: what a second layer adds."""
-    counted = []
-    for layers in (1, 2):
-        config = Qwen3Config(**shapes.COUNTED, num_hidden_layers=layers)
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
-        inputs = packed_rows(model, 64, 8, [64])
-        forward(model, *inputs)
-        with count_launches() as launches:
-            forward(model, *inputs)
-        with Traffic() as traffic:
-            forward(model, *inputs)
-        counted.append((launches.total, traffic.bytes / len(inputs[0])))
-    (first, first_bytes), (second, second_bytes) = counted
-    return second - first, second_bytes - first_bytes
-
-
-class Traffic(TorchDispatchMode):
-    """Counts the bytes that operations other than products read and write; an fb:: op is one operation."""
-
-    PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "fb::skinny_linear")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace != "fb":
-            with self:
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
-        out = func(*args, **kwargs)
-        if not func.is_view and func._schema.name not in self.PRODUCTS:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
-            distinct = {(tensor.data_ptr(), tensor.shape): tensor.nbytes for tensor in tensors}
-            self.bytes += sum(distinct.values())
-        return out

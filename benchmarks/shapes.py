@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,14 +67,22 @@ LLM = (
 SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768, "vocab_size": 8192}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096}
 
-# Qwen3-1.7B's layers, of which operations and bytes are counted, also on a CPU.
-COUNTED = {"hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 1024}
-COUNTED |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-
 # SmolLM2-135M, which people run on CPUs; its checkpoints are bfloat16.
 LLAMA: dict[str, float] = {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
 LLAMA |= {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "vocab_size": 49_152}
 LLAMA |= {"rope_theta": 100_000.0}
+
+# Families of that width on CPUs: whose layers keep a state (P, H), with a mixture of experts (prompts at once).
+OTHERS: dict[str, Any] = {"hidden_size": 576, "num_hidden_layers": 12, "num_attention_heads": 9, "head_dim": 64}
+OTHERS |= {"num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49_152, "max_position_embeddings": 4096}
+STATEFUL: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
+    | {"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 4},
+}
+STATES = (1024, 128)
+MIXTURE = {"moe_intermediate_size": 256, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True}
+PROMPTS, ASKED = (1, 16), (32, 32)  # prompts at once; tokens of each and of its answer
 
 # The pretrained model of that shape, beside other servers on a CPU.
 OUR_SERVER, LLAMA_CPP, VLLM = "fb, its server", "llama.cpp, its server", "vLLM, its server"

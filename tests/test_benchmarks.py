@@ -21,7 +21,7 @@ OPS = {
     "branch_attention": {"branch_attention", "branch_attention_backward"},
     "decode": {"decode_step", "generate", "rerank_event"},
     "end_to_end": {"end_to_end"},
-    "engine": {"problems_at_once"},
+    "engine": {"problems_at_once", "experts"},
     "linear_logprob": {"linear_logprob", "linear_logprob_targets", "linear_logprob_backward"},
     "neighbours": {"rms_norm", "qk_norm_rope", "swiglu", "merge_attention_states", "candidate_head", "topk_entropy"}
     | {"skinny_linear", "branch_attention_qkv", "commit_"},

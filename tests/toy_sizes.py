@@ -20,8 +20,11 @@ LLAMA = MODEL | {"hidden_size": 64, "max_position_embeddings": 512, "rope_theta"
 
 SIZES: dict[str, Any] = {"ON_GPU": os.environ["TOY_DEVICE"] == "cuda", "WIDE": torch.float64}
 SIZES |= {"HIDDEN": 32, "WIDTH": 48, "VOCABULARY": 300, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16}
-SIZES |= {"SLM": MODEL, "LLM": MODEL, "SMALL": MODEL, "LLAMA": LLAMA, "COUNTED": LAYER, "LM_HEAD": (32, 300)}
+SIZES |= {"SLM": MODEL, "LLM": MODEL, "SMALL": MODEL, "LLAMA": LLAMA, "LM_HEAD": (32, 300)}
 SIZES |= {"ROWS": (2, 20), "PACKED_ROWS": (20,), "LOGPROB_ROWS": (70, 13), "LOGPROB_TRAINED_ROWS": (70,)}
+SIZES |= {"OTHERS": MODEL, "STATES": (20, 4), "PROMPTS": (2,), "ASKED": (8, 4)}
+SIZES |= {"STATEFUL": {"lfm2": {"layer_types": ["conv", "full_attention"]}}}
+SIZES |= {"MIXTURE": {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}}
 SIZES |= {"SMALL_HEAD": (32, 300), "TARGET_ROWS": (70,)}
 SIZES |= {"SEQUENCES": (1, 3), "FIRST": (20,), "SERVED_GROUPS": [(2, 20, 4)], "SCORED": [(20, 4)]}
 SIZES |= {"PACKED": [(3, 20, 4)], "TRAJECTORIES": [(3, 30, 4)], "SAMPLE": (2, 3, (10, 30), 4), "CACHED": (20,)}

@@ -351,10 +351,10 @@ class LowLatencyDecoder(CollaborativeDecoder):
     """A `CollaborativeDecoder` in the fast loop: keys and values are paged, and every step runs the same operations.
 
     A reranker of scope "candidate" runs with merged weights over the same pages, and a large model in this process is
-    kept in step. Tokens and events are the same, up to rounding. Families other than Llama, Mistral, Qwen2 and Qwen3
-    run in the plain loop, with a warning. If threads share such a decoder, one generates at a time and the others wait,
-    also for its `on_token` and streamers (an `Engine` runs them all at once). `generate_many` asks for each prompt by
-    itself.
+    kept in step. Tokens and events are the same, up to rounding. Families other than Llama, Mistral, Mixtral, Qwen2,
+    Qwen3 and Qwen3-MoE run in the plain loop, with a warning. If threads share such a decoder, one generates at a time
+    and the others wait, also for its `on_token` and streamers (an `Engine` runs them all at once). `generate_many` asks
+    for each prompt by itself.
 
     Args:
         max_length: maximum tokens of a sequence; the models' positions are a limit too.

@@ -230,6 +230,13 @@ def free_memory(device: torch.device, whole: bool = False) -> int:
         return 1 << 40 if whole else 4 << 30
 
 
+def token_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of a token's keys and values in all layers, where each layer has attention."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * int(config.num_hidden_layers) * heads * width * dtype.itemsize
+
+
 def eos_ids(model: PreTrainedModel, *tokenizers: Tokenizer | None) -> frozenset[int]:
     """The ids that end a generation: those of the model's generation settings and the tokenizers' end tokens."""
     return ending(getattr(model, "generation_config", None), text_config(model), *tokenizers)

@@ -30,9 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from fb_core.models.experts import Experts
 from fb_kernels import LayerWeights, qk_norm_rope, rms_norm, skinny_linear, swiglu
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # and their classes' prefix
+FAMILIES |= {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
+WINDOWED = ("mistral", "mixtral")  # by the config, others by the attention module
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 LINUX = sys.platform == "linux"
 CACHE_LINE, HUGE_PAGE = 64, 2 << 20  # bytes
@@ -57,6 +60,17 @@ class Linear(NamedTuple):
         return skinny_linear(x, self.weight, self.bias)
 
 
+class MLP(NamedTuple):
+    """A gated MLP."""
+
+    gate_up: Linear  # [2F, D]
+    down: Linear  # [D, F]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, D] of x[N, D]."""
+        return self.down(swiglu(self.gate_up(x)))
+
+
 class Norm(NamedTuple):
     """A root-mean-square norm: weight [n] and eps."""
 
@@ -74,16 +88,17 @@ class Layer:
     k_norm: Norm | None
     o: Linear  # [D, Hq E]
     mlp_norm: Norm
-    gate_up: Linear  # [2F, D]
-    down: Linear  # [D, F]
+    mlp: MLP | Experts
     heads: int
     kv_heads: int
     window: int | None
     scale: float
 
     @cached_property
-    def weights(self) -> LayerWeights:
-        """The weights as `decoder_layer` takes them."""
+    def weights(self) -> LayerWeights | None:
+        """The weights as `decoder_layer` takes them; None for a mixture of experts."""
+        if isinstance(self.mlp, Experts):
+            return None
         return LayerWeights(
             self.input_norm.weight,
             *self.qkv,
@@ -91,8 +106,8 @@ class Layer:
             self.k_norm and self.k_norm.weight,
             *self.o,
             self.mlp_norm.weight,
-            *self.gate_up,
-            *self.down,
+            *self.mlp.gate_up,
+            *self.mlp.down,
         )
 
     def before_attention(
@@ -126,7 +141,7 @@ class Layer:
     def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(what the MLP adds, residual), both [T, D]: the layer's output is their sum, which the next norm takes."""
         normed, residual = rms_norm(self.o(attended.flatten(1)), *self.mlp_norm, residual)
-        return self.down(swiglu(self.gate_up(normed))), residual
+        return self.mlp(normed), residual
 
 
 @dataclass(frozen=True)
@@ -143,7 +158,7 @@ class NativeDecoder:
         """Read a Hugging Face causal LM and pack its weights if they are not packed yet.
 
         Returns:
-            the decoder, or None if the model is not an unchanged Llama, Mistral, Qwen2 or Qwen3.
+            the decoder, or None if the model is not an unchanged one of `FAMILIES`.
         """
         try:
             reader = _Reader(model)
@@ -259,13 +274,12 @@ class _Reader:
 
     def _layer(self, layer: Any) -> Layer:
         self._own(layer, "DecoderLayer")
-        attention, mlp = self._own(layer.self_attn, "Attention"), self._own(layer.mlp, "MLP")
+        attention = self._own(layer.self_attn, "Attention")
         width = attention.head_dim
         _expect(2 * len(self.base.rotary_emb.inv_freq) == width)
         _expect(not (attention.training and attention.attention_dropout))
-        _expect(type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation") and not hooked(mlp.act_fn))
         q_norm, k_norm = None, None
-        if self.family == "qwen3":
+        if self.family.startswith("qwen3"):
             q_norm, k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
         input_norm, mlp_norm = self._norm(layer.input_layernorm), self._norm(layer.post_attention_layernorm)
         _expect(len({norm.eps for norm in (input_norm, mlp_norm, q_norm, k_norm) if norm}) == 1)
@@ -276,13 +290,29 @@ class _Reader:
             k_norm=k_norm,
             o=self._linear(attention.o_proj),
             mlp_norm=mlp_norm,
-            gate_up=self._linear(mlp.gate_proj, mlp.up_proj),
-            down=self._linear(mlp.down_proj),
+            mlp=self._mlp(layer.mlp),
             heads=len(attention.q_proj.weight) // width,
             kv_heads=len(attention.k_proj.weight) // width,
-            window=getattr(attention.config if self.family == "mistral" else attention, "sliding_window", None),
+            window=getattr(attention.config if self.family in WINDOWED else attention, "sliding_window", None),
             scale=attention.scaling,
         )
+
+    def _mlp(self, module: Any) -> MLP | Experts:
+        if not hasattr(module, "experts"):
+            mlp = self._own(module, "MLP")
+            self._silu(mlp.act_fn)
+            return MLP(self._linear(mlp.gate_proj, mlp.up_proj), self._linear(mlp.down_proj))
+        self._own(module, "SparseMoeBlock")
+        _expect(not (module.training and getattr(module, "jitter_noise", 0)))
+        router, experts = self._own(module.gate, "TopKRouter"), self._own(module.experts, "Experts")
+        self._silu(experts.act_fn)
+        for weight in (router.weight, experts.gate_up_proj, experts.down_proj):
+            self._check(weight)
+        weights = router.weight.detach(), experts.gate_up_proj.detach(), experts.down_proj.detach()
+        return Experts(*weights, router.top_k, getattr(router, "norm_topk_prob", True))
+
+    def _silu(self, activation: Any) -> None:
+        _expect(type(activation).__name__ in ("SiLU", "SiLUActivation") and not hooked(activation))
 
     def _own(self, module: Any, kind: str) -> Any:
         """The module, if it is of the family's own class."""

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fb_core.models.facts import CausalLM, Reading, lm_head, text_config
-from fb_core.models.native import Layer, NativeDecoder
+from fb_core.models.facts import CausalLM, Reading, lm_head, text_config, token_bytes
+from fb_core.models.native import FAMILIES, Layer, NativeDecoder
 from fb_core.models.packed import PrefixKV
 from fb_core.runtime.cuda_graphs import Graphs
 from fb_core.runtime.kv_pages import SIZE, Pages, pages_of
-from fb_kernels import BranchLayout, branch_attention, decoder_layer, rms_norm, skinny_linear
+from fb_kernels import BranchLayout, branch_attention, branch_attention_qkv, decoder_layer, rms_norm, skinny_linear
 
 CHUNK = 512
 """New tokens of one forward at most."""
@@ -85,7 +85,7 @@ class PagedModel:
         decoder = NativeDecoder.of(self.model)
         if decoder is None:
             raise ValueError(
-                f"{type(self.model).__name__}: expected an unchanged Llama, Mistral, Qwen2 or Qwen3, got another model "
+                f"{type(self.model).__name__}: expected an unchanged {', '.join(FAMILIES.values())}, got another model "
                 "or one with adapters or hooks; use CollaborativeDecoder without max_length"
             )
         weight = decoder.layers[0].qkv.weight
@@ -144,21 +144,13 @@ class PagedModel:
         hidden: Tensor = self.decoder.embedding(ids)
         layers = self.layers if layers is None else layers
         for layer, keys, values in zip(layers, self.keys, self.values, strict=True):
-            hidden = decoder_layer(
-                hidden,
-                layer.weights,
-                self.cos,
-                self.sin,
-                positions,
-                keys,
-                values,
-                held,
-                slots,
-                block_table=table,
-                eps=layer.input_norm.eps,
-                window=layer.window,
-                scale=layer.scale,
-            )
+            where = (self.cos, self.sin, positions, keys, values, held, slots)
+            how: dict[str, Any] = {"block_table": table, "eps": layer.input_norm.eps}
+            how |= {"window": layer.window, "scale": layer.scale}
+            if layer.weights is not None:
+                hidden = decoder_layer(hidden, layer.weights, *where, **how)
+            else:
+                hidden = _mixture_layer(hidden, layer, *where, **how)
         return hidden
 
     @torch.no_grad()
@@ -271,12 +263,19 @@ class PagedModel:
         return rms_norm(hidden, *self.decoder.norm)[0]
 
 
+def _mixture_layer(hidden: Tensor, layer: Layer, *where: Any, eps: float, **how: Any) -> Tensor:
+    """`decoder_layer` of a layer with experts, with its tensors and options."""
+    projected = skinny_linear(hidden, *layer.qkv, norm_weight=layer.input_norm.weight, eps=eps)
+    norms = (layer.q_norm and layer.q_norm.weight, layer.k_norm and layer.k_norm.weight)
+    how |= {"num_heads": layer.heads, "num_kv_heads": layer.kv_heads, "eps": eps}
+    attended = branch_attention_qkv(projected, *norms, *where, **how)
+    hidden = skinny_linear(attended.flatten(1), *layer.o, residual=hidden)
+    return hidden + layer.mlp(rms_norm(hidden, *layer.mlp_norm)[0])
+
+
 def page_bytes(model: CausalLM) -> int:
     """Bytes of a page: keys and values of all layers."""
-    config = text_config(model)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * SIZE * heads * width * model.dtype.itemsize
+    return SIZE * token_bytes(text_config(model), model.dtype)
 
 
 def _chunks(parts: Sequence[Part]) -> Iterator[list[tuple[int, Part]]]:

@@ -41,9 +41,9 @@ class CompatibilityScorer:
 
     l[k, h] = log p(f_h | prefix, c_k, f_<h). The trajectory and all branches [c_k, f_1 .. f_(H-1)] of its states run as
     packed rows of one forward. Each decoder layer runs once, with one `branch_attention` whose prefix is the
-    trajectory's own keys and values; no cache is copied and no logits are stored. Llama, Mistral, Qwen2 and Qwen3 run
-    in the native decoder (`fb_core.models.native`), which moves weights that are multiplied together next to each other
-    in memory; nothing else about the model changes. Safe to share between threads.
+    trajectory's own keys and values; no cache is copied and no logits are stored. Llama, Mistral, Mixtral, Qwen2, Qwen3
+    and Qwen3-MoE run in the native decoder (`fb_core.models.native`), which moves weights that are multiplied together
+    next to each other in memory; nothing else about the model changes. Safe to share between threads.
 
     Args:
         model: a transformers causal LM (Qwen3, Qwen2, Llama, Mistral, Phi3, Gemma2 and others whose attention goes

@@ -27,7 +27,7 @@ from fb_core.models.native import NativeDecoder
 from fb_core.models.packed import Layout, forward_through_modules, packed_forward, prefill_packed
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, largest_tensor
 
-NATIVE = ("qwen3", "qwen2", "llama", "mistral")
+NATIVE = ("qwen3", "qwen2", "llama", "mistral", "mixtral", "qwen3_moe")
 GROUPS = [([9], 0, 0), ([3, 3], 0, 4), ([1, 2, 5], 0, 9), ([7], 0, 0), ([4], 26, 7), ([0, 2], 3, 0)]
 VARIANTS = [
     *((family, {}) for family in NATIVE),
@@ -37,6 +37,8 @@ VARIANTS = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
     ("mistral", {"sliding_window": 3}),
     ("mistral", {"head_dim": 16, "hidden_act": "swish"}),
+    ("mixtral", {"sliding_window": 3, "num_experts_per_tok": 1}),
+    ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 5, "use_sliding_window": True, "sliding_window": 4}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}}),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
@@ -88,11 +90,25 @@ def test_equals_the_modules(family, overrides):
     assert_close_to_reference(got, exact, expected)
 
 
-@pytest.mark.parametrize(("family", "overrides"), VARIANTS[:5])
+ALL = {"num_experts_per_tok": 5}  # else rounding changes which experts run
+
+
+@pytest.mark.parametrize(("family", "overrides"), [*VARIANTS[:4], ("mixtral", ALL), ("qwen3_moe", ALL)])
 def test_bfloat16_is_as_good_as_the_modules(family, overrides):
     model = tiny(family, **overrides).bfloat16()
     exact = modules(copy.deepcopy(model).double(), *packed())
     assert_close_to_reference(native(model, *packed()), exact, modules(model, *packed()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_of_experts_are_those_of_each(dtype):
+    layer = NativeDecoder.of(tiny("mixtral", hidden_size=64, intermediate_size=96).to(dtype)).layers[0]
+    x = torch.randn(37, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for ends in ([0, 4, 4, 30, 37], [37, 37, 37, 37, 37], [0, 0, 0, 0, 37]):
+        with torch.no_grad():
+            each, grouped = (run(x, torch.tensor(ends)) for run in (layer.mlp._each, layer.mlp._grouped))
+        tolerance = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(grouped, each, rtol=tolerance, atol=tolerance * float(each.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -333,7 +349,10 @@ def test_weights_of_a_decode_step_move_into_huge_pages_and_leave_nothing_behind(
     decoder = NativeDecoder.of(model)
     assert abs(memory("RssAnon") - before) < size / 4
     assert memory("VmHWM") - least < size / 2
-    read = [model.lm_head.weight, *(x for layer in decoder.layers for x in (layer.qkv[0], layer.o[0], layer.down[0]))]
+    read = [
+        model.lm_head.weight,
+        *(x for layer in decoder.layers for x in (layer.qkv[0], layer.o[0], layer.mlp.down[0])),
+    ]
     assert all(map(huge, read))
     assert not huge(model.model.embed_tokens.weight)
     copy, kept = share_weights(model), addresses(model)
@@ -486,7 +505,7 @@ def launches_a_layer(run, family="qwen3", **overrides):
     return totals[1] - totals[0]
 
 
-@pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.parametrize("family", NATIVE[:4])
 def test_nine_operations_a_layer(family):
     ours = launches_a_layer(native, family)
     fused = {"fb::rms_norm": 2, "fb::qk_norm_rope": 1, "fb::branch_attention": 1, "fb::swiglu": 1}

@@ -11,10 +11,12 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2")
@@ -25,6 +27,12 @@ _CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {}),
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {"sliding_window": None}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 5, "num_experts_per_tok": 2, "experts_implementation": "eager"}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"num_hidden_layers": 3, "mlp_only_layers": [1], "experts_implementation": "eager"},
+    ),
     "phi3": (Phi3Config, {}),
     "gemma2": (
         Gemma2Config,
@@ -57,7 +65,7 @@ def tiny(family: str = "qwen3", seed: int = 0, *, spread: float = 3.0, **overrid
     """A random float32 model on the CPU, in eval mode: 2 layers, hidden 32, 4 heads over 2, V = 50, EOS = 1.
 
     Args:
-        family: one of FAMILIES, or gpt_oss.
+        family: one of FAMILIES, mixtral, qwen3_moe or gpt_oss.
         seed: of the weights; the global generator is left as it was.
         spread: the standard deviation of the logits over the vocabulary, about.
         overrides: configuration entries, e.g. sliding_window=5, tie_word_embeddings=False, vocab_size=64.
