@@ -109,6 +109,16 @@ def test_a_dry_run_asks_no_network(tmp_path):
     assert "trajectories: cannot run yet: " in done.stdout, done.stderr
 
 
+def test_fetch_counts_what_is_here_and_names_what_cannot_be_had():
+    found = run("fetch", "--config", "tiny", "--set", "problems.limit=40", "--set", "evaluate.benchmarks=[demo:plans]")
+    assert re.search(
+        r"^demo:plans: 40 problems\nslm: demo:plans, [\d.]+ GB\nllm: demo:plans, [\d.]+ GB$", found.stdout, re.M
+    )
+    lost = run("fetch", "--config", "qwen3-1.7b-8b")
+    assert lost.returncode == 2
+    assert "math-train: expected EleutherAI/hendrycks_math from the hub or its cache" in lost.stderr
+
+
 @pytest.mark.parametrize("command", ["explain", "collect", "futures", "generate", "chat"])
 def test_a_wrong_name_is_answered_before_torch_is_imported(tmp_path, command):
     arguments = {

@@ -158,15 +158,3 @@ def table() -> list[str]:
             ]
         )
     return markdown_table(head, lines)
-
-
-def rates() -> list[str]:
-    """Tokens per second and GPU that these estimates assume."""
-    sight = PROMPT + ANSWER / 2
-    shown = [
-        ("SLM, one GPU per copy", SLM, sight, 1),
-        ("LLM, one GPU per copy", LLM, sight + FUTURE / 2, 1),
-        ("LLM, four GPUs per copy", LLM, sight + FUTURE / 2, 4),
-    ]
-    lines = [[name, f"{1 / model.write(1, context, gpus):,.0f}"] for name, model, context, gpus in shown]
-    return markdown_table(["decoding", "tokens per second and GPU, at most"], lines)

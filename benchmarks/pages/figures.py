@@ -399,7 +399,7 @@ def replace_block(text: str, name: str, lines: list[str], source: Path | None = 
 
 def render_scale(text: str, root: Path = ROOT) -> str:
     """docs/scale.md with its estimates and its table of measured stages regenerated."""
-    text = replace_block(replace_block(text, "cost", cost.table()), "rates", cost.rates())
+    text = replace_block(text, "cost", cost.table())
     files = sorted((root / "benchmarks" / "results" / "stages").glob("*.json"))
     tables = [[*stages.table(json.loads(file.read_text())), ""] for file in files]
     return replace_block(text, "stage table", [line for lines in tables for line in lines])

@@ -18,7 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from fb_core.models.facts import Tokenizer, ending, max_positions, misfit, state_layers
+from fb_core.models.facts import Tokenizer, ending, max_positions, misfit, state_layers, token_bytes
 from fb_core.models.native import NativeDecoder
 from fb_core.models.packed import unpackable
 
@@ -169,7 +169,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(settled.encode()).hexdigest()
 
 
-def _checkpoint_files(path: str, download: bool = True) -> list[Path]:
+def checkpoint_files(path: str, download: bool = True) -> list[Path]:
     """config.json and the weights of a folder or hub id; OSError without a checkpoint in safetensors."""
     folder, wanted = Path(path), ["*.json", "*.safetensors"]
     with _reading(path, "a model in safetensors"):
@@ -185,7 +185,7 @@ def checkpoint_size(path: str) -> int | None:
     """Number of weights of a checkpoint, from its files' headers; None if it is not on this machine."""
     total = 0
     try:
-        for file in _checkpoint_files(path, download=False)[1:]:
+        for file in checkpoint_files(path, download=False)[1:]:
             with safe_open(file, "pt") as tensors:
                 total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
     except (OSError, SafetensorError):
@@ -193,12 +193,21 @@ def checkpoint_size(path: str) -> int | None:
     return total
 
 
+def checkpoint_memory(path: str, dtype: str = "auto") -> tuple[int, int] | None:
+    """(bytes of its weights, of a token's keys and values) of a checkpoint as `load_model` loads it; None as above."""
+    if (count := checkpoint_size(path)) is None:
+        return None
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    kind = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
+    return count * kind.itemsize, token_bytes(config.get_text_config(decoder=True), kind)
+
+
 def checkpoint_hash(path: str) -> str:
     """A hash of a checkpoint's config and weights (large files: header and samples), without loading it.
 
     OSError without a checkpoint in safetensors.
     """
-    config, *weights = _checkpoint_files(path)
+    config, *weights = checkpoint_files(path)
     digest = hashlib.sha256(config.read_bytes())
     if (generation := config.with_name("generation_config.json")).is_file():
         digest.update(generation.read_bytes())  # it has the end-of-sequence ids

@@ -382,7 +382,9 @@ def test_a_plan_tells_what_is_left_and_what_it_costs(undisturbed, tmp_path):
         for p in ps
     )
     assert longest > 0
-    assert f"6 of 48 problems to do, at most {6 * 2 * (longest + 45):,} tokens, 0:00:" in text
+    weights, keys = (f"{size / 1e9:.3g} GB" for size in models_of(settings().models).memory("slm"))
+    memory = f"slm with {weights} of weights and at most {keys} of keys and values"
+    assert f"6 of 48 problems to do, at most {6 * 2 * (longest + 45):,} tokens, {memory}, 0:00:" in text
     assert "\n" not in text
     shown: list[str] = []
     run_command("futures", settings(), run, dry_run=True, show=shown.append)
@@ -390,6 +392,20 @@ def test_a_plan_tells_what_is_left_and_what_it_costs(undisturbed, tmp_path):
     run_command("collect", settings(collect={"top_k": 3}), run, dry_run=True, show=shown.append)
     assert "settings.collect.top_k 64, got 3" in shown[1]
     assert contents(run) == before
+
+
+def test_a_plan_says_what_does_not_fit_and_what_a_server_has(undisturbed):
+    run = undisturbed[0]["evaluate"]
+    shown = {kind: plan(kind(settings(models={"batch_tokens": 10**10}), run)) for kind in (StateStage, ScoreStage)}
+    model = load_pair("plans").llm
+    layers = model(torch.tensor([[3]])).past_key_values.layers
+    held = 10 * sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    assert f"llm with {sum(x.nbytes for x in model.parameters()) / 1e9:.3g} GB of weights" in shown[StateStage]
+    assert f"at most {held:.3g} GB of keys and values; **does not fit**: expected " in shown[StateStage]
+    assert "fit" not in shown[ScoreStage]
+    server = {"url": "http://127.0.0.1:9", "flavour": "vllm"}
+    assert ", slm with " in (text := plan(StateStage(settings(models={"llm_server": server}), run)))
+    assert ", llm on its server, " in text
 
 
 def test_before_anything_is_collected_plans_have_a_bound_from_the_settings(undisturbed, tmp_path):

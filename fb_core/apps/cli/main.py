@@ -119,6 +119,20 @@ _add(
 )
 
 
+@app.command(epilog="Example: futurebridge fetch --config qwen3-1.7b")
+def fetch(config: ConfigOption, changes: SetOption = None) -> None:
+    """Download the models and problems of a run that are not here yet, for a machine without a network."""
+    from fb_core.apps.pipeline.models import models_of, read_problems
+
+    settings = RunSettings.load(config, changes or ())
+    problems, models = settings.problems, models_of(settings.models)
+    for source in dict.fromkeys((problems.train, *problems.held_out, *settings.evaluate.benchmarks)):
+        count = len(read_problems(source, problems.limit, "test", problems.seed))
+        typer.echo(f"{source}: {count:,} problems")
+    for role in ("slm", "llm"):
+        typer.echo(f"{role}: {getattr(settings.models, role)}, {models.fetch(role) / 1e9:.3g} GB")
+
+
 def _folder(config: str, run: Path | None) -> Path:
     """The folder of a run: "qwen3-1.7b" and "my.yaml" give runs/qwen3-1.7b and runs/my."""
     path = Path(config)

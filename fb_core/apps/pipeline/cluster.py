@@ -55,14 +55,18 @@ def connect() -> bool:
 
 
 def work_on_ray(
-    make: Callable[[], Work], shards: Sequence[str], on_gpu: bool, on_done: Callable[[str, Mapping[str, int]], None]
+    make: Callable[[], Work],
+    shards: Sequence[str],
+    on_gpu: bool,
+    on_done: Callable[[str, Mapping[str, int]], None],
+    say: Callable[[str], None],
 ) -> None:
     """Compute and write shards on one worker per GPU of the cluster, or per core if there is no GPU to use.
 
-    `make` makes what works on a shard, in each worker; `on_done` gets a finished shard and its counts. If a worker
-    dies, its shard goes to another one. Afterwards the workers stay idle until the next stage or `dismiss`. Without
-    RAY_ADDRESS in the environment, Ray is started on loopback and ends with this process. Raises what the work raises,
-    ImportError without Ray, and OSError if workers die again and again.
+    `make` makes what works on a shard, in each worker; `on_done` gets a finished shard and its counts, `say` how many
+    workers there are. If a worker dies, its shard goes to another one. Afterwards the workers stay idle until the next
+    stage or `dismiss`. Without RAY_ADDRESS in the environment, Ray is started on loopback and ends with this process.
+    Raises what the work raises, ImportError without Ray, and OSError if workers die again and again.
     """
     if not shards:
         return
@@ -83,7 +87,10 @@ def work_on_ray(
         under_way[worker.begin.remote(make)] = (worker, None)  # it gets a shard once it has started
 
     try:
-        for _ in range(min(len(shards), gpus or max(1, int(resources.get("CPU", 0))))):
+        workers = min(len(shards), gpus or max(1, int(resources.get("CPU", 0))))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") if "RAY_ADDRESS" not in os.environ else "its nodes'"
+        say(f"{workers} workers, each with one of {gpus} GPUs ({visible})" if gpus else f"{workers} workers on CPUs")
+        for _ in range(workers):
             hire()
         while waiting or any(shard is not None for _, shard in under_way.values()):
             done, _ = ray.wait(list(under_way), timeout=PATIENCE)

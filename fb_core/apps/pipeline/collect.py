@@ -209,6 +209,7 @@ class StateStage(Stage):
     slice = ("collect.max_states", "collect.slm_k", "futures.llm_k")
     reads = (TrajectoryStage, PolicyStage)
     uses = ("slm", "llm", "tokenizer")
+    loads = ("slm", "llm")
 
     def shards(self) -> dict[str, int]:
         return self.input(TrajectoryStage).shards()

@@ -99,6 +99,7 @@ class DecodeStage(Stage):
     """Decodes trials: one JSONL file per trial, one `Row` per problem."""
 
     uses = ("slm", "llm", "tokenizer")
+    loads = ("slm", "llm")
 
     @cached_property
     @abstractmethod

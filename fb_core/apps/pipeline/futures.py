@@ -56,6 +56,7 @@ class FutureStage(OverStates):
     slice = ("futures.max_new_tokens", "verify")
     reads = (TrajectoryStage, StateStage)
     uses = ("slm", "llm", "tokenizer")
+    loads = ("llm",)
     writer = "llm"
 
     def work(self, shard: str) -> Output:

@@ -29,7 +29,9 @@ from fb_core.llm.local import LLM, LocalLLM
 from fb_core.llm.remote import ServerLLM, key_in
 from fb_core.models.checkpoints import (
     checkpoint_ends,
+    checkpoint_files,
     checkpoint_hash,
+    checkpoint_memory,
     checkpoint_size,
     checkpoint_vocabulary,
     has_tokenizer,
@@ -37,7 +39,7 @@ from fb_core.models.checkpoints import (
     load_tokenizer,
     tokenizer_hash,
 )
-from fb_core.models.facts import CausalLM, Tokenizer, known_ids
+from fb_core.models.facts import CausalLM, Tokenizer, free_memory, known_ids
 from fb_core.rerank.reranker import TokenReranker
 from fb_core.score.scorer import CompatibilityScorer
 from fb_core.verify.verifier import Verifier
@@ -143,6 +145,27 @@ class Models:
         if role == "llm" and self.settings.llm_server:
             return digest(["server", self.settings.llm_server.model or self.settings.llm])
         return checkpoint_hash(self._checkpoints[role])
+
+    def memory(self, role: str) -> tuple[int, int] | None:
+        """Bytes of the weights of "slm" or "llm", and of keys and values of a batch; None if on a server or unknown."""
+        if getattr(self.settings, f"{role}_server") is not None:
+            return None
+        found = checkpoint_memory(self._checkpoints[role], self.settings.dtype)
+        return None if found is None else (found[0], found[1] * self.settings.batch_tokens)
+
+    @property
+    def free(self) -> int:
+        """Bytes that are free on the device."""
+        wanted = self.settings.device
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        return free_memory(torch.device(wanted))
+
+    def fetch(self, role: str) -> int:
+        """Download the files of "slm" or "llm", as far as they are not on this machine; returns their bytes."""
+        path = self._checkpoints[role]
+        load_tokenizer(path)
+        return sum(file.stat().st_size for file in checkpoint_files(path))
 
     def parameters(self, role: str) -> int | None:
         """The number of weights of "slm" or "llm", from its files; None if a server has them or they are not here."""

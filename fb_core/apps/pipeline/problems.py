@@ -49,6 +49,7 @@ class Benchmark:
 
     hub_id: str = ""  # the data set on the hub
     split: str = ""
+    revision: str = ""  # the commit of the data set
     count: int = 0  # number of rows in that split, over all configs
     configs: tuple[str | None, ...] = (None,)  # read one after the other; None is the default config
     field: str = "answer"  # the row's field that holds the gold answer
@@ -86,23 +87,35 @@ _SUBJECTS = (
     *("number_theory", "prealgebra", "precalculus"),
 )
 BENCHMARKS: dict[str, Benchmark] = {
-    "gsm8k": Benchmark("openai/gsm8k", "test", 1319, ("main",), gold=_after_hashes, expected="a number after ####"),
-    "math-500": Benchmark("HuggingFaceH4/MATH-500", "test", 500),
+    "gsm8k": Benchmark(
+        *("openai/gsm8k", "test", "740312add88f781978c0658806c59bc2815b9866", 1319, ("main",)),
+        gold=_after_hashes,
+        expected="a number after ####",
+    ),
+    "math-500": Benchmark("HuggingFaceH4/MATH-500", "test", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", 500),
     "olympiadbench": Benchmark(
         "Hothan/OlympiadBench",
         "train",
+        "91184b52131e7fc9455fef848035173aea8cc01a",
         674,
         ("OE_TO_maths_en_COMP",),
         field="final_answer",
         gold=_drop_dollars,
         expected="a list of answers",
     ),
-    "aime-2024": Benchmark("HuggingFaceH4/aime_2024", "train", 30, gold=_drop_zeros, repeats=3),
-    "aime-2025": Benchmark("math-ai/aime25", "test", 30, gold=_drop_zeros, repeats=3),
+    "aime-2024": Benchmark(
+        *("HuggingFaceH4/aime_2024", "train", "2fe88a2f1091d5048c0f36abc874fb997b3dd99a", 30),
+        gold=_drop_zeros,
+        repeats=3,
+    ),
+    "aime-2025": Benchmark(
+        "math-ai/aime25", "test", "563bb8404243c5f09de6ec262f2db674fe5bce9b", 30, gold=_drop_zeros, repeats=3
+    ),
     # Two problems of number theory come without an answer.
     "math-train": Benchmark(
         "EleutherAI/hendrycks_math",
         "train",
+        "21a5633873b6a120296cce3e2df9d5550074f4a3",
         7500,
         _SUBJECTS,
         field="solution",
@@ -299,7 +312,8 @@ def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
     fields = _fields(benchmark)
     files = f"give a local file of the same fields as {name}=file.jsonl or {name}=file.parquet"
     try:
-        parts = [datasets.load_dataset(benchmark.hub_id, config, split=benchmark.split) for config in benchmark.configs]
+        where = {"split": benchmark.split, "revision": benchmark.revision}
+        parts = [datasets.load_dataset(benchmark.hub_id, config, **where) for config in benchmark.configs]
     except Exception as error:  # the hub's many: offline, not cached, gone, refused
         expected = f"{benchmark.hub_id} from the hub or its cache"
         raise _fault(name, expected, _first_line(error), f"go online, or {files}") from error

@@ -53,6 +53,8 @@ class Stage(ABC):
     uses: ClassVar[Sequence[str]] = ("slm", "tokenizer")
     unit: ClassVar[str] = "problems"  # what its shards count
     parallel: ClassVar[bool] = True  # whether shards can be worked on in any order and on any worker
+    loads: ClassVar[Sequence[str]] = ("slm",)  # the roles of the models in memory, unless a server has them
+    decodes: ClassVar[bool] = True  # whether they decode, in batches of `models.batch_tokens`
     writer: ClassVar[Literal["slm", "llm"]] = "slm"  # the role of the model that works; "llm" may be on a server
 
     def __init__(
@@ -184,7 +186,8 @@ def run_stage(stage: Stage, engine: Engine = "local", *, is_main: bool = True) -
             if engine == "ray" and not stage.parallel:
                 dismiss()  # frees the GPU for this process
             if engine == "ray" and stage.parallel:
-                work_on_ray(stage.worker(), pending, not stage.served, display.shard_done)
+                say = partial(board.say, stage.name, always=True)
+                work_on_ray(stage.worker(), pending, not stage.served, display.shard_done, say)
             elif stage.served:
                 _work_in_threads(stage, pending, display.shard_done)
             else:
@@ -218,13 +221,13 @@ def plan(stage: Stage) -> str:
         text = f"{stage.name}: cannot run yet: {str(problem).removeprefix(f'{stage.name}: ').rstrip('.')}"
         with suppress(OSError, ValueError, ImportError):  # the settings alone may not tell
             most = stage.most()
-            text += f"; according to the settings, at most {most:,} {stage.unit}{_tokens(stage, most)}"
+            text += f"; according to the settings, at most {most:,} {stage.unit}{_tokens(stage, most)}{_memory(stage)}"
         return text
     done = stage.folder.receipts(shards)
     units, finished = sum(shards.values()), sum(shards[shard] for shard in done)
     left = units - finished
     text = f"{stage.name}: {len(shards) - len(done)} of {len(shards)} shards, {left} of {units} {stage.unit} to do"
-    text += _tokens(stage, left)
+    text += _tokens(stage, left) + _memory(stage)
     if finished:
         seconds = sum(receipt.seconds for receipt in done.values())
         text += f", {clock(seconds / finished * left)} on one device at the rate so far"
@@ -237,6 +240,29 @@ def _tokens(stage: Stage, units: int) -> str:
         return ""
     prompts = "" if stage.models.tokenizer_here else " without the prompts, since the tokenizer is not on this machine"
     return f", at most {tokens:,} tokens{prompts}"
+
+
+def _memory(stage: Stage) -> str:
+    """The memory of the models that a stage loads, and whether it is free, as the end of a sentence."""
+    if not stage.most_tokens():
+        return ""
+    models, words, wanted = stage.models, [], 0
+    for role in stage.loads:
+        if (found := models.memory(role)) is None:
+            served = getattr(models.settings, f"{role}_server") is not None
+            words.append(f"{role} on its server" if served else f"{role} of unknown size, not on this machine")
+            continue
+        weights, keys = found
+        wanted += weights + keys * stage.decodes
+        cached = f" and at most {keys / 1e9:.3g} GB of keys and values" if stage.decodes else ""
+        words.append(f"{role} with {weights / 1e9:.3g} GB of weights{cached}")
+    text = f", {', '.join(words)}"
+    if stage.served or wanted <= (free := models.free):
+        return text
+    return (
+        f"{text}; **does not fit**: expected {wanted / 1e9:.3g} GB free on {models.device}, got {free / 1e9:.3g}; "
+        "lower models.batch_tokens, give a server less of the GPU (vLLM takes 90% by default), or name another device"
+    )
 
 
 class _Display:

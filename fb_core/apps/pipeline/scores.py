@@ -83,6 +83,7 @@ class ScoreStage(OverStates):
     slice: ClassVar[Sequence[str]] = ("score", "collect.slm_k")
     reads = (TrajectoryStage, StateStage, FutureStage)
     uses = ("slm", "tokenizer", "valid_vocab")
+    decodes = False
 
     def futures(self, examples: Examples) -> list[Future]:
         """The futures of a shard's states."""
