@@ -10,11 +10,12 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+import arm64
 import emulation
 import gluon_emulation
 import pytest
@@ -94,12 +95,13 @@ def running(way: str) -> Iterator[None]:
     After a space it says which: the CPU's by its vectors, Triton's by what a function of tuning.py chooses.
     """
     kind, _, which = way.partition(" ")
-    with pytest.MonkeyPatch.context() as patch, backend.override("reference" if kind == "device" else kind):
+    chosen = "reference" if kind == "device" else kind
+    with pytest.MonkeyPatch.context() as patch, backend.override(chosen), ExitStack() as stack:
         if kind == "device":  # the reference as it runs where the host reads no tensor
             for name in READING:
                 patch.setattr(import_module(f"fb_kernels.{name}.reference"), "_host_reads", lambda _: False)
         if kind == "cpu":
-            library = narrowed(which)
+            library = stack.enter_context(arm64.library()) if which == "arm64" else narrowed(which)
             patch.setattr(cpu, "library", lambda: library)
         if kind == "triton" and which:
             name, _, choice = which.partition("=")
