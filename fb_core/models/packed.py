@@ -40,6 +40,7 @@ from fb_core.models.facts import (
     quietly,
     state_layers,
     text_config,
+    twice,
     unfit,
     vocabulary,
 )
@@ -560,9 +561,7 @@ def check_packed_forward(model: PreTrainedModel, whole: nn.Module | None = None)
 
     with quietly(model):
         with checking("model", model), _attention(model, "eager"):
-            theirs = plain()
-            with Watch():
-                other = plain()
+            theirs, other = twice(plain)
         ours = through(whole, lambda: logits(model, packed_forward(model, ids, positions, layout)))
     if bool(theirs.isnan().any()):
         raise ValueError(f"model: expected finite logits, got NaN from {type(model).__name__}; check its weights")

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 from fb_core.models.facts import (
     Cache,
     CausalLM,
-    Watch,
     agree,
     check_in_memory,
     checking,
     empty_cache,
     max_positions,
     misfit,
+    twice,
     unfit,
     vocabulary,
 )
@@ -130,9 +130,7 @@ def _decodes(model: CausalLM) -> bool:
         whole = [model(input_ids=ids[None], use_cache=False).logits[0, -steps:].float() for ids in rows]
         return torch.stack([*whole, whole[0]])
 
-    wanted = plain()
-    with Watch():
-        other = plain()
+    wanted, other = twice(plain)
     if bool(wanted.isnan().any()):
         return True  # which is said where they are used
     together, alone, cached = empty_cache(model), empty_cache(model), []
