@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -17,7 +14,7 @@ from types import ModuleType
 import pytest
 import typer
 import yaml
-from limits import HANG
+from warm import python
 
 import fb_core
 import fb_kernels
@@ -60,9 +57,7 @@ def test_every_page_with_python_is_run() -> None:
 
 @pytest.mark.parametrize("page", RUN)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path) -> None:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", "\n".join(block for block in blocks(page, "python") if "(...)" not in block)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG)
+    done = python("\n".join(block for block in blocks(page, "python") if "(...)" not in block), tmp_path)
     assert done.returncode == 0, done.stderr
 
 

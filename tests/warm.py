@@ -80,6 +80,15 @@ def futurebridge(
         return subprocess.CompletedProcess(arguments, process.exitcode, out, err)
 
 
+def python(code: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """As `python -c code`, where the libraries are imported already; at its end it does not finalise Python."""
+    return futurebridge(code, program="warm", cwd=cwd)
+
+
+def main() -> None:
+    exec(sys.argv[1], {"__name__": "__main__"})
+
+
 def _command(program: str, arguments: list[str], folder: Path, cwd: Path, environment: Mapping[str, str]) -> None:
     typed = folder / "stdin"
     for number, (path, mode) in enumerate(

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import gc
 import math
+import os
 import random
 import subprocess
 import sys
@@ -14,7 +15,6 @@ import weakref
 from concurrent.futures import CancelledError, Future
 from fractions import Fraction
 from operator import attrgetter
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decoding import NEVER, Mixed
 from tiny import EOS, V, prompts, tiny
+from warm import python
 
 from fb_core import (
     CollaborativeDecoder,
@@ -674,8 +675,7 @@ else:
     handle.cancel()
     running.close()
 """
-    folder = str(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, timeout=1800)
+    done = python(code)
     said = "engine: expected the process that made it, got a fork of it; make one in each process"
     assert done.stdout.splitlines() == [said] * 4 + ["9 0"], done.stderr
 
@@ -747,8 +747,8 @@ from test_engine import engine, models, prompts
 running = engine(*models(), threshold=-1.0)
 next(iter(running.submit(prompts(5)[0], 300)))
 """
-    folders = [str(Path(__file__).parent)]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folders[0])
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | paths)
     assert done.returncode == 0, done.stderr
 
 

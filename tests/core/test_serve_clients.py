@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from langchain_openai import ChatOpenAI, OpenAI
 from limits import HANG
 from serving import MODEL, Server
+from warm import python
 
 from fb_core import CompatibilityScorer
 
@@ -149,7 +149,7 @@ def blocks(language):
 
 
 def run(lines):
-    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=HANG)
+    done = python(lines)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
