@@ -28,7 +28,7 @@ class Experts(NamedTuple):
         experts, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(experts, torch.arange(len(self.router), device=x.device), right=True)
         rows = x[order // self.top_k]
-        found = self._each(rows, ends) if x.is_cpu else self._grouped(rows, ends)
+        found = self._grouped(rows, ends) if x.is_cuda else self._each(rows, ends)
         weighted = torch.empty_like(found).index_copy_(0, order, found).view(*chosen.shape, -1) * probs[..., None]
         return weighted.sum(1).to(x.dtype)
 

@@ -304,6 +304,8 @@ class _Reader:
             return MLP(self._linear(mlp.gate_proj, mlp.up_proj), self._linear(mlp.down_proj))
         self._own(module, "SparseMoeBlock")
         _expect(not (module.training and getattr(module, "jitter_noise", 0)))
+        dtype, device = self.kind  # torch has grouped products on a GPU for these alone
+        _expect(device.type != "cuda" or (dtype.itemsize < 8 and torch.cuda.get_device_capability(device) >= (8, 0)))
         router, experts = self._own(module.gate, "TopKRouter"), self._own(module.experts, "Experts")
         self._silu(experts.act_fn)
         for weight in (router.weight, experts.gate_up_proj, experts.down_proj):

@@ -119,10 +119,17 @@ class Models:
     @property
     def device(self) -> str:
         """The hardware that the SLM runs on, such as "cpu" or "NVIDIA H200"."""
+        return torch.cuda.get_device_name(self._place) if self._place.type == "cuda" else str(self._place)
+
+    @property
+    def _place(self) -> torch.device:
         wanted = self.settings.device
-        if wanted == "auto":
-            wanted = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.cuda.get_device_name(torch.device(wanted)) if wanted.startswith("cuda") else wanted
+        return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+
+    @property
+    def free(self) -> int:
+        """Bytes that are free on the device."""
+        return free_memory(self._place)
 
     def hashes(self, *roles: str) -> dict[str, Any]:
         """Hashes of "slm", "llm" and "tokenizer", made without loading a model, and the models' dtype.
@@ -152,14 +159,6 @@ class Models:
             return None
         found = checkpoint_memory(self._checkpoints[role], self.settings.dtype)
         return None if found is None else (found[0], found[1] * self.settings.batch_tokens)
-
-    @property
-    def free(self) -> int:
-        """Bytes that are free on the device."""
-        wanted = self.settings.device
-        if wanted == "auto":
-            wanted = "cuda" if torch.cuda.is_available() else "cpu"
-        return free_memory(torch.device(wanted))
 
     def fetch(self, role: str) -> int:
         """Download the files of "slm" or "llm", as far as they are not on this machine; returns their bytes."""
