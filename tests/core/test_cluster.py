@@ -61,6 +61,7 @@ def test_ray_with_two_workers_gives_the_bytes_of_one_process(undisturbed, tmp_pa
         timeout=HANG,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "trajectories: 2 workers on CPUs" in done.stdout
     assert "valid group" in done.stdout
     assert "expected another shard" in done.stdout
     died = list((tmp_path / "run").glob("*.died"))

@@ -406,6 +406,8 @@ def test_a_plan_says_what_does_not_fit_and_what_a_server_has(undisturbed):
     server = {"url": "http://127.0.0.1:9", "flavour": "vllm"}
     assert ", slm with " in (text := plan(StateStage(settings(models={"llm_server": server}), run)))
     assert ", llm on its server, " in text
+    elsewhere = settings(models={"batch_tokens": 10**10, "device": "cuda:99"})  # as on a node without a GPU
+    assert "fit" not in plan(StateStage(elsewhere, run))
 
 
 def test_before_anything_is_collected_plans_have_a_bound_from_the_settings(undisturbed, tmp_path):

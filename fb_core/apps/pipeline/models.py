@@ -119,17 +119,19 @@ class Models:
     @property
     def device(self) -> str:
         """The hardware that the SLM runs on, such as "cpu" or "NVIDIA H200"."""
-        return torch.cuda.get_device_name(self._place) if self._place.type == "cuda" else str(self._place)
-
-    @property
-    def _place(self) -> torch.device:
         wanted = self.settings.device
-        return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.cuda.get_device_name(torch.device(wanted)) if wanted.startswith("cuda") else wanted
 
     @property
-    def free(self) -> int:
-        """Bytes that are free on the device."""
-        return free_memory(self._place)
+    def free(self) -> float:
+        """Bytes that are free on the device; infinite where it is not of this machine."""
+        try:
+            auto = "cuda" if torch.cuda.is_available() else "cpu"
+            return free_memory(torch.device(auto if self.settings.device == "auto" else self.settings.device))
+        except (RuntimeError, AssertionError):  # as torch has it; loading a model there says what is wrong
+            return math.inf
 
     def hashes(self, *roles: str) -> dict[str, Any]:
         """Hashes of "slm", "llm" and "tokenizer", made without loading a model, and the models' dtype.
@@ -154,8 +156,8 @@ class Models:
         return checkpoint_hash(self._checkpoints[role])
 
     def memory(self, role: str) -> tuple[int, int] | None:
-        """Bytes of the weights of "slm" or "llm", and of keys and values of a batch; None if on a server or unknown."""
-        if getattr(self.settings, f"{role}_server") is not None:
+        """Bytes of the weights of "slm" or "llm", and of keys and values of a batch; None as of `parameters`."""
+        if role == "llm" and self.settings.llm_server is not None:
             return None
         found = checkpoint_memory(self._checkpoints[role], self.settings.dtype)
         return None if found is None else (found[0], found[1] * self.settings.batch_tokens)

@@ -249,7 +249,7 @@ def _memory(stage: Stage) -> str:
     models, words, wanted = stage.models, [], 0
     for role in stage.loads:
         if (found := models.memory(role)) is None:
-            served = getattr(models.settings, f"{role}_server") is not None
+            served = role == "llm" and models.settings.llm_server is not None
             words.append(f"{role} on its server" if served else f"{role} of unknown size, not on this machine")
             continue
         weights, keys = found
