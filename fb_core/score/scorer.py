@@ -225,12 +225,7 @@ class CompatibilityScorer:
     ) -> list[Tensor] | list[tuple[Tensor, ...]]: ...
 
     def logprobs(
-        self,
-        prefix: Ids,
-        continuations: Sequence[Ids],
-        *,
-        return_entropy: bool = False,
-        return_greedy: bool = False,
+        self, prefix: Ids, continuations: Sequence[Ids], *, return_entropy: bool = False, return_greedy: bool = False
     ) -> list[Tensor] | list[tuple[Tensor, ...]]:
         """Log-probs of continuations of one prefix, of any lengths, in one forward.
 

@@ -55,11 +55,11 @@ def wide(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def logprobs(model: PreTrainedModel, prefix: Tensor, candidates: Tensor, future: Tensor) -> Tensor:
+def full_forwards(model: PreTrainedModel, prefix: Tensor, candidates: Tensor, future: Tensor) -> Tensor:
     """Of the future behind every candidate, [K, H], by full forwards without a cache."""
     rows = [torch.cat([prefix, candidate[None], future]) for candidate in candidates]
     logits = torch.stack([model(input_ids=row[None], use_cache=False).logits[0] for row in rows])
-    behind = logits[:, len(prefix) : -1].log_softmax(-1)
+    behind = logits[:, len(prefix) : -1].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return behind.gather(2, future.expand(len(rows), -1)[..., None])[..., 0]
 
 
@@ -90,7 +90,7 @@ class Tiny:
         self.truth = self.definition(self.model)
         self.group = ids(PREFIX, 1), torch.tensor([5, 9, 17][:CANDIDATES]), ids(FUTURE, 2)
         with torch.no_grad():
-            self.wanted = logprobs(self.truth, *self.group)
+            self.wanted = full_forwards(self.truth, *self.group)
 
     def build(self, kind: str) -> PreTrainedModel:
         return zoo.build(kind)
@@ -103,7 +103,7 @@ class Tiny:
         rows = [torch.cat([candidate[None], future]) for candidate in candidates]
         found = [each[1:] for each in shared_prefix_logprobs(self.model, prefix, rows)]
         mine = gradient(torch.cat(found), self.model)
-        theirs = gradient(logprobs(self.truth, *self.group), self.truth)
+        theirs = gradient(full_forwards(self.truth, *self.group), self.truth)
         error = float((mine - theirs).norm() / theirs.norm())
         return "equal" if error <= RELATIVE["gradients"] else f"wrong: {error:.1e}"
 
@@ -164,7 +164,7 @@ class Tiny:
         truth = wide(narrow)
         try:
             with torch.no_grad():
-                wanted, plain = logprobs(truth, *self.group), logprobs(narrow, *self.group).double()
+                wanted, plain = full_forwards(truth, *self.group), full_forwards(narrow, *self.group).double()
         except RuntimeError as problem:
             return f"not tried: its own forward in bfloat16: {problem!s:.80}"
         found = CompatibilityScorer(narrow).score(*self.group).double()
@@ -276,6 +276,8 @@ batches in the engine. `futurebridge env --model FOLDER` says what will run of a
   an error that says why. *not tried*: no tiny model could be made.
 
 The tiny model has its family's usual layers; what another configuration brings is checked when a model is loaded.
+A file in `~/.cache/futurebridge`, or in the folder that `FUTUREBRIDGE_CACHE` names, then spares that machine the next
+check of the same configuration, weights and code. Models with hooks or adapters are checked each time.
 
 {table("family", rows)}
 

@@ -12,6 +12,7 @@ import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
+from support import full_forwards
 from tiny import FAMILIES, V, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -48,18 +49,6 @@ from fb_core import (
 from fb_core.models.facts import Cache
 from fb_core.score.scorer import token_budget
 from fb_kernels.testing import largest_tensor
-
-
-def full_forwards(model, prefix, candidates, future):
-    """[K, H] from K forwards over prefix + candidate + future, nothing shared."""
-    rows = []
-    for candidate in candidates.tolist():
-        ids = torch.cat([prefix, torch.tensor([candidate]), future])
-        with torch.no_grad():
-            logprob = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
-        behind = logprob[len(prefix) : len(prefix) + len(future)]
-        rows.append(behind.gather(1, future[:, None])[:, 0])
-    return torch.stack(rows)
 
 
 def random_group(seed, p=9, k=4, h=6):
