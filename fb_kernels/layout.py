@@ -182,9 +182,12 @@ class BranchLayout:
         prefix_len: Sequence[int],
         token_pos_in_items: Sequence[Sequence[int]],
         *,
+        block_table: Sequence[Sequence[int]] | Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> BranchLayout:
         """Make the layout of multi-item scoring, whose rows are also the prefix: pass `k` and `v` in both places.
+
+        With a `block_table` the prefix lies in a cache, and the rows are those of the items alone.
 
         The rows of a prompt are its prefix, then items between delimiters. An item sees the prefix and itself, not the
         delimiters and the other items. The arguments are those that FlashInfer's `plan` takes for its mask, unpadded;
@@ -194,6 +197,7 @@ class BranchLayout:
             prefix_len: rows of each prompt's prefix.
             token_pos_in_items: for each prompt the place of each further row in its item, from 1; 0 for a delimiter.
                 Items of 3 and 2 tokens are `[0, 1, 2, 3, 0, 1, 2, 0]`.
+            block_table: for each prompt the pages of its prefix; None if its rows are here.
             device: where the rows are; None for torch's default.
 
         Raises:
@@ -217,10 +221,11 @@ class BranchLayout:
                 else:
                     items.append(1)
                 before = place
-            branches += [[length], items]
-            prefixes += [(0, 0), (row, length)]
+            here = block_table is None
+            branches += [[length], items] if here else [items]
+            prefixes += [(0, 0), (row, length)] if here else [(0, length)]
             row += length + sum(items)
-        return cls.of(branches, prefixes, device=device)
+        return cls.of(branches, prefixes, block_table=block_table, device=device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BranchLayout, (*self.indices, self.max_branch_len, self.max_prefix_len)

@@ -315,6 +315,15 @@ def test_items_see_their_prompts_prefix_and_themselves(generator: torch.Generato
     dense = torch.einsum("hqk,khe->qhe", logits.masked_fill(~sees, -torch.inf).softmax(-1), v)
     torch.testing.assert_close(out, dense)
 
+    items = row >= 0  # with the prefixes in pages of 2 rows, at the end of a cache of 5
+    pages = [k.new_full((5, 2, 2, 8), torch.nan), v.new_full((5, 2, 2, 8), torch.nan)]
+    for rows, cache in zip((k, v), pages, strict=True):
+        cache[3:].view(4, 2, 8)[:] = rows[:4]
+        cache[1] = rows[-2:]
+    layout = BranchLayout.of_items(prefixes, places, block_table=[[3, 4], [], [1]])
+    paged = branch_attention(q[items], k[items], v[items], *pages, layout)
+    torch.testing.assert_close(paged, dense[items])
+
 
 @pytest.mark.parametrize(
     ("given", "argument"),
