@@ -41,6 +41,7 @@ def address() -> Iterator[str]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+@pytest.mark.sweep(3)
 def test_every_page_fits_its_screen(chromium, address, width, height, scheme, tmp_path):
     for page in PAGES:
         chromium.open(f"{address}/{page}", width, height, scheme)

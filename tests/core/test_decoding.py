@@ -128,6 +128,7 @@ SCORES = {
 
 @pytest.mark.parametrize("pool", ["joint", "slm", "llm"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sweep(2)
 def test_equals_a_plain_loop_token_by_token_and_event_by_event(family, pool):
     options = {"sliding_window": 5} if family == "mistral" else {}
     slm, llm = tiny(family, 1, **options), tiny("llama" if family == "qwen3" else family, 2)

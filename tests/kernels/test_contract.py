@@ -129,7 +129,7 @@ def test_it_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
 
 
 @promised(SLOW)
-@settings(drawing, max_examples=5)
+@settings(drawing, max_examples=3)
 @given(data=st.data())
 def test_a_kernel_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
     is_the_definition(name, way, data)
@@ -337,7 +337,7 @@ def test_an_operator_has_a_gradient_or_refuses() -> None:
 
 
 @promised(ONCE)
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(7)
 def test_opcheck(name: str, way: str) -> None:
     """Every operator that a call and its gradients come to, as they call it."""
     op, taken = declared(name, way)

@@ -1,4 +1,4 @@
-"""Compiled kernels, executed without a GPU: the files of ptx/ in processes in which Triton compiles.
+"""Compiled kernels, executed without a GPU: the files of ptx/ in a process in which Triton compiles.
 
 `make ptx` runs all of their tests; here those that are not slow.
 """
@@ -13,15 +13,12 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "ptx"
-PARTS = {"aot": ("test_aot.py",), "executed": sorted(path.name for path in FOLDER.glob("test_[!a]*.py"))}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="this process compiles, and runs them itself")
-@pytest.mark.parametrize("part", PARTS)
-def test_compiled_kernels(part: str, request: pytest.FixtureRequest) -> None:
-    files = [str(FOLDER / name) for name in PARTS[part]]
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", "not slow", *files]
+def test_compiled_kernels(request: pytest.FixtureRequest) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", "not slow", str(FOLDER)]
     command += ["--all"] * request.config.getoption("all")
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -29,6 +29,7 @@ def drawn(made: random.Random, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.sweep(2)
 def test_a_scored_row_does_not_depend_on_what_else_is_in_the_call(
     kind: str, tiles: None, request: pytest.FixtureRequest
 ) -> None:

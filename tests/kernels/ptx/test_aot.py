@@ -30,6 +30,7 @@ of_gluon = pytest.mark.skipif(not HAS_GLUON, reason="another Triton's Gluon")
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.sweep(2)
 def test_compiles_without_a_fault(op: str, request: pytest.FixtureRequest) -> None:
     chosen = list(representative(command.launched([op], ["sm_90"])))
     kernels = {kernel for source in sources_of(op) for kernel in kernels_in(source)}

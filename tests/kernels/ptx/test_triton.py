@@ -61,7 +61,7 @@ def run(name: str, way: str, dtype: torch.dtype, place: int, small: bool) -> tup
 
 
 @pytest.mark.parametrize(("name", "way", "dtype", "place", "small"), calls())
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(7)
 def test_it_is_the_definition(
     name: str, way: str, dtype: torch.dtype, place: int, small: bool, executed_kernels: Callable
 ) -> None:
