@@ -26,6 +26,7 @@ from fb_core.models.packed import Prefix
 from fb_core.runtime.kv_pages import pages_of
 from fb_core.runtime.paged_model import Part
 from fb_core.runtime.plain import with_cache
+from fb_core.score.scorer import CompatibilityScorer
 from fb_kernels._runtime.timing import Timing
 
 NEVER = RequestPolicy(math.inf)
@@ -330,3 +331,14 @@ def test_rerank_over_a_cache(compare: Callable, endless: PreTrainedModel, p: int
         tolerance=max(harness.allowed_error(plain, (expected,) * len(plain)), 1e-4),
         dtype=endless.dtype,
     )
+
+
+def test_host_of_a_group(compare: Callable) -> None:
+    """28 layers so narrow that a group takes the time of the host alone: Python, checks and launches."""
+    width = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = shapes.random_model(Qwen3Config(num_hidden_layers=28, vocab_size=256, head_dim=32, **width), 0)
+    group = tokens(model, 16), torch.arange(4, device=model.device), tokens(model, 4, 1)
+    expected = peers.full_forwards(copy.deepcopy(model).to(shapes.WIDE), *group)
+    calls = {OURS: CompatibilityScorer(model).score, "repeated cache": partial(peers.repeated_cache, model)}
+    runs = {name: Implementation(partial(call, *group), expected) for name, call in calls.items()}
+    compare("host_time", "28 layers D=64 K=4 P=16 H=4", runs, rounds=30, tolerance=1e-2, timing=Timing.EAGER)

@@ -19,7 +19,7 @@ ABSENT = (
 )
 OPS = {
     "branch_attention": {"branch_attention", "branch_attention_backward"},
-    "decode": {"decode_step", "generate", "rerank_event"},
+    "decode": {"decode_step", "generate", "rerank_event", "host_time"},
     "end_to_end": {"end_to_end"},
     "engine": {"problems_at_once", "experts"},
     "linear_logprob": {"linear_logprob", "linear_logprob_targets", "linear_logprob_backward"},

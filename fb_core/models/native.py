@@ -1,9 +1,9 @@
 """The native decoder: one packed forward of the Llama family with fused operations, on a model's own weights.
 
 Nine operations per layer: norm, q k v, split-norm-rotate, attention, o, norm, gate and up, gated activation, down; the
-residual additions are part of the norms. The model is read again for every forward, so changes to it take effect: other
-values, dtype or device, new parameters. A model that does not compute exactly what the family's modules compute
-(adapters, hooks, quantised layers) has no native decoder.
+residual additions are part of the norms. Every forward looks whether the model still is what was read, so changes to it
+take effect: other values, dtype or device, new parameters. A model that does not compute exactly what the family's
+modules compute (adapters, hooks, quantised layers) has no native decoder.
 
 Projections that are multiplied together are adjacent in memory: on first use the parameters' `data` are moved there,
 and look the same to every other user of the model. Each has a storage of its own over its part, since savers keep one
@@ -24,7 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,9 @@ LINUX = sys.platform == "linux"
 CACHE_LINE, HUGE_PAGE = 64, 2 << 20  # bytes
 UNTRIMMED = 1 << 28  # bytes that are moved before their old memory goes back to the system
 WHOLE = "fb_whole"  # attribute of a storage: what it is the first part of
+READ = "fb_read"  # and the decoders that were read of models whose first projection it is
+SETTINGS = ["training", "variance_epsilon", "head_dim", "scaling", "sliding_window", "attention_dropout", "rope_type"]
+SETTINGS += ["top_k", "norm_topk_prob", "jitter_noise"]  # what is read of modules beside their parameters
 CPU_ROWS = 512  # rows of a block per thread: a megabyte at hidden size 512
 # Hooks that change nothing: those that stay once a model returned hidden states, and those of the plain loop.
 INERT_HOOKS = ("transformers.utils.output_capturing", "fb_core.runtime.plain")
@@ -162,11 +167,16 @@ class NativeDecoder:
         """
         try:
             reader = _Reader(model)
+            state, (seen, decoder) = reader.state(), reader.memory().get(READ, {}).get(model, (None, None))
+            if seen == state:
+                return decoder
             decoder = reader.decoder()
             if reader.apart:
                 del decoder  # holds the old memory
                 _pack(model)
-                decoder = _Reader(model).decoder()
+                reader = _Reader(model)
+                state, decoder = reader.state(), reader.decoder()
+            reader.memory().setdefault(READ, WeakKeyDictionary())[model] = state, decoder
             return decoder
         except _UnfamiliarError:
             return None
@@ -245,11 +255,14 @@ def _expect(familiar: bool) -> None:
         raise _UnfamiliarError
 
 
+_PARTS = itemgetter("_modules", "_parameters", "_forward_pre_hooks", "_forward_hooks")  # of a module
+
+
 class _Reader:
     """Reads the modules of a family; anything else in them is an `_UnfamiliarError`."""
 
     def __init__(self, model: Any) -> None:
-        base, head = model.base_model, model.get_output_embeddings()
+        self.model, base, head = model, model.base_model, model.get_output_embeddings()
         _expect(head is None or unchanged(head, nn.Linear))
         self.family = str(base.config.model_type)
         _expect(self.family in FAMILIES)
@@ -260,6 +273,30 @@ class _Reader:
         self.apart: list[Sequence[nn.Parameter]] = []  # parameters that are still to be packed together
         self.packed = False  # whether any are already
         self.alone = [] if head is None else [head.weight]  # weights of a decode step that are not packed with others
+
+    def state(self) -> list[object]:
+        """What a reading rests on: modules, their settings and hooks, and where their parameters lie."""
+        modules, config = [self.model], self.base.config
+        parameters: list[Any] = []
+        found: list[object] = [config.num_hidden_layers, getattr(config, "sliding_window", None)]
+        for module in modules:  # the list grows
+            own = module.__dict__
+            inside, mine, before, behind = _PARTS(own)
+            modules += filter(None, inside.values()) if inside else ()
+            parameters += mine.values()
+            found += module.__class__, "forward" in own, *map(id, before.values()), *map(id, behind.values())
+            if module.__class__ is not nn.Linear:
+                found += map(own.get, SETTINGS)
+        lie = [(x.data_ptr(), x.shape, x.stride()) for x in parameters if type(x) is nn.Parameter]
+        return [*found, *map(id, modules), *map(id, parameters), *lie]
+
+    def memory(self) -> dict[str, Any]:
+        """Attributes of the memory of the first projection: they are gone once it lies elsewhere."""
+        _expect(len(self.base.layers) > 0)
+        attention = self._own(self._own(self.base.layers[0], "DecoderLayer").self_attn, "Attention")
+        weight = _plain(attention.q_proj, nn.Linear).weight
+        self._check(weight)
+        return vars(weight.untyped_storage())
 
     def decoder(self) -> NativeDecoder:
         base = self.base

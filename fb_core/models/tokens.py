@@ -188,11 +188,13 @@ def token_ids(
 ) -> Tensor:
     """`value` as int64 [n] on the model's device, every id inside its vocabulary, or below `valid_vocab`.
 
+    What is not a tensor is checked on the host; a tensor on a GPU is waited for.
+
     Raises:
         TypeError: not integers.
         ValueError: more than one dimension, another device, or an id outside the vocabulary.
     """
-    return _inside(name, _one_row(name, value, model.device).to(model.device), vocabulary(model), valid_vocab)
+    return _inside(name, _one_row(name, value, model.device), vocabulary(model), valid_vocab).to(model.device)
 
 
 def id_list(name: str, value: Tensor | Sequence[int], size: int) -> list[int]:
@@ -214,7 +216,9 @@ def many_token_ids(
     rows = [_one_row(f"{name}[{index}]", value, model.device) for index, value in enumerate(values)]
     if not rows:
         return []
-    whole = _inside(name, torch.cat([row.to(model.device) for row in rows]), vocabulary(model), valid_vocab)
+    if len({row.device for row in rows}) > 1:
+        rows = [row.to(model.device) for row in rows]
+    whole = _inside(name, torch.cat(rows), vocabulary(model), valid_vocab).to(model.device)
     return list(whole.split([len(row) for row in rows]))
 
 
@@ -299,13 +303,13 @@ def check_group(
         TypeError: ids that are not integers.
         ValueError: no prefix, no candidate, an id given twice or outside the vocabulary, or too many positions.
     """
-    ids = token_ids("candidates", candidates, model, valid_vocab)
+    ids = _inside("candidates", _one_row("candidates", candidates, model.device), vocabulary(model), valid_vocab)
     if len(ids) == 0:
         raise ValueError("candidates: expected at least one token id, got none; ask for a pool first")
     if len(ids.unique()) < len(ids):
         raise ValueError(f"candidates: expected no id twice, got {ids.tolist()}; remove duplicates with joint_pool")
     check_positions(model, position, future)
-    return ids
+    return ids.to(model.device)
 
 
 def check_positions(model: PreTrainedModel, position: int, rows: int) -> None:

@@ -213,9 +213,12 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("read", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_not_exactly_the_family_goes_through_its_modules(change, monkeypatch):
+def test_what_is_not_exactly_the_family_goes_through_its_modules(change, read, monkeypatch):
     model = tiny("qwen3")
+    if read:
+        assert NativeDecoder.of(model) is NativeDecoder.of(model)
     CHANGES[change](model)
     before = {name: value.data_ptr() for name, value in model.model.layers[0].self_attn.named_parameters()}
     assert NativeDecoder.of(model) is None

@@ -80,7 +80,7 @@ def test_many_states_of_a_trajectory_equal_full_forwards(models, kind):
     model, truth = models[kind]
     (found,) = CompatibilityScorer(model).score_trajectories([(TOKENS, GROUPS)])
     for scores, group in zip(found, GROUPS, strict=True):
-        wanted = support.logprobs(truth, TOKENS[: group.position], group.candidates, group.future)
+        wanted = support.full_forwards(truth, TOKENS[: group.position], group.candidates, group.future)
         torch.testing.assert_close(scores.double(), wanted.detach().double(), rtol=1e-4, atol=1e-4)
 
 

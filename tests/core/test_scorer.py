@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ from fb_core import (
     shared_prefix_logprobs,
 )
 from fb_core.models.facts import Cache
+from fb_core.models.tokens import check_group, many_token_ids, token_ids
 from fb_core.score.scorer import token_budget
 from fb_kernels.testing import largest_tensor
 
@@ -509,6 +511,19 @@ def test_padded_rows_of_the_vocabulary_never_count(family, bias):
         (name,) = bad
         with pytest.raises(ValueError, match=rf"{name}: expected ids from 0 below 40, got (40|63); .*valid_vocab"):
             scorer.score(prefix, **ids)
+
+
+def test_ids_that_are_no_tensors_are_checked_on_the_host():
+    model = tiny("qwen3").to("meta")  # whose values nobody can wait for
+    given = [
+        token_ids("prefix", [1, 2], model),
+        check_group(model, 3, [1, 2]),
+        *many_token_ids("rows", [[1]], model, V),
+    ]
+    assert all(ids.is_meta for ids in given)
+    for wrong in (partial(token_ids, "prefix", [V]), partial(check_group, position=3, candidates=[V])):
+        with pytest.raises(ValueError, match="expected ids from 0 below"):
+            wrong(model=model)
 
 
 def adapter_on(*names):
