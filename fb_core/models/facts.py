@@ -7,14 +7,12 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -180,33 +178,6 @@ def twice(plain: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         return wanted, wanted
     with Watch():
         return wanted, plain()
-
-
-def verdict(check: str, model: nn.Module) -> Path:
-    """The file that is there once a model has passed a check on this machine, for good.
-
-    It stands for the model's class, configuration, dtype and sampled weights, the device and the code. Asked each time
-    are models in training mode, quantized, or with hooks, adapters, wrappers or code of their own: they have no file.
-    """
-    modules = all(x.__module__.startswith(("transformers.", "torch.nn.")) and not hooked(x) for x in model.modules())
-    plain = modules and all(type(x) is nn.Parameter for x in model.parameters())
-    if not plain or model.training or not isinstance(model, PreTrainedModel):
-        return Path(os.devnull, "none")
-    cuda = model.device.type == "cuda"
-    device = torch.cuda.get_device_name(model.device) if cuda else torch.backends.cpu.get_cpu_capability()
-    facts = [check, type(model), model.dtype, model.config._attn_implementation, device, fingerprint(model)]
-    texts = [repr(facts), torch.__version__, transformers.__version__, model.config.to_json_string()]
-    code = [path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py"))]
-    digest = hashlib.sha256("\0".join(texts).encode() + b"".join(code)).hexdigest()
-    folder = os.environ.get("FUTUREBRIDGE_CACHE") or os.path.expanduser("~/.cache/futurebridge")
-    return Path(folder, "models", digest)
-
-
-def keep(passed: Path) -> None:
-    """Make the file of a `verdict`, if it can be written."""
-    with suppress(OSError):
-        passed.parent.mkdir(parents=True, exist_ok=True)
-        passed.touch()
 
 
 def agree(ours: Tensor, plain: Tensor, other: Tensor) -> bool:

@@ -34,7 +34,6 @@ from fb_core.models.facts import (
     check_in_memory,
     checking,
     empty_cache,
-    keep,
     logits,
     max_positions,
     misfit,
@@ -43,7 +42,6 @@ from fb_core.models.facts import (
     text_config,
     twice,
     unfit,
-    verdict,
     vocabulary,
 )
 from fb_core.models.forks import Plan, State, forked
@@ -561,17 +559,13 @@ def check_packed_forward(model: PreTrainedModel, whole: nn.Module | None = None)
         found = whole(input_ids=rows, use_cache=False).logits.float()
         return torch.cat([found[0], found[1, len(prefix) :]]).log_softmax(-1).view(shape)
 
-    known = (passed := verdict("packed", whole)).exists()
     with quietly(model):
-        if not known:
-            with checking("model", model), _attention(model, "eager"):
-                theirs, other = twice(plain)
+        with checking("model", model), _attention(model, "eager"):
+            theirs, other = twice(plain)
         ours = through(whole, lambda: logits(model, packed_forward(model, ids, positions, layout)))
-    _KEPT[model] = Kept.of(layout)
-    if known:
-        return
     if bool(theirs.isnan().any()):
         raise ValueError(f"model: expected finite logits, got NaN from {type(model).__name__}; check its weights")
+    _KEPT[model] = Kept.of(layout)
     ours = ours.log_softmax(-1).view(shape)
     if not agree(ours, theirs, other):
         kind = getattr(getattr(whole, "peft_type", None), "value", "")
@@ -580,7 +574,6 @@ def check_packed_forward(model: PreTrainedModel, whole: nn.Module | None = None)
             f"model: expected packed and plain forwards to agree, got {name}, whose log-probabilities differ by up to "
             f"{float((ours - theirs).abs().max()):.3g} nats; use a model of a supported family"
         )
-    keep(passed)
 
 
 def through(model: Any, ask: Callable[[], Result]) -> Result:

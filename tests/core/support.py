@@ -276,8 +276,6 @@ batches in the engine. `futurebridge env --model FOLDER` says what will run of a
   an error that says why. *not tried*: no tiny model could be made.
 
 The tiny model has its family's usual layers; what another configuration brings is checked when a model is loaded.
-A file in `~/.cache/futurebridge`, or in the folder that `FUTUREBRIDGE_CACHE` names, then spares that machine the next
-check of the same configuration, weights and code. Models with hooks or adapters are checked each time.
 
 {table("family", rows)}
 

@@ -28,9 +28,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from warm import launched
 
 from fb_core import CompatibilityScorer, shared_prefix_logprobs
-from fb_core.models import facts, packed
 from fb_core.models.packed import packed_forward, unwrapped
-from fb_core.runtime import plain
 from fb_core.score import shared_prefix
 from fb_core.score.shared_prefix import shared_prefix_logprobs_many
 from fb_kernels.testing import largest_tensor
@@ -600,41 +598,3 @@ def test_a_model_that_packs_wrongly_is_found_at_first_sight():
     model.model.layers[0].self_attn.__class__ = Louder
     with pytest.raises(ValueError, match=re.escape("expected packed and plain forwards to agree")):
         shared_prefix_logprobs(model, PREFIX, RAGGED)
-
-
-def test_what_passed_is_compared_again_only_if_it_may_be_another(tmp_path, monkeypatch):
-    monkeypatch.setenv("FUTUREBRIDGE_CACHE", str(tmp_path))
-    compared = []
-    for room in (packed, plain):
-        monkeypatch.setattr(room, "twice", lambda run: compared.append(run) or facts.twice(run))
-
-    def checks(change=lambda model: model, times=2, **settings):
-        """How many comparisons each of several loads of a model asks for."""
-        counts = []
-        for _ in range(times):
-            model = change(zoo.build("opt", dropout=0.0, **settings))
-            packed.check_packed_forward(model)
-            if not model.training:
-                plain.check_decodable("slm", model)
-            counts.append(len(compared))
-            compared.clear()
-        return counts
-
-    def hooked(model):
-        model.model.decoder.layers[0].register_forward_hook(lambda *_: None)
-        return model
-
-    def louder(model):
-        model.model.decoder.layers[0].fc1.weight.data *= 1.5
-        return model
-
-    assert checks() == [2, 0]
-    for change in (louder, lambda model: model.bfloat16(), lambda model: adapted(model).merge_and_unload()):
-        assert checks(change) == [2, 0]
-    assert checks(ffn_dim=40) == [2, 0]
-    assert checks(times=1) == [0]
-    assert checks(hooked) == [2, 2]
-    assert checks(lambda model: adapted(model).base_model.model) == [2, 2]
-    assert checks(lambda model: model.train()) == [1, 1]
-    monkeypatch.setenv("FUTUREBRIDGE_CACHE", os.devnull)
-    assert checks() == [2, 2]
