@@ -339,6 +339,6 @@ def test_host_of_a_group(compare: Callable) -> None:
     model = shapes.random_model(Qwen3Config(num_hidden_layers=28, vocab_size=256, head_dim=32, **width), 0)
     group = tokens(model, 16), torch.arange(4, device=model.device), tokens(model, 4, 1)
     expected = peers.full_forwards(copy.deepcopy(model).to(shapes.WIDE), *group)
-    calls = {OURS: CompatibilityScorer(model).score, "repeated cache": partial(peers.repeated_cache, model)}
-    runs = {name: Implementation(partial(call, *group), expected) for name, call in calls.items()}
+    ours, repeated = partial(CompatibilityScorer(model).score, *group), partial(peers.repeated_cache, model, *group)
+    runs = {OURS: Implementation(ours, expected), "repeated cache": Implementation(repeated, expected)}
     compare("host_time", "28 layers D=64 K=4 P=16 H=4", runs, rounds=30, tolerance=1e-2, timing=Timing.EAGER)

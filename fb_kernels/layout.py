@@ -185,9 +185,9 @@ class BranchLayout:
         block_table: Sequence[Sequence[int]] | Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> BranchLayout:
-        """Make the layout of multi-item scoring, whose rows are also the prefix: pass `k` and `v` in both places.
+        """Make the layout of multi-item scoring for the rows of whole prompts: pass `k` and `v` in both places.
 
-        With a `block_table` the prefix lies in a cache, and the rows are those of the items alone.
+        With a `block_table` the prefixes lie in pages, and the rows are those of the items alone.
 
         The rows of a prompt are its prefix, then items between delimiters. An item sees the prefix and itself, not the
         delimiters and the other items. The arguments are those that FlashInfer's `plan` takes for its mask, unpadded;

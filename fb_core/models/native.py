@@ -19,7 +19,7 @@ import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -45,7 +45,7 @@ UNTRIMMED = 1 << 28  # bytes that are moved before their old memory goes back to
 WHOLE = "fb_whole"  # attribute of a storage: what it is the first part of
 READ = "fb_read"  # and the decoders that were read of models whose first projection it is
 SETTINGS = ["training", "variance_epsilon", "head_dim", "scaling", "sliding_window", "attention_dropout", "rope_type"]
-SETTINGS += ["top_k", "norm_topk_prob", "jitter_noise"]  # what is read of modules beside their parameters
+SETTINGS += ["top_k", "norm_topk_prob", "jitter_noise", "config"]  # what is read of modules beside their parameters
 CPU_ROWS = 512  # rows of a block per thread: a megabyte at hidden size 512
 # Hooks that change nothing: those that stay once a model returned hidden states, and those of the plain loop.
 INERT_HOOKS = ("transformers.utils.output_capturing", "fb_core.runtime.plain")
@@ -167,16 +167,15 @@ class NativeDecoder:
         """
         try:
             reader = _Reader(model)
-            state, (seen, decoder) = reader.state(), reader.memory().get(READ, {}).get(model, (None, None))
-            if seen == state:
-                return decoder
-            decoder = reader.decoder()
-            if reader.apart:
-                del decoder  # holds the old memory
-                _pack(model)
-                reader = _Reader(model)
-                state, decoder = reader.state(), reader.decoder()
-            reader.memory().setdefault(READ, WeakKeyDictionary())[model] = state, decoder
+            state, (seen, decoder) = reader.state(), reader.readings().pop(model, (None, None))
+            if seen != state:
+                decoder = reader.decoder()
+                if reader.apart:
+                    del decoder  # holds the old memory
+                    _pack(model)
+                    reader = _Reader(model)
+                    state, decoder = reader.state(), reader.decoder()
+            reader.readings()[model] = state, decoder
             return decoder
         except _UnfamiliarError:
             return None
@@ -262,7 +261,7 @@ class _Reader:
     """Reads the modules of a family; anything else in them is an `_UnfamiliarError`."""
 
     def __init__(self, model: Any) -> None:
-        self.model, base, head = model, model.base_model, model.get_output_embeddings()
+        base, head = model.base_model, model.get_output_embeddings()
         _expect(head is None or unchanged(head, nn.Linear))
         self.family = str(base.config.model_type)
         _expect(self.family in FAMILIES)
@@ -276,27 +275,30 @@ class _Reader:
 
     def state(self) -> list[object]:
         """What a reading rests on: modules, their settings and hooks, and where their parameters lie."""
-        modules, config = [self.model], self.base.config
+        modules, known, config = [self.base], {id(self.base)}, self.base.config
         parameters: list[Any] = []
         found: list[object] = [config.num_hidden_layers, getattr(config, "sliding_window", None)]
         for module in modules:  # the list grows
             own = module.__dict__
             inside, mine, before, behind = _PARTS(own)
-            modules += filter(None, inside.values()) if inside else ()
+            if inside:
+                new = [x for x in inside.values() if x is not None and id(x) not in known]
+                modules += new
+                known.update(map(id, new))
             parameters += mine.values()
-            found += module.__class__, "forward" in own, *map(id, before.values()), *map(id, behind.values())
+            found += module.__class__, "forward" in own or (bool(before or behind) and hooked(module))
             if module.__class__ is not nn.Linear:
                 found += map(own.get, SETTINGS)
-        lie = [(x.data_ptr(), x.shape, x.stride()) for x in parameters if type(x) is nn.Parameter]
+        lie = [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in parameters if type(x) is nn.Parameter]
         return [*found, *map(id, modules), *map(id, parameters), *lie]
 
-    def memory(self) -> dict[str, Any]:
-        """Attributes of the memory of the first projection: they are gone once it lies elsewhere."""
+    def readings(self) -> MutableMapping[Any, tuple[Any, Any]]:
+        """(state, decoder) of models, an attribute of the first projection's memory: gone once it lies elsewhere."""
         _expect(len(self.base.layers) > 0)
         attention = self._own(self._own(self.base.layers[0], "DecoderLayer").self_attn, "Attention")
         weight = _plain(attention.q_proj, nn.Linear).weight
         self._check(weight)
-        return vars(weight.untyped_storage())
+        return vars(weight.untyped_storage()).setdefault(READ, WeakKeyDictionary())
 
     def decoder(self) -> NativeDecoder:
         base = self.base

@@ -188,7 +188,7 @@ def token_ids(
 ) -> Tensor:
     """`value` as int64 [n] on the model's device, every id inside its vocabulary, or below `valid_vocab`.
 
-    What is not a tensor is checked on the host; a tensor on a GPU is waited for.
+    What is not a tensor is checked on the host, a tensor where it is.
 
     Raises:
         TypeError: not integers.
@@ -225,7 +225,7 @@ def many_token_ids(
 def _one_row(name: str, value: Tensor | Sequence[int], device: torch.device | None = None) -> Tensor:
     """`value` as integers [n], on the host if it was not a tensor; raises as `token_ids`."""
     if not isinstance(value, Tensor):
-        return torch.tensor(_listed(name, value), dtype=torch.int64)
+        return torch.tensor(_listed(name, value), dtype=torch.int64, device="cpu")
     if value.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: expected int64 token ids, got {value.dtype}; convert them with .long()")
     if value.ndim != 1:

@@ -230,6 +230,50 @@ def test_what_is_not_exactly_the_family_goes_through_its_modules(change, read, m
     assert before == {name: value.data_ptr() for name, value in model.model.layers[0].self_attn.named_parameters()}
 
 
+def everywhere(name, value):
+    def change(model):
+        for module in model.modules():
+            if hasattr(module, name):
+                setattr(module, name, value)
+
+    return change
+
+
+LATER = {
+    "another scale": everywhere("scaling", 0.9),
+    "a window": everywhere("sliding_window", 2),
+    "another epsilon": everywhere("variance_epsilon", 0.3),
+    "fewer layers": lambda model: setattr(model.config, "num_hidden_layers", 1),
+    "another dtype": lambda model: model.double(),
+    "memory of its own": lambda model: setattr(model.model.layers[1].mlp.down_proj.weight, "data", torch.ones(32, 48)),
+    "another module": lambda model: setattr(model.model, "norm", copy.deepcopy(model.model.layers[0].input_layernorm)),
+    "a module of its own": lambda model: setattr(model.model.layers[0], "whole", model.model),
+}
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_what_changes_after_a_reading_takes_effect(change):
+    model = tiny("qwen2")
+    model.model.layers[0].input_layernorm.weight.data.fill_(2.0)
+    before = native(model, *packed())
+    LATER[change](model)
+    after = native(model, *packed())
+    assert torch.equal(before, after) == (change == "a module of its own")
+    assert torch.equal(after, native(copy.deepcopy(model), *packed()))  # of which nothing was read
+
+
+def test_a_hook_in_the_place_of_one_that_does_nothing_counts():
+    model = tiny("qwen3")
+    with torch.no_grad():
+        model(torch.tensor([[1, 2]]), output_hidden_states=True)
+    assert NativeDecoder.of(model) is not None
+    for layer in model.model.layers:
+        if layer._forward_hooks:
+            layer._forward_hooks.clear()
+            layer.register_forward_hook(lambda *_: None)
+    assert NativeDecoder.of(model) is None
+
+
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(NATIVE)))
 def test_other_families_have_none(family):
     assert NativeDecoder.of(tiny(family)) is None
