@@ -204,7 +204,7 @@ class BranchLayout:
             TypeError: a number that is not an int.
             ValueError: a place that does not follow the one before, or arguments for different numbers of prompts.
         """
-        branches, prefixes, row = list[list[int]](), list[tuple[int, int]](), 0
+        branches, prefixes, row, here = list[list[int]](), list[tuple[int, int]](), 0, block_table is None
         if len(prefix_len) != len(token_pos_in_items):
             expected = f"the rows of {len(prefix_len)} prompts"
             raise checks.error(
@@ -221,7 +221,6 @@ class BranchLayout:
                 else:
                     items.append(1)
                 before = place
-            here = block_table is None
             branches += [[length], items] if here else [items]
             prefixes += [(0, 0), (row, length)] if here else [(0, length)]
             row += length + sum(items)

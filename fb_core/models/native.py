@@ -1,8 +1,8 @@
 """The native decoder: one packed forward of the Llama family with fused operations, on a model's own weights.
 
 Nine operations per layer: norm, q k v, split-norm-rotate, attention, o, norm, gate and up, gated activation, down; the
-residual additions are part of the norms. Every forward looks whether the model still is what was read, so changes to it
-take effect: other values, dtype or device, new parameters. A model that does not compute exactly what the family's
+residual additions are part of the norms. A model is read once, and again when a forward finds it changed, so changes to
+it take effect: other values, dtype or device, new parameters. A model that does not compute exactly what the family's
 modules compute (adapters, hooks, quantised layers) has no native decoder.
 
 Projections that are multiplied together are adjacent in memory: on first use the parameters' `data` are moved there,
@@ -43,9 +43,10 @@ LINUX = sys.platform == "linux"
 CACHE_LINE, HUGE_PAGE = 64, 2 << 20  # bytes
 UNTRIMMED = 1 << 28  # bytes that are moved before their old memory goes back to the system
 WHOLE = "fb_whole"  # attribute of a storage: what it is the first part of
-READ = "fb_read"  # and the decoders that were read of models whose first projection it is
+READ = "fb_read"  # and this one: the decoders of the models whose first projection lies in it
 SETTINGS = ["training", "variance_epsilon", "head_dim", "scaling", "sliding_window", "attention_dropout", "rope_type"]
 SETTINGS += ["top_k", "norm_topk_prob", "jitter_noise", "config"]  # what is read of modules beside their parameters
+PARTS = itemgetter("_modules", "_parameters", "_forward_pre_hooks", "_forward_hooks")  # of a module
 CPU_ROWS = 512  # rows of a block per thread: a megabyte at hidden size 512
 # Hooks that change nothing: those that stay once a model returned hidden states, and those of the plain loop.
 INERT_HOOKS = ("transformers.utils.output_capturing", "fb_core.runtime.plain")
@@ -167,14 +168,17 @@ class NativeDecoder:
         """
         try:
             reader = _Reader(model)
-            state, (seen, decoder) = reader.state(), reader.readings().pop(model, (None, None))
-            if seen != state:
-                decoder = reader.decoder()
-                if reader.apart:
-                    del decoder  # holds the old memory
-                    _pack(model)
-                    reader = _Reader(model)
-                    state, decoder = reader.state(), reader.decoder()
+            state, readings = reader.state(), reader.readings()
+            seen, decoder = readings.get(model, (None, None))
+            if seen == state:
+                return decoder
+            readings.pop(model, None)  # it may hold weights that have moved
+            decoder = reader.decoder()
+            if reader.apart:
+                del decoder  # holds the old memory
+                _pack(model)
+                reader = _Reader(model)
+                state, decoder = reader.state(), reader.decoder()
             reader.readings()[model] = state, decoder
             return decoder
         except _UnfamiliarError:
@@ -254,9 +258,6 @@ def _expect(familiar: bool) -> None:
         raise _UnfamiliarError
 
 
-_PARTS = itemgetter("_modules", "_parameters", "_forward_pre_hooks", "_forward_hooks")  # of a module
-
-
 class _Reader:
     """Reads the modules of a family; anything else in them is an `_UnfamiliarError`."""
 
@@ -274,13 +275,13 @@ class _Reader:
         self.alone = [] if head is None else [head.weight]  # weights of a decode step that are not packed with others
 
     def state(self) -> list[object]:
-        """What a reading rests on: modules, their settings and hooks, and where their parameters lie."""
+        """All that the decoder depends on but the weights' values: modules, settings, hooks, where parameters lie."""
         modules, known, config = [self.base], {id(self.base)}, self.base.config
         parameters: list[Any] = []
         found: list[object] = [config.num_hidden_layers, getattr(config, "sliding_window", None)]
         for module in modules:  # the list grows
             own = module.__dict__
-            inside, mine, before, behind = _PARTS(own)
+            inside, mine, before, behind = PARTS(own)
             if inside:
                 new = [x for x in inside.values() if x is not None and id(x) not in known]
                 modules += new

@@ -21,7 +21,7 @@ def rms_norm(
 
     Args:
         x: [..., D] float.
-        weight: [D] float, of any dtype; None for no weight, and then no offset.
+        weight: [D] float, of any dtype; None for no weight; the offset is then ignored.
         eps: added to the mean square, above 0.
         residual: [..., D] like x, or None.
         offset: added to the weight, in float32; 1 where a model keeps its weights about 0 (Gemma's 1 + w).

@@ -129,7 +129,7 @@ def test_it_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
 
 
 @promised(SLOW)
-@settings(drawing, max_examples=3)
+@settings(drawing, max_examples=5)
 @given(data=st.data())
 def test_a_kernel_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
     is_the_definition(name, way, data)
