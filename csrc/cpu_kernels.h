@@ -711,282 +711,6 @@ static int skinny_linear(
   return 0;
 }
 
-// A head x[width], normed and rotated, to to[width].
-template <typename X, typename T>
-INLINE void turned(
-    const X* x, const T* weight, float eps, const float* cos, const float* sin, int64_t width, float scale,
-    float* buffer, float* to) {
-  normed(x, weight, eps, width, buffer);
-  int64_t half = width / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    to[i] = (buffer[i] * cos[i] - buffer[i + half] * sin[i]) * scale;
-    to[i + half] = (buffer[i + half] * cos[i + half] + buffer[i] * sin[i + half]) * scale;
-  }
-}
-
-INLINE float softmax(float* score, int64_t count) {  // in place; returns the log of the sum
-  for (int64_t i = count; i < padded(count); ++i) score[i] = -INFINITY;
-  Lanes most = Lanes{} - INFINITY, total = {};
-  for (int64_t i = 0; i < count; i += LANES) {
-    Lanes s = load(score + i);
-    most = s > most ? s : most;
-  }
-  float top = largest(most), sum = 0;
-  for (int64_t i = 0; i < count; i += LANES) {
-    Lanes p = exponential(load(score + i) - top);
-    store(score + i, p);
-    total += p;
-  }
-  for (int i = 0; i < LANES; ++i) sum += total[i];
-  float inverse = 1.0f / sum;
-  for (int64_t i = 0; i < count; i += LANES) store(score + i, load(score + i) * inverse);
-  return top + std::log(sum);
-}
-
-// The columns from e on of sum_j p[r][j] shared[j] + p[r][count] own[r]: V vectors, or `tail` columns where given. It
-// goes on from what is there, or ends with the own one, where so said.
-template <int R, int V, typename T>
-INLINE void weighted(
-    const float* p, int64_t p_stride, const T* shared, int64_t stride, int64_t count, const float* const own[R],
-    int64_t e, int64_t tail, float* const to[R], bool goes_on, bool ends) {
-  Lanes acc[R][V] = {};
-  for (int r = 0; r < R && goes_on; ++r)
-    for (int i = 0; i < V; ++i) acc[r][i] = tail ? load(to[r] + e + i * LANES, tail) : load(to[r] + e + i * LANES);
-  for (int64_t j = 0; j < count; ++j)
-    for (int i = 0; i < V; ++i) {
-      const T* from = shared + j * stride + e + i * LANES;
-      Lanes value = tail ? load(from, tail) : load(from);
-      for (int r = 0; r < R; ++r) acc[r][i] += p[r * p_stride + j] * value;
-    }
-  for (int r = 0; r < R; ++r)
-    for (int i = 0; i < V; ++i) {
-      const float* from = own[r] + e + i * LANES;
-      if (ends) acc[r][i] += p[r * p_stride + count] * (tail ? load(from, tail) : load(from));
-      std::memcpy(to[r] + e + i * LANES, &acc[r][i], tail ? tail * sizeof(float) : sizeof(Lanes));
-    }
-}
-
-// Keys or values that a block sees: a stretch, the same for all, then each row's own.
-template <typename T>
-struct Seen {
-  const T* shared;
-  int64_t stride;
-  Block<const float> own;
-};
-
-// out[r][j] = x[r] . seen[j] for `count` shared ones and, at j = count, the row's own; x is padded to whole lanes.
-template <typename T>
-INLINE void all_products(
-    const float* x, int64_t rows, const Seen<T>& seen, int64_t count, int64_t width, float* out, int64_t out_stride) {
-  tiled<Widened<T>>(x, rows, seen.shared, seen.stride, width, 0, count, out, out_stride);
-  for (int64_t row = 0; row < rows; ++row)
-    row_products<Widened<float>, 1>(x + row * padded(width), seen.own[row], 0, width, out + row * out_stride + count);
-}
-
-template <int R, typename T>
-INLINE void some_weighted(
-    const float* p, int64_t p_stride, int64_t first, const Seen<T>& seen, int64_t count, int64_t width,
-    const Block<float>& out, bool goes_on, bool ends) {
-  const float* own[R];
-  float* to[R];
-  for (int r = 0; r < R; ++r) own[r] = seen.own[first + r], to[r] = out[first + r];
-  p += first * p_stride;
-  int64_t e = 0;
-  for (; e + 4 * LANES <= width; e += 4 * LANES)
-    weighted<R, 4>(p, p_stride, seen.shared, seen.stride, count, own, e, 0, to, goes_on, ends);
-  for (; e < width; e += LANES) {
-    const int64_t tail = width - e < LANES ? width - e : 0;
-    weighted<R, 1>(p, p_stride, seen.shared, seen.stride, count, own, e, tail, to, goes_on, ends);
-  }
-}
-
-// out[r] = sum_j p[r][j] seen[j], the row's own at j = count; in parts, where it goes on, or does not end yet.
-template <typename T>
-INLINE void all_weighted(
-    const float* p, int64_t p_stride, int64_t rows, const Seen<T>& seen, int64_t count, int64_t width,
-    const Block<float>& out, bool goes_on = false, bool ends = true) {
-  int64_t row = 0;
-  for (; row + MANY <= rows; row += MANY)
-    some_weighted<MANY>(p, p_stride, row, seen, count, width, out, goes_on, ends);
-  for (; row + ROWS <= rows; row += ROWS)
-    some_weighted<ROWS>(p, p_stride, row, seen, count, width, out, goes_on, ends);
-  for (; row < rows; ++row) some_weighted<1>(p, p_stride, row, seen, count, width, out, goes_on, ends);
-}
-
-// Rows of a sequence whose heads that share a key head are taken together, where threads have enough to share.
-template <typename T>
-INLINE int64_t rows_together(const Sequences<T>& in, int threads) {
-  const int64_t most = rows_at_once(in.heads / in.kv_heads), units = in.count * in.each * in.kv_heads;
-  return std::max<int64_t>(1, std::min({in.each, most, units / (4 * threads)}));
-}
-
-template <typename T>
-INLINE int64_t scratch_of(const Sequences<T>& in, int64_t rows) {  // floats, for so many rows together
-  const int64_t n = rows * (in.heads / in.kv_heads);
-  return (1 + 2 * rows + 2 * n) * padded(in.width) + n * padded(in.most_seen() + 1);
-}
-
-// Attention of heads that share key head g, for rows after one sequence, from their qkv to those heads of the output;
-// buffer[scratch_of(in, rows)]. Many heads read a few keys at a time, while these are in the cache.
-template <typename X, typename T, typename Out>
-INLINE void attended(
-    const X* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequences<T>& in, int64_t row,
-    int64_t rows, int64_t g, float* buffer, Out* out, int64_t out_stride) {
-  const int64_t width = in.width, stride = padded(width), group = in.heads / in.kv_heads, n = rows * group;
-  const int64_t s = row / in.each, first = in.first(s), count = in.seen(s), score_stride = padded(count + 1);
-  const int64_t most = n > MANY ? FEW_KEYS : count;
-  float *own_key = buffer + stride, *own_value = own_key + rows * stride, *query = own_value + rows * stride;
-  float *sum = query + n * stride, *score = sum + n * stride;
-  for (int64_t r = 0; r < rows; ++r) {
-    const X* x = qkv + (row + r) * qkv_stride;
-    const int64_t place = in.positions[row + r] * width;
-    const float *cos = in.cos + place, *sin = in.sin + place;
-    float *key = own_key + r * stride, *value = own_value + r * stride, *to = query + r * group * stride;
-    for (int64_t h = 0; h < group; ++h, to += stride) {
-      turned(x + (g * group + h) * width, q_weight, in.eps, cos, sin, width, in.scale, buffer, to);
-      pad<Widened<T>>(to, width);
-    }
-    turned(x + (in.heads + g) * width, k_weight, in.eps, cos, sin, width, 1.0f, buffer, key);
-    pad<Widened<T>>(key, width);
-    copied(x + (in.heads + in.kv_heads + g) * width, width, value);
-    if (!in.slots.data || in.slots[row + r] < 0) continue;
-    const int64_t page = in.slots[row + r] / in.page, slot = in.slots[row + r] % in.page;
-    copied(key, width, in.k + page * in.k_page + slot * in.k_slot + g * in.k_head);
-    copied(value, width, in.v + page * in.v_page + slot * in.v_slot + g * in.v_head);
-  }
-  for (int64_t done = 0; done < count;) {
-    const Stretch at = in.stretch(s, first + done, most);
-    const T* from = in.k + at.page * in.k_page + at.slot * in.k_slot + g * in.k_head;
-    tiled<Widened<T>>(query, n, from, in.k_slot, width, 0, at.count, score + done, score_stride);
-    done += at.count;
-  }
-  for (int64_t i = 0; i < n; ++i) {
-    float* of = score + i * score_stride;
-    row_products<Widened<float>, 1>(query + i * stride, own_key + i / group * stride, 0, width, of + count);
-    softmax(of, count + 1);
-  }
-  int64_t done = 0;
-  do {
-    const Stretch at = in.stretch(s, first + done, most);
-    const T* from = in.v + at.page * in.v_page + at.slot * in.v_slot + g * in.v_head;
-    all_weighted<T>(score + done, score_stride, n, {from, in.v_slot, {own_value, stride, 0, group}}, at.count, width,
-                    {sum, group * stride, stride, group}, done > 0, done + at.count == count);
-    done += at.count;
-  } while (done < count);
-  for (int64_t i = 0; i < n; ++i)
-    copied(sum + i * stride, width, out + (row + i / group) * out_stride + (g * group + i % group) * width);
-}
-
-// Calls work(row, rows, key head) for the share of thread `me`, divided by the keys seen; rows are of one sequence.
-template <typename T, typename Work>
-INLINE void share_heads(const Sequences<T>& in, int64_t together, int64_t me, int64_t threads, const Work& work) {
-  int64_t total = 0, begun = 0;
-  for (int64_t s = 0; s < in.count; ++s) total += in.each * in.kv_heads * (in.seen(s) + 1);
-  for (int64_t s = 0; s < in.count; ++s)
-    for (int64_t g = 0; g < in.kv_heads; ++g)
-      for (int64_t row = 0; row < in.each; row += together) {
-        const int64_t rows = std::min(together, in.each - row);
-        if (begun * threads / total == me) work(s * in.each + row, rows, g);
-        begun += rows * (in.seen(s) + 1);
-      }
-}
-
-template <typename T>
-static int branch_attention_qkv(
-    const T* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequences<T>& in, T* out,
-    int threads) {
-  if (!in.fit()) return OUT_OF_RANGE;
-  int64_t keys = 0;  // of all rows
-  for (int64_t s = 0; s < in.count; ++s) keys += in.each * in.seen(s);
-  threads = (int)std::max<int64_t>(1, std::min<int64_t>(threads, 2 * keys * in.heads * in.width / SHARE));
-  const int64_t together = rows_together(in, threads), owned = scratch_of(in, together);
-  const Scratch scratch(threads * owned);
-  float* memory = scratch.data();
-  if (!memory) return OUT_OF_MEMORY;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  share_heads(in, together, part(), parts(), [=, &in](int64_t row, int64_t rows, int64_t g) {
-    attended(qkv, qkv_stride, q_weight, k_weight, in, row, rows, g, memory + part() * owned, out, in.heads * in.width);
-  });
-  return 0;
-}
-
-// A layer in one parallel region: every thread computes the norms for itself and its share of each product, and waits
-// for the others where the next step needs all of it. Sums have the same order as in the separate ops.
-template <typename T>
-static int decoder_layer(
-    const T* hidden, int64_t hidden_stride, const LayerWeights<T>& w, const Sequences<T>& in, T* out, int64_t model,
-    int64_t inner, int threads) {
-  typedef Factors<T> F;
-  typedef typename F::X X;
-  if (!in.fit()) return OUT_OF_RANGE;
-  const int64_t rows = in.count * in.each;
-  const int64_t attention = in.heads * in.width, all = attention + 2 * in.kv_heads * in.width;
-  const int64_t heads_stride = stride_of<F>(attention), inner_stride = stride_of<F>(inner);
-  const int64_t together = rows_together(in, threads);
-  const int64_t most = std::max({model, attention, inner}), panels = arranged_floats<F>(rows, most);
-  const int64_t owned = padded(std::max(rows * stride_of<F>(model), scratch_of(in, together))) + panels;
-  const Scratch scratch(rows * (all + 2 * model + 2 * inner + heads_stride + inner_stride) + threads * owned);
-  float* qkv = scratch.data();
-  if (!qkv) return OUT_OF_MEMORY;
-  float *stream = qkv + rows * all, *sum = stream + rows * model, *gates = sum + rows * model;
-  float* of_threads = gates + rows * 2 * inner;
-  X *heads = (X*)(of_threads + threads * owned), *active = heads + rows * heads_stride;
-#pragma omp parallel num_threads(threads)
-  {
-    [[maybe_unused]] const Registers registers;
-    const int64_t me = part(), of = parts();
-    float *own_panels = of_threads + me * owned, *own = own_panels + panels;
-    auto ready = [=](const X* x, int64_t width) { return arranged<F>(x, rows, width, own_panels); };
-    auto shared = [=](int64_t count, int64_t unit, auto work) {  // work(first, last) of this thread's share
-      const int64_t units = (count + unit - 1) / unit;
-      work(units * me / of * unit, std::min(count, units * (me + 1) / of * unit));
-    };
-    auto project = [=](const X* x, const T* weight, const T* bias, auto residual, int64_t residual_stride,
-                       int64_t width, int64_t outputs, int64_t first, int64_t last, float* to) {
-      products_of<F>(x, rows, weight, width, width, outputs, first, last, to, outputs);
-      for (int64_t row = 0; row < rows; ++row)
-        add(bias ? bias + first : bias, residual ? residual + row * residual_stride + first : residual, last - first,
-            to + row * outputs + first);
-    };
-    const float* none = nullptr;
-    padded_rows<F>(hidden, hidden_stride, w.input_norm, in.eps, rows, model, (X*)own);
-    const X* x = ready((X*)own, model);
-    shared(all, OUTPUTS<F>, [=](int64_t first, int64_t last) {
-      project(x, w.qkv, w.qkv_bias, none, 0, model, all, first, last, qkv);
-    });
-#pragma omp barrier
-    share_heads(in, together, me, of, [=, &in](int64_t row, int64_t count, int64_t g) {
-      attended(qkv, all, w.q_norm, w.k_norm, in, row, count, g, own, heads, heads_stride);
-      for (int64_t last = row + count; g == 0 && row < last; ++row) pad<F>(heads + row * heads_stride, attention);
-    });
-#pragma omp barrier
-    x = ready(heads, attention);
-    shared(model, OUTPUTS<F>, [=](int64_t first, int64_t last) {
-      project(x, w.o, w.o_bias, hidden, hidden_stride, attention, model, first, last, stream);
-    });
-#pragma omp barrier
-    padded_rows<F>(stream, model, w.post_norm, in.eps, rows, model, (X*)own);
-    x = ready((X*)own, model);
-    shared(inner, OUTPUTS<F>, [=](int64_t first, int64_t last) {
-      for (int64_t up : {int64_t(0), inner})
-        project(x, w.gate_up, w.gate_up_bias, none, 0, model, 2 * inner, up + first, up + last, gates);
-      for (int64_t row = 0; row < rows; ++row) {
-        const float* gate = gates + row * 2 * inner + first;
-        gated(gate, gate + inner, last - first, active + row * inner_stride + first);
-        if (last == inner) pad<F>(active + row * inner_stride, inner);
-      }
-    });
-#pragma omp barrier
-    x = ready(active, inner);
-    shared(model, OUTPUTS<F>, [=](int64_t first, int64_t last) {
-      project(x, w.down, w.down_bias, stream, model, inner, model, first, last, sum);
-      for (int64_t row = 0; row < rows; ++row)
-        copied(sum + row * model + first, last - first, out + row * model + first);
-    });
-  }
-  return 0;
-}
-
 // Rows of x, and their places, lie so far apart.
 template <typename X>
 struct Factor {
@@ -1564,6 +1288,282 @@ static int branch_attention_backward(
   } else {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t piece = 0; piece < pieces; ++piece) work(piece);
+  }
+  return 0;
+}
+
+// A head x[width], normed and rotated, to to[width].
+template <typename X, typename T>
+INLINE void turned(
+    const X* x, const T* weight, float eps, const float* cos, const float* sin, int64_t width, float scale,
+    float* buffer, float* to) {
+  normed(x, weight, eps, width, buffer);
+  int64_t half = width / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    to[i] = (buffer[i] * cos[i] - buffer[i + half] * sin[i]) * scale;
+    to[i + half] = (buffer[i + half] * cos[i + half] + buffer[i] * sin[i + half]) * scale;
+  }
+}
+
+INLINE float softmax(float* score, int64_t count) {  // in place; returns the log of the sum
+  for (int64_t i = count; i < padded(count); ++i) score[i] = -INFINITY;
+  Lanes most = Lanes{} - INFINITY, total = {};
+  for (int64_t i = 0; i < count; i += LANES) {
+    Lanes s = load(score + i);
+    most = s > most ? s : most;
+  }
+  float top = largest(most), sum = 0;
+  for (int64_t i = 0; i < count; i += LANES) {
+    Lanes p = exponential(load(score + i) - top);
+    store(score + i, p);
+    total += p;
+  }
+  for (int i = 0; i < LANES; ++i) sum += total[i];
+  float inverse = 1.0f / sum;
+  for (int64_t i = 0; i < count; i += LANES) store(score + i, load(score + i) * inverse);
+  return top + std::log(sum);
+}
+
+// The columns from e on of sum_j p[r][j] shared[j] + p[r][count] own[r]: V vectors, or `tail` columns where given. It
+// goes on from what is there, or ends with the own one, where so said.
+template <int R, int V, typename T>
+INLINE void weighted(
+    const float* p, int64_t p_stride, const T* shared, int64_t stride, int64_t count, const float* const own[R],
+    int64_t e, int64_t tail, float* const to[R], bool goes_on, bool ends) {
+  Lanes acc[R][V] = {};
+  for (int r = 0; r < R && goes_on; ++r)
+    for (int i = 0; i < V; ++i) acc[r][i] = tail ? load(to[r] + e + i * LANES, tail) : load(to[r] + e + i * LANES);
+  for (int64_t j = 0; j < count; ++j)
+    for (int i = 0; i < V; ++i) {
+      const T* from = shared + j * stride + e + i * LANES;
+      Lanes value = tail ? load(from, tail) : load(from);
+      for (int r = 0; r < R; ++r) acc[r][i] += p[r * p_stride + j] * value;
+    }
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < V; ++i) {
+      const float* from = own[r] + e + i * LANES;
+      if (ends) acc[r][i] += p[r * p_stride + count] * (tail ? load(from, tail) : load(from));
+      std::memcpy(to[r] + e + i * LANES, &acc[r][i], tail ? tail * sizeof(float) : sizeof(Lanes));
+    }
+}
+
+// Keys or values that a block sees: a stretch, the same for all, then each row's own.
+template <typename T>
+struct Seen {
+  const T* shared;
+  int64_t stride;
+  Block<const float> own;
+};
+
+// out[r][j] = x[r] . seen[j] for `count` shared ones and, at j = count, the row's own; x is padded to whole lanes.
+template <typename T>
+INLINE void all_products(
+    const float* x, int64_t rows, const Seen<T>& seen, int64_t count, int64_t width, float* out, int64_t out_stride) {
+  tiled<Widened<T>>(x, rows, seen.shared, seen.stride, width, 0, count, out, out_stride);
+  for (int64_t row = 0; row < rows; ++row)
+    row_products<Widened<float>, 1>(x + row * padded(width), seen.own[row], 0, width, out + row * out_stride + count);
+}
+
+template <int R, typename T>
+INLINE void some_weighted(
+    const float* p, int64_t p_stride, int64_t first, const Seen<T>& seen, int64_t count, int64_t width,
+    const Block<float>& out, bool goes_on, bool ends) {
+  const float* own[R];
+  float* to[R];
+  for (int r = 0; r < R; ++r) own[r] = seen.own[first + r], to[r] = out[first + r];
+  p += first * p_stride;
+  int64_t e = 0;
+  for (; e + 4 * LANES <= width; e += 4 * LANES)
+    weighted<R, 4>(p, p_stride, seen.shared, seen.stride, count, own, e, 0, to, goes_on, ends);
+  for (; e < width; e += LANES) {
+    const int64_t tail = width - e < LANES ? width - e : 0;
+    weighted<R, 1>(p, p_stride, seen.shared, seen.stride, count, own, e, tail, to, goes_on, ends);
+  }
+}
+
+// out[r] = sum_j p[r][j] seen[j], the row's own at j = count; in parts, where it goes on, or does not end yet.
+template <typename T>
+INLINE void all_weighted(
+    const float* p, int64_t p_stride, int64_t rows, const Seen<T>& seen, int64_t count, int64_t width,
+    const Block<float>& out, bool goes_on = false, bool ends = true) {
+  int64_t row = 0;
+  for (; row + MANY <= rows; row += MANY)
+    some_weighted<MANY>(p, p_stride, row, seen, count, width, out, goes_on, ends);
+  for (; row + ROWS <= rows; row += ROWS)
+    some_weighted<ROWS>(p, p_stride, row, seen, count, width, out, goes_on, ends);
+  for (; row < rows; ++row) some_weighted<1>(p, p_stride, row, seen, count, width, out, goes_on, ends);
+}
+
+// Rows of a sequence whose heads that share a key head are taken together, where threads have enough to share.
+template <typename T>
+INLINE int64_t rows_together(const Sequences<T>& in, int threads) {
+  const int64_t most = rows_at_once(in.heads / in.kv_heads), units = in.count * in.each * in.kv_heads;
+  return std::max<int64_t>(1, std::min({in.each, most, units / (4 * threads)}));
+}
+
+template <typename T>
+INLINE int64_t scratch_of(const Sequences<T>& in, int64_t rows) {  // floats, for so many rows together
+  const int64_t n = rows * (in.heads / in.kv_heads);
+  return (1 + 2 * rows + 2 * n) * padded(in.width) + n * padded(in.most_seen() + 1);
+}
+
+// Attention of heads that share key head g, for rows after one sequence, from their qkv to those heads of the output;
+// buffer[scratch_of(in, rows)]. Many heads read a few keys at a time, while these are in the cache.
+template <typename X, typename T, typename Out>
+INLINE void attended(
+    const X* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequences<T>& in, int64_t row,
+    int64_t rows, int64_t g, float* buffer, Out* out, int64_t out_stride) {
+  const int64_t width = in.width, stride = padded(width), group = in.heads / in.kv_heads, n = rows * group;
+  const int64_t s = row / in.each, first = in.first(s), count = in.seen(s), score_stride = padded(count + 1);
+  const int64_t most = n > MANY ? FEW_KEYS : count;
+  float *own_key = buffer + stride, *own_value = own_key + rows * stride, *query = own_value + rows * stride;
+  float *sum = query + n * stride, *score = sum + n * stride;
+  for (int64_t r = 0; r < rows; ++r) {
+    const X* x = qkv + (row + r) * qkv_stride;
+    const int64_t place = in.positions[row + r] * width;
+    const float *cos = in.cos + place, *sin = in.sin + place;
+    float *key = own_key + r * stride, *value = own_value + r * stride, *to = query + r * group * stride;
+    for (int64_t h = 0; h < group; ++h, to += stride) {
+      turned(x + (g * group + h) * width, q_weight, in.eps, cos, sin, width, in.scale, buffer, to);
+      pad<Widened<T>>(to, width);
+    }
+    turned(x + (in.heads + g) * width, k_weight, in.eps, cos, sin, width, 1.0f, buffer, key);
+    pad<Widened<T>>(key, width);
+    copied(x + (in.heads + in.kv_heads + g) * width, width, value);
+    if (!in.slots.data || in.slots[row + r] < 0) continue;
+    const int64_t page = in.slots[row + r] / in.page, slot = in.slots[row + r] % in.page;
+    copied(key, width, in.k + page * in.k_page + slot * in.k_slot + g * in.k_head);
+    copied(value, width, in.v + page * in.v_page + slot * in.v_slot + g * in.v_head);
+  }
+  for (int64_t done = 0; done < count;) {
+    const Stretch at = in.stretch(s, first + done, most);
+    const T* from = in.k + at.page * in.k_page + at.slot * in.k_slot + g * in.k_head;
+    tiled<Widened<T>>(query, n, from, in.k_slot, width, 0, at.count, score + done, score_stride);
+    done += at.count;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    float* of = score + i * score_stride;
+    row_products<Widened<float>, 1>(query + i * stride, own_key + i / group * stride, 0, width, of + count);
+    softmax(of, count + 1);
+  }
+  int64_t done = 0;
+  do {
+    const Stretch at = in.stretch(s, first + done, most);
+    const T* from = in.v + at.page * in.v_page + at.slot * in.v_slot + g * in.v_head;
+    all_weighted<T>(score + done, score_stride, n, {from, in.v_slot, {own_value, stride, 0, group}}, at.count, width,
+                    {sum, group * stride, stride, group}, done > 0, done + at.count == count);
+    done += at.count;
+  } while (done < count);
+  for (int64_t i = 0; i < n; ++i)
+    copied(sum + i * stride, width, out + (row + i / group) * out_stride + (g * group + i % group) * width);
+}
+
+// Calls work(row, rows, key head) for the share of thread `me`, divided by the keys seen; rows are of one sequence.
+template <typename T, typename Work>
+INLINE void share_heads(const Sequences<T>& in, int64_t together, int64_t me, int64_t threads, const Work& work) {
+  int64_t total = 0, begun = 0;
+  for (int64_t s = 0; s < in.count; ++s) total += in.each * in.kv_heads * (in.seen(s) + 1);
+  for (int64_t s = 0; s < in.count; ++s)
+    for (int64_t g = 0; g < in.kv_heads; ++g)
+      for (int64_t row = 0; row < in.each; row += together) {
+        const int64_t rows = std::min(together, in.each - row);
+        if (begun * threads / total == me) work(s * in.each + row, rows, g);
+        begun += rows * (in.seen(s) + 1);
+      }
+}
+
+template <typename T>
+static int branch_attention_qkv(
+    const T* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequences<T>& in, T* out,
+    int threads) {
+  if (!in.fit()) return OUT_OF_RANGE;
+  int64_t keys = 0;  // of all rows
+  for (int64_t s = 0; s < in.count; ++s) keys += in.each * in.seen(s);
+  threads = (int)std::max<int64_t>(1, std::min<int64_t>(threads, 2 * keys * in.heads * in.width / SHARE));
+  const int64_t together = rows_together(in, threads), owned = scratch_of(in, together);
+  const Scratch scratch(threads * owned);
+  float* memory = scratch.data();
+  if (!memory) return OUT_OF_MEMORY;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  share_heads(in, together, part(), parts(), [=, &in](int64_t row, int64_t rows, int64_t g) {
+    attended(qkv, qkv_stride, q_weight, k_weight, in, row, rows, g, memory + part() * owned, out, in.heads * in.width);
+  });
+  return 0;
+}
+
+// A layer in one parallel region: every thread computes the norms for itself and its share of each product, and waits
+// for the others where the next step needs all of it. Sums have the same order as in the separate ops.
+template <typename T>
+static int decoder_layer(
+    const T* hidden, int64_t hidden_stride, const LayerWeights<T>& w, const Sequences<T>& in, T* out, int64_t model,
+    int64_t inner, int threads) {
+  typedef Factors<T> F;
+  typedef typename F::X X;
+  if (!in.fit()) return OUT_OF_RANGE;
+  const int64_t rows = in.count * in.each;
+  const int64_t attention = in.heads * in.width, all = attention + 2 * in.kv_heads * in.width;
+  const int64_t heads_stride = stride_of<F>(attention), inner_stride = stride_of<F>(inner);
+  const int64_t together = rows_together(in, threads);
+  const int64_t most = std::max({model, attention, inner}), panels = arranged_floats<F>(rows, most);
+  const int64_t owned = padded(std::max(rows * stride_of<F>(model), scratch_of(in, together))) + panels;
+  const Scratch scratch(rows * (all + 2 * model + 2 * inner + heads_stride + inner_stride) + threads * owned);
+  float* qkv = scratch.data();
+  if (!qkv) return OUT_OF_MEMORY;
+  float *stream = qkv + rows * all, *sum = stream + rows * model, *gates = sum + rows * model;
+  float* of_threads = gates + rows * 2 * inner;
+  X *heads = (X*)(of_threads + threads * owned), *active = heads + rows * heads_stride;
+#pragma omp parallel num_threads(threads)
+  {
+    [[maybe_unused]] const Registers registers;
+    const int64_t me = part(), of = parts();
+    float *own_panels = of_threads + me * owned, *own = own_panels + panels;
+    auto ready = [=](const X* x, int64_t width) { return arranged<F>(x, rows, width, own_panels); };
+    auto shared = [=](int64_t count, int64_t unit, auto work) {  // work(first, last) of this thread's share
+      const int64_t units = (count + unit - 1) / unit;
+      work(units * me / of * unit, std::min(count, units * (me + 1) / of * unit));
+    };
+    auto project = [=](const X* x, const T* weight, const T* bias, auto residual, int64_t residual_stride,
+                       int64_t width, int64_t outputs, int64_t first, int64_t last, float* to) {
+      products_of<F>(x, rows, weight, width, width, outputs, first, last, to, outputs);
+      for (int64_t row = 0; row < rows; ++row)
+        add(bias ? bias + first : bias, residual ? residual + row * residual_stride + first : residual, last - first,
+            to + row * outputs + first);
+    };
+    const float* none = nullptr;
+    padded_rows<F>(hidden, hidden_stride, w.input_norm, in.eps, rows, model, (X*)own);
+    const X* x = ready((X*)own, model);
+    shared(all, OUTPUTS<F>, [=](int64_t first, int64_t last) {
+      project(x, w.qkv, w.qkv_bias, none, 0, model, all, first, last, qkv);
+    });
+#pragma omp barrier
+    share_heads(in, together, me, of, [=, &in](int64_t row, int64_t count, int64_t g) {
+      attended(qkv, all, w.q_norm, w.k_norm, in, row, count, g, own, heads, heads_stride);
+      for (int64_t last = row + count; g == 0 && row < last; ++row) pad<F>(heads + row * heads_stride, attention);
+    });
+#pragma omp barrier
+    x = ready(heads, attention);
+    shared(model, OUTPUTS<F>, [=](int64_t first, int64_t last) {
+      project(x, w.o, w.o_bias, hidden, hidden_stride, attention, model, first, last, stream);
+    });
+#pragma omp barrier
+    padded_rows<F>(stream, model, w.post_norm, in.eps, rows, model, (X*)own);
+    x = ready((X*)own, model);
+    shared(inner, OUTPUTS<F>, [=](int64_t first, int64_t last) {
+      for (int64_t up : {int64_t(0), inner})
+        project(x, w.gate_up, w.gate_up_bias, none, 0, model, 2 * inner, up + first, up + last, gates);
+      for (int64_t row = 0; row < rows; ++row) {
+        const float* gate = gates + row * 2 * inner + first;
+        gated(gate, gate + inner, last - first, active + row * inner_stride + first);
+        if (last == inner) pad<F>(active + row * inner_stride, inner);
+      }
+    });
+#pragma omp barrier
+    x = ready(active, inner);
+    shared(model, OUTPUTS<F>, [=](int64_t first, int64_t last) {
+      project(x, w.down, w.down_bias, stream, model, inner, model, first, last, sum);
+      for (int64_t row = 0; row < rows; ++row)
+        copied(sum + row * model + first, last - first, out + row * model + first);
+    });
   }
   return 0;
 }
