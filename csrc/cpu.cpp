@@ -114,6 +114,8 @@ struct Keys {
     return table ? data + table[j / page] * apart + j % page * row : data + j * row;
   }
   Keys from(int64_t j) const { return {data, row, table, page, apart, first + j}; }
+  // How far apart n of them from j on lie; 0 if not at one stride.
+  int64_t step(int64_t j, int64_t n) const { return table && (first + j) % page + n > page ? 0 : row; }
 };
 
 template <typename T>

@@ -809,9 +809,9 @@ INLINE int64_t whole(int64_t keys) { return (keys + TOGETHER<F> - 1) / TOGETHER<
 template <typename F>
 constexpr int64_t value_panel() { return KEYS * LANES / F::STEP * PANEL; }  // floats of PANEL columns of KEYS values
 
-// Values at(0) to at(count) as panels of PANEL columns; what is not finite is 0 in them. Whether all is.
+// Values at(begin) to at(count) as panels of PANEL columns; what is not finite is 0 in them. Whether all is.
 template <typename F, typename At>
-INLINE bool packed_values(const At& at, int64_t count, int64_t width, float* panel) {
+INLINE bool packed_values(const At& at, int64_t begin, int64_t count, int64_t width, float* panel) {
   constexpr int64_t TAKEN = F::STEP / LANES;
   Lanes strange = {};
   auto finite = [&](int64_t j, int64_t e) {
@@ -820,7 +820,7 @@ INLINE bool packed_values(const At& at, int64_t count, int64_t width, float* pan
     strange += none;
     return none == 0 ? v : Lanes{};
   };
-  for (int64_t j = 0; j < (IN_TILES<F> ? whole<F>(count) : count); j += TAKEN)
+  for (int64_t j = begin; j < (IN_TILES<F> ? whole<F>(count) : count); j += TAKEN)
     for (int64_t e = 0; e < width; e += LANES) {
       Lanes v = finite(j, e);
       if (TAKEN == 2) v = (Lanes)(((Ints)v >> 16 & 0xffff) | (Ints)finite(j + 1, e));  // exact in their upper halves
@@ -853,16 +853,24 @@ struct Spans {
   }
 };
 
-// score[r][j] = x[r] . keys(j), of keys as they lie where there are few; else only where row r sees a key near j.
+// score[r][j] = x[r] . keys(j) from `begin` on, only where row r sees a key near j. `few`: x as `products_of` takes it,
+// for which keys are multiplied as they lie; or null.
 template <typename F, typename At>
 INLINE void key_products(
-    const typename F::X* x, int64_t stride, int64_t rows, const At& keys, int64_t count, int64_t width, bool few,
-    const Spans& seen, float* panel, float* score) {
+    const typename F::X* x, int64_t stride, int64_t rows, const At& keys, int64_t begin, int64_t count, int64_t width,
+    const typename F::X* few, const Spans& seen, float* panel, float* score) {
   if constexpr (!IN_TILES<F>)
-    if (few) return tiled<F>(x, rows, keys(0), keys.row, width, 0, count, score, KEY_STRIDE);
-  for (int64_t j = 0; j < count; j += PANEL) {
+    if (few) return tiled<F>(few, rows, keys(0), keys.row, width, 0, count, score, KEY_STRIDE);
+  for (int64_t j = begin; j < count; j += PANEL) {
     auto [from, to] = seen.rows(rows, j, j + PANEL);
     if (from == to) continue;
+    if constexpr (IN_TILES<F>) {
+      const int64_t some = std::min(PANEL, count - j), step = few ? keys.step(j, some) : 0;
+      if (step) {
+        products_of<F>(few, rows, keys(j), step, width, some, 0, some, score + j, KEY_STRIDE);
+        continue;
+      }
+    }
     from = from / FEW<F> * FEW<F>, to = std::min(rows, in_fews<F>(to));
     packed<F>([&](int64_t i) { return keys(j + i); }, count - j, width, panel);
     panel_rows<F, false>({x + from * stride, stride, 1}, to - from, stride, panel, PANEL, score + from * KEY_STRIDE + j,
@@ -870,16 +878,16 @@ INLINE void key_products(
   }
 }
 
-// To out[r] the sum over the keys that row r sees of p[r][j] values(j), in panels.
+// To out[r] the sum over the keys that row r sees, from `begin` on, of p[r][j] values(j), in panels.
 template <typename F>
 INLINE void value_products(
-    const typename F::X* p, int64_t stride, int64_t rows, const Spans& seen, int64_t width, const float* panel,
-    float* out, int64_t out_stride) {
+    const typename F::X* p, int64_t stride, int64_t rows, const Spans& seen, int64_t begin, int64_t width,
+    const float* panel, float* out, int64_t out_stride) {
   for (int64_t r = 0; r < rows; r += PANEL_ROWS<F>) {
     const int64_t some = std::min<int64_t>(PANEL_ROWS<F>, rows - r);
     int64_t low = KEYS, high = 0;
     for (int64_t i = r; i < r + some; ++i) low = std::min(low, seen[i].low), high = std::max(high, seen[i].high);
-    low = low / TOGETHER<F> * TOGETHER<F>;
+    low = std::max(begin, low / TOGETHER<F> * TOGETHER<F>);
     for (int64_t e = 0; e < width && low < high; e += PANEL)
       panel_rows<F, true>({p + r * stride + low, stride, 1}, some, high - low,
                           panel + e / PANEL * value_panel<F>() + low * LANES / F::STEP * PANEL, PANEL,
@@ -908,14 +916,38 @@ INLINE float scored(float* score, const Span& seen, int64_t begin, const Scoring
   return how.softcap != 0 ? 1.0f : how.scale;
 }
 
+constexpr int MULTIPLY = 1, WEIGH = 2, GATHER = 4, ALL_STEPS = 7;  // products with keys, softmax, products with values
+
+// Keys of the prefix, then of a branch: `own` of them from row `own_at` on. The steps are for those from `begin` on.
+struct Piece {
+  int64_t at, shared, own_at, own, begin;
+  int steps;
+};
+
+// One after another: the first `count`, then others; nobody sees one before `low`.
+template <typename T>
+struct Joined {
+  Keys<T> first, then;
+  int64_t count, low;
+  const T* operator()(int64_t j) const {
+    j = std::max(j, low);
+    return j < count ? first(j) : then(j - count);
+  }
+  int64_t step(int64_t j, int64_t n) const {
+    if (j < low) return 0;
+    return j + n <= count ? first.step(j, n) : j < count ? 0 : then.step(j - count, n);
+  }
+};
+
 // Rows of a block of one key head: queries, and of the keys so far the largest score, sum exp(s - top) and sum
 // exp(s - top) value.
 template <typename F>
 struct Attended {
-  typename F::X* query;
+  typedef typename F::X X;
+  X* query;
+  const X* few = nullptr;
   float *sum, *top, *total, *score, *key_panel, *panel;
   int64_t width, stride, sum_stride, taken = 0;
-  Registers registers;
 
   static int64_t floats(int64_t rows, int64_t width) {
     const int64_t panels = (width + PANEL - 1) / PANEL;
@@ -929,7 +961,7 @@ struct Attended {
     key_panel = panel + sum_stride / PANEL * value_panel<F>();
     score = key_panel + stride * PANEL;
     sum = score + rows * KEY_STRIDE;
-    query = (typename F::X*)(sum + rows * sum_stride);
+    query = (X*)(sum + rows * sum_stride);
     top = sum + rows * (sum_stride + stride);
     total = top + rows;
   }
@@ -947,20 +979,26 @@ struct Attended {
       top[r] = -INFINITY;
       total[r] = 0;
     }
+    float* half = key_panel + stride / 2 * PANEL;  // is free: elements of a panel in tiles have 16 bits
+    if (IN_TILES<F>) few = rows <= PANEL ? arranged<F>(query, rows, width, half) : nullptr;
   }
 
-  // Rows from `first` on meet keys and values at(0) to at(count); row first + r sees seen[r] of them. `few`: keys as
-  // they lie. Whether all values are finite.
+  // Rows from `first` on meet keys and values of a piece; row first + r sees seen[r] of them. `lie`: keys as they lie.
+  // Whether all values are finite.
   template <typename Keys, typename Values>
   bool meet(
-      int64_t first, int64_t rows, const Keys& keys, const Values& values, int64_t count, bool few, const Spans& seen,
-      const Scoring& how) {
-    typedef typename F::X X;
+      int64_t first, int64_t rows, const Keys& keys, const Values& values, const Piece& piece, bool lie,
+      const Spans& seen, const Scoring& how) {
+    const int64_t begin = piece.begin, count = piece.shared + piece.own;
     float* scores = score + first * KEY_STRIDE;
     const X* x = query + first * stride;
     const int64_t made = first + rows == taken ? in_fews<F>(rows) : rows;
-    key_products<F>(x, stride, few ? rows : made, keys, count, width, few, seen, key_panel, scores);
-    for (int64_t r = first; r < first + rows; ++r) {
+    if (piece.steps & MULTIPLY) {
+      const X* as_they_lie = IN_TILES<F> ? rows == taken ? few : nullptr : lie ? x : nullptr;
+      key_products<F>(x, stride, as_they_lie ? rows : made, keys, begin, count, width, as_they_lie, seen, key_panel,
+                      scores);
+    }
+    for (int64_t r = first; piece.steps & WEIGH && r < first + rows; ++r) {
       float* of = score + r * KEY_STRIDE;
       const Span& own = seen[r - first];
       const int64_t begin = own.low / LANES * LANES, end = padded(own.high);
@@ -988,30 +1026,17 @@ struct Attended {
         for (int64_t e = 0; e < width; e += LANES)
           store(sum + r * sum_stride + e, load(sum + r * sum_stride + e) * kept);
     }
-    const bool finite = packed_values<F>(values, count, width, panel);
-    value_products<F>((X*)scores, KEY_STRIDE * sizeof(float) / sizeof(X), made, seen, width, panel,
+    if (!(piece.steps & GATHER)) return true;
+    const bool finite = packed_values<F>(values, begin, count, width, panel);
+    value_products<F>((X*)scores, KEY_STRIDE * sizeof(float) / sizeof(X), made, seen, begin, width, panel,
                       sum + first * sum_stride, sum_stride);
     return finite;
   }
 };
 
-// Keys of the prefix, then of a branch: `own` of them from row `own_at` on.
-struct Piece {
-  int64_t at, shared, own_at, own;
-};
-
-// One after another: the first `count`, then others.
-template <typename T>
-struct Joined {
-  Keys<T> first, then;
-  int64_t count, row;
-  Joined(const Keys<T>& first, const Keys<T>& then, int64_t count)
-      : first(first), then(then), count(count), row(then.row) {}
-  const T* operator()(int64_t j) const { return j < count ? first(j) : then(j - count); }
-};
-
 // The keys that a block of a group's rows sees, in pieces that are the same in every block: of the prefix, then of each
-// branch; if WHOLE, in pieces of the sequence of both, wherever the prefix ends, so that its sums are the same.
+// branch; if WHOLE, in pieces of the sequence of both, wherever the prefix ends, so that its sums are the same. Then
+// branches meet the whole tiles of the last keys of the prefix together, between which and their own they are weighed.
 // meet(piece, from, to, few, seen): rows `from` to `to` meet these keys, `few` where their branch is short, of which
 // seen[0] and so on say what their query heads see.
 template <bool WHOLE, typename Meet>
@@ -1038,27 +1063,82 @@ INLINE void each_piece(
     std::fill_n(of + (to - from), MOST_SPARE, Span{KEYS, 0});
   };
   const int64_t left = WHOLE && own ? length % KEYS : 0, ends = length - left;  // that many with the branch's own
+  const int64_t common = left / PANEL * PANEL;
   for (int64_t at = std::max<int64_t>(0, least) / KEYS * KEYS; at < ends; at += KEYS) {
     const int64_t count = std::min(KEYS, ends - at);
     see(first, stop, count, [&](int64_t row) { return length + row - began[row - first] + 1 - at; });
-    meet(Piece{at, count, 0, 0}, first, stop, false, seen);
+    meet(Piece{at, count, 0, 0, 0, ALL_STEPS}, first, stop, false, seen);
   }
-  for (; own && b < layout.branches && layout.branch[b] < stop; ++b) {
+  auto meet_own = [&](int64_t begin, int steps) {  // of branch b; by single steps its first keys alone
     const int64_t start = layout.branch[b], end = layout.branch[b + 1];
     const int64_t from = std::max(first, start), to = std::min(stop, end), of_all = left + to - start;
-    const int64_t oldest = left + from + 1 - how.window - start;
-    for (int64_t at = std::max<int64_t>(0, oldest) / KEYS * KEYS; from < to && at < of_all; at += KEYS) {
+    const int64_t oldest = left + from + 1 - how.window - start, later = left ? KEYS : 0;
+    const bool all = steps == ALL_STEPS;
+    const int64_t last = from == to ? 0 : all ? of_all : 1;
+    for (int64_t at = all ? std::max(later, oldest / KEYS * KEYS) : 0; at < last; at += KEYS) {
       const int64_t count = std::min(KEYS, of_all - at), shared = std::max<int64_t>(0, std::min(count, left - at));
       see(from, to, count, [&](int64_t row) { return left + row - start + 1 - at; });
-      const Piece piece{ends + at, shared, start + at + shared - left, count - shared};
+      const Piece piece{ends + at, shared, start + at + shared - left, count - shared, begin, steps};
       meet(piece, from, to, end - start < PANEL, seen);
     }
+  };
+  auto for_branches = [&](const auto& work) {
+    for (b = layout.branch_of(first); b < layout.branches && layout.branch[b] < stop; ++b) work();
+  };
+  for (int steps = MULTIPLY; left && steps <= GATHER; steps *= 4) {
+    see(first, stop, common, [&](int64_t row) { return left + row - began[row - first] + 1; });
+    if (common) meet(Piece{ends, common, 0, 0, 0, steps}, first, stop, false, seen);
+    for_branches([&] { meet_own(common, steps == MULTIPLY ? MULTIPLY | WEIGH : GATHER); });
   }
+  if (own) for_branches([&] { meet_own(0, ALL_STEPS); });
 }
 
 // The number of threads for so many pieces of so much work.
 INLINE int sharing(int threads, int64_t pieces, int64_t products) {
   return (int)std::max<int64_t>(1, std::min<int64_t>({threads, pieces, products / SHARE}));
+}
+
+// Rows `first` to `stop` of a group meet the keys of head h that they see. `sound`: those that met nothing but finite
+// numbers.
+template <typename T>
+INLINE void attend(
+    Attended<Factors<T>>& of, const Heads<T>& q, const Heads<T>& k, const Heads<T>& v, const Heads<T>& prefix_k,
+    const Heads<T>& prefix_v, const Layout& layout, const Scoring& how, int64_t h, int64_t g, int64_t first,
+    int64_t stop, int64_t repeat, bool* sound) {
+  constexpr bool TILED = IN_TILES<Factors<T>>;
+  const int64_t width = of.width;
+  std::fill_n(sound, stop - first, true);
+  of.begin(q.queries(first, h, repeat), (stop - first) * repeat);
+  const Keys<T> shared_k = layout.keys(prefix_k, g, h), shared_v = layout.keys(prefix_v, g, h);
+  each_piece<TILED>(layout, how, k.data, g, first, stop, repeat, [&](
+      const Piece& piece, int64_t from, int64_t to, bool few, const Spans& seen) {
+    const int64_t at = piece.own_at, count = piece.own, begin = (from - first) * repeat, n = (to - from) * repeat;
+    const Keys<T> before_k = shared_k.from(piece.at), before_v = shared_v.from(piece.at);
+    const Keys<T> own_k = count ? k.of(h).from(at) : before_k, own_v = count ? v.of(h).from(at) : before_v;
+    bool strange = !count;
+    if constexpr (TILED) {
+      int64_t low = piece.shared + count;
+      for (int64_t row = 0; row < to - from; ++row) low = std::min(low, seen.of[row].low);
+      Piece given = piece;
+      if (low == piece.shared + count) given.steps &= ~GATHER;  // nobody sees any
+      const Joined<T> keys{before_k, own_k, piece.shared, low}, values{before_v, own_v, piece.shared, low};
+      if (of.meet(begin, n, keys, values, given, few, seen, how)) return;
+      for (int64_t j = std::max(piece.begin, low); count && j < piece.shared; ++j)
+        strange = strange || !all_finite(before_v(j), width);
+    } else if (of.meet(begin, n, own_k, own_v, piece, few, seen, how)) {
+      return;
+    }
+    for (int64_t row = count ? at : from; row < to; ++row) {
+      strange = strange || (row < at + count && !all_finite(v.at(row, h), width));
+      if (row >= from && strange) sound[row - first] = false;
+    }
+  });
+  for (int64_t r = 0; r < (stop - first) * repeat; ++r) {
+    const float total = of.total[r], inverse = total == 0 ? 0 : 1 / total;
+    float* sum = of.sum + r * of.sum_stride;
+    for (int64_t e = 0; e < width; e += LANES) store(sum + e, load(sum + e) * inverse);
+    if (total - total != 0 || !all_finite(sum, width)) sound[r / repeat] = false;
+  }
 }
 
 // Attention of branches of any length. `done`: rows that saw nothing but finite values.
@@ -1079,51 +1159,22 @@ static int branch_attention(
   const Scratch scratch(threads * floats);
   float* memory = scratch.data();
   if (!memory) return OUT_OF_MEMORY;
-  auto attend = [=, &layout, &how](Attended<F>& of, const Blocks::Piece& piece) {
-    const int64_t h = piece.h, g = piece.g, first = piece.first, stop = piece.stop;
-    const int64_t n = (stop - first) * repeat;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
+  for (int64_t i = 0; i < blocks.count(); ++i) {
+    const auto [h, g, first, stop, pairs] = blocks.pieces[i];
+    [[maybe_unused]] const Registers registers;
     bool sound[QUERIES];
-    for (int64_t row = first; row < stop; ++row) sound[row - first] = true;
-    of.begin(q.queries(first, h, repeat), n);
-    const Keys<T> shared_k = layout.keys(prefix_k, g, h), shared_v = layout.keys(prefix_v, g, h);
-    each_piece<IN_TILES<F>>(layout, how, k.data, g, first, stop, repeat, [&](
-        const Piece& piece, int64_t from, int64_t to, bool few, const Spans& seen) {
-      const int64_t at = piece.own_at, count = piece.own, begin = (from - first) * repeat, n = (to - from) * repeat;
-      const Keys<T> before_k = shared_k.from(piece.at), before_v = shared_v.from(piece.at);
-      bool strange;
-      if constexpr (IN_TILES<F>) {
-        const Joined<T> keys(before_k, count ? k.of(h).from(at) : before_k, piece.shared);
-        const Joined<T> values(before_v, count ? v.of(h).from(at) : before_v, piece.shared);
-        if (of.meet(begin, n, keys, values, piece.shared + count, few, seen, how)) return;
-        strange = !count;
-        for (int64_t j = 0; count && j < piece.shared; ++j) strange = strange || !all_finite(before_v(j), width);
-      } else {
-        const Keys<T> keys = count ? k.of(h).from(at) : before_k, values = count ? v.of(h).from(at) : before_v;
-        if (of.meet(begin, n, keys, values, piece.shared + count, few, seen, how)) return;
-        strange = !count;
-      }
-      for (int64_t row = count ? at : from; row < to; ++row) {
-        strange = strange || (row < at + count && !all_finite(v.at(row, h), width));
-        if (row >= from && strange) sound[row - first] = false;
-      }
-    });
-    for (int64_t r = 0; r < n; ++r) {
+    Attended<F> of(memory + (threads > 1 ? part() : 0) * floats, room, width);
+    attend(of, q, k, v, prefix_k, prefix_v, layout, how, h, g, first, stop, repeat, sound);
+    for (int64_t r = 0; r < (stop - first) * repeat; ++r) {
       const int64_t row = first + r / repeat, head = h * repeat + r % repeat;
-      const float total = of.total[r], inverse = total == 0 ? 0 : 1 / total;
-      float *sum = of.sum + r * of.sum_stride, &log = lse[head * rows + row];
-      for (int64_t e = 0; e < width; e += LANES) store(sum + e, load(sum + e) * inverse);
-      copied(sum, width, out + (row * heads + head) * width);
-      log = of.top[r] + std::log(total);
-      if (!sound[row - first] || log != log || log == INFINITY || !all_finite(sum, width)) {
+      copied(of.sum + r * of.sum_stride, width, out + (row * heads + head) * width);
+      lse[head * rows + row] = of.top[r] + std::log(of.total[r]);
+      if (!sound[row - first]) {
 #pragma omp atomic write
         done[row] = 0;
       }
     }
-  };
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
-  for (int64_t i = 0; i < blocks.count(); ++i) {
-    Attended<F> of(memory + (threads > 1 ? part() : 0) * floats, room, width);
-    attend(of, blocks.pieces[i]);
   }
   return 0;
 }
@@ -1220,7 +1271,8 @@ static int branch_attention_backward(
       const int64_t start = begin + low_row, own_rows = high_row - low_row;
       const Spans seen = all.from(low_row);
       auto multiply = [&](const float* x, const Keys<T>& with, float* into) {
-        key_products<F>(x + start * span, span, own_rows, with, count, width, few, seen, key_panel,
+        x += start * span;
+        key_products<F>(x, span, own_rows, with, 0, count, width, few ? x : nullptr, seen, key_panel,
                         into + start * KEY_STRIDE);
       };
       multiply(query, keys, score);
@@ -1244,8 +1296,8 @@ static int branch_attention_backward(
           for (int64_t i = high; i < count; ++i) masked[i] = 0;
         }
       }
-      bool finite = packed_values<F>(values, count, width, panel);
-      finite = packed_values<F>(keys, count, width, panel) && finite;
+      bool finite = packed_values<F>(values, 0, count, width, panel);
+      finite = packed_values<F>(keys, 0, count, width, panel) && finite;
       bool strange = !own;
       for (int64_t row = own ? at : from; row < to && !finite; ++row) {
         if (own && row < at + count) {
@@ -1255,7 +1307,7 @@ static int branch_attention_backward(
         if (row >= from && strange) undo(row);
       }
       value_products<F>(
-          ds + start * KEY_STRIDE, KEY_STRIDE, own_rows, seen, width, panel, sum + start * stride, stride);
+          ds + start * KEY_STRIDE, KEY_STRIDE, own_rows, seen, 0, width, panel, sum + start * stride, stride);
       wait();
       const int64_t place = ((own ? at : layout.start[g] + at) * kv_heads + h) * width;
       auto gather = [&](const float* p, const float* x, float* to) {
@@ -1403,14 +1455,45 @@ INLINE int64_t rows_together(const Sequences<T>& in, int threads) {
 
 template <typename T>
 INLINE int64_t scratch_of(const Sequences<T>& in, int64_t rows) {  // floats, for so many rows together
-  const int64_t n = rows * (in.heads / in.kv_heads);
-  return (1 + 2 * rows + 2 * n) * padded(in.width) + n * padded(in.most_seen() + 1);
+  typedef Factors<T> F;
+  const int64_t repeat = in.heads / in.kv_heads, stride = padded(in.width);
+  auto in_lanes = [&](int64_t n) { return (1 + 2 * rows + 2 * n) * stride + n * padded(in.most_seen() + 1); };
+  if constexpr (!IN_TILES<F>) return in_lanes(rows * repeat);
+  const int64_t own = padded(2 * in.table_width) + (2 + rows * (repeat + 2)) * stride;
+  return std::max(in_lanes(repeat), own + Attended<F>::floats(rows * repeat + FEW<F>, in.width));
+}
+
+// Of rows after one sequence the heads that share key head g: queries, keys and values, each at `stride`. The latter
+// two also go to their slots.
+template <typename X, typename T, typename To>
+INLINE void own_heads(
+    const X* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequences<T>& in, int64_t row,
+    int64_t rows, int64_t g, float scale, int64_t stride, float* buffer, To* query, To* key, To* value) {
+  const int64_t width = in.width, group = in.heads / in.kv_heads;
+  for (int64_t r = 0; r < rows; ++r, key += stride, value += stride) {
+    const X* x = qkv + (row + r) * qkv_stride;
+    const int64_t place = in.positions[row + r] * width;
+    auto turn = [&](int64_t head, const T* weight, float scale, To* to) {
+      float* made = buffer + padded(width);
+      if constexpr (sizeof(To) == sizeof(float)) made = to;
+      turned(x + head * width, weight, in.eps, in.cos + place, in.sin + place, width, scale, buffer, made);
+      if constexpr (sizeof(To) == sizeof(float)) pad<Widened<T>>(to, width);
+      else copied(made, width, to);
+    };
+    for (int64_t h = 0; h < group; ++h, query += stride) turn(g * group + h, q_weight, scale, query);
+    turn(in.heads + g, k_weight, 1.0f, key);
+    copied(x + (in.heads + in.kv_heads + g) * width, width, value);
+    if (!in.slots.data || in.slots[row + r] < 0) continue;
+    const int64_t page = in.slots[row + r] / in.page, slot = in.slots[row + r] % in.page;
+    copied(key, width, in.k + page * in.k_page + slot * in.k_slot + g * in.k_head);
+    copied(value, width, in.v + page * in.v_page + slot * in.v_slot + g * in.v_head);
+  }
 }
 
 // Attention of heads that share key head g, for rows after one sequence, from their qkv to those heads of the output;
 // buffer[scratch_of(in, rows)]. Many heads read a few keys at a time, while these are in the cache.
 template <typename X, typename T, typename Out>
-INLINE void attended(
+INLINE void attended_in_lanes(
     const X* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequences<T>& in, int64_t row,
     int64_t rows, int64_t g, float* buffer, Out* out, int64_t out_stride) {
   const int64_t width = in.width, stride = padded(width), group = in.heads / in.kv_heads, n = rows * group;
@@ -1418,23 +1501,7 @@ INLINE void attended(
   const int64_t most = n > MANY ? FEW_KEYS : count;
   float *own_key = buffer + stride, *own_value = own_key + rows * stride, *query = own_value + rows * stride;
   float *sum = query + n * stride, *score = sum + n * stride;
-  for (int64_t r = 0; r < rows; ++r) {
-    const X* x = qkv + (row + r) * qkv_stride;
-    const int64_t place = in.positions[row + r] * width;
-    const float *cos = in.cos + place, *sin = in.sin + place;
-    float *key = own_key + r * stride, *value = own_value + r * stride, *to = query + r * group * stride;
-    for (int64_t h = 0; h < group; ++h, to += stride) {
-      turned(x + (g * group + h) * width, q_weight, in.eps, cos, sin, width, in.scale, buffer, to);
-      pad<Widened<T>>(to, width);
-    }
-    turned(x + (in.heads + g) * width, k_weight, in.eps, cos, sin, width, 1.0f, buffer, key);
-    pad<Widened<T>>(key, width);
-    copied(x + (in.heads + in.kv_heads + g) * width, width, value);
-    if (!in.slots.data || in.slots[row + r] < 0) continue;
-    const int64_t page = in.slots[row + r] / in.page, slot = in.slots[row + r] % in.page;
-    copied(key, width, in.k + page * in.k_page + slot * in.k_slot + g * in.k_head);
-    copied(value, width, in.v + page * in.v_page + slot * in.v_slot + g * in.v_head);
-  }
+  own_heads(qkv, qkv_stride, q_weight, k_weight, in, row, rows, g, in.scale, stride, buffer, query, own_key, own_value);
   for (int64_t done = 0; done < count;) {
     const Stretch at = in.stretch(s, first + done, most);
     const T* from = in.k + at.page * in.k_page + at.slot * in.k_slot + g * in.k_head;
@@ -1456,6 +1523,47 @@ INLINE void attended(
   } while (done < count);
   for (int64_t i = 0; i < n; ++i)
     copied(sum + i * stride, width, out + (row + i / group) * out_stride + (g * group + i % group) * width);
+}
+
+// The same by the kernel of branch attention, where rows are branches behind what their sequence holds; by the one above
+// for those that met what is not finite.
+template <typename X, typename T, typename Out>
+INLINE void attended_in_tiles(
+    const X* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequences<T>& in, int64_t row,
+    int64_t rows, int64_t g, float* buffer, Out* out, int64_t out_stride) {
+  typedef Factors<T> F;
+  const int64_t width = in.width, stride = padded(width), repeat = in.heads / in.kv_heads, n = rows * repeat;
+  const int64_t s = row / in.each, held = in.held[s], start = 0, groups[2] = {0, rows};
+  int64_t branches[BLOCK + 1], *pages = (int64_t*)buffer;
+  float *turning = buffer + padded(2 * in.table_width), *own = turning + 2 * stride;
+  T *query = (T*)own, *key = query + n * stride, *value = key + rows * stride;
+  own_heads(qkv, qkv_stride, q_weight, k_weight, in, row, rows, g, 1.0f, stride, turning, query, key, value);
+  for (int64_t r = 0; r <= rows; ++r) branches[r] = r;
+  for (int64_t at = in.table.data ? in.first(s) / in.page : held; at * in.page < held; ++at)  // a flat cache may be empty
+    pages[at] = in.page_at(s, at);
+  const Layout layout = {branches, groups, &start, &held, rows, 1, in.table.data ? pages : nullptr, in.table_width,
+                         in.pages, in.page};
+  const Heads<T> held_k = {in.k + g * in.k_head, in.k_slot, 0, in.k_page};
+  const Heads<T> held_v = {in.v + g * in.v_head, in.v_slot, 0, in.v_page};
+  const Scoring how = {in.scale, 0, in.window ? in.window : INT64_MAX};
+  bool sound[BLOCK];
+  Attended<F> of(own + (n + 2 * rows) * stride, n + FEW<F>, width);
+  attend<T>(of, {query, repeat * stride, stride, 0}, {key, stride, 0, 0}, {value, stride, 0, 0}, held_k, held_v, layout,
+            how, 0, 0, 0, rows, repeat, sound);
+  for (int64_t i = 0; i < n; ++i) {
+    Out* to = out + (row + i / repeat) * out_stride;
+    copied(of.sum + i * of.sum_stride, width, to + (g * repeat + i % repeat) * width);
+    if (of.total[i] == 0) sound[i / repeat] = false;
+  }
+  for (int64_t r = 0; r < rows; ++r)
+    if (!sound[r])
+      attended_in_lanes(qkv, qkv_stride, q_weight, k_weight, in, row + r, 1, g, buffer, out, out_stride);
+}
+
+template <typename X, typename T, typename... Rest>
+INLINE void attended(const X* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Rest&... rest) {
+  if constexpr (IN_TILES<Factors<T>>) attended_in_tiles(qkv, qkv_stride, q_weight, k_weight, rest...);
+  else attended_in_lanes(qkv, qkv_stride, q_weight, k_weight, rest...);
 }
 
 // Calls work(row, rows, key head) for the share of thread `me`, divided by the keys seen; rows are of one sequence.
@@ -1485,9 +1593,12 @@ static int branch_attention_qkv(
   float* memory = scratch.data();
   if (!memory) return OUT_OF_MEMORY;
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  share_heads(in, together, part(), parts(), [=, &in](int64_t row, int64_t rows, int64_t g) {
-    attended(qkv, qkv_stride, q_weight, k_weight, in, row, rows, g, memory + part() * owned, out, in.heads * in.width);
-  });
+  {
+    [[maybe_unused]] const Registers registers;
+    share_heads(in, together, part(), parts(), [=, &in](int64_t row, int64_t rows, int64_t g) {
+      attended(qkv, qkv_stride, q_weight, k_weight, in, row, rows, g, memory + part() * owned, out, in.heads * in.width);
+    });
+  }
   return 0;
 }
 

@@ -17,8 +17,10 @@ namespace tiles {
 thread_local uint32_t registers[8][16][16];
 thread_local int users = 0;
 
-struct Registers {  // a thread has its registers while one of these lives
-  Registers() { users++; }
+struct Registers {  // a thread has its registers while one of these lives, of which it makes one at a time
+  Registers() {
+    if (users++) __builtin_trap();
+  }
   Registers(const Registers&) = delete;
   ~Registers() { users--; }
 };

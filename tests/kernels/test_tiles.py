@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from cases import OPS
+from cases.branch_attention_qkv import CACHES, INPUTS, OP, TABLES
 from cases.skinny_linear import BOTH, VARIANTS
 from test_contract import check, evaluate
 from ways import SOURCES, running
 
-from fb_kernels import branch_attention, skinny_linear
+from fb_kernels import BranchLayout, branch_attention, branch_attention_qkv, qk_norm_rope, skinny_linear
 from fb_kernels._runtime import cpu
 from fb_kernels.branch_attention import reference
 
@@ -110,15 +111,13 @@ def test_a_linear_layer_takes_any_number_of_rows(width: int, options: dict) -> N
             together = evaluate(case.fresh())
             check(op, case, *together)
             for row in {0, rows // 2, rows - 1}:
-                given = case.arguments
-                one = {name: given[name][row : row + 1] for name in ("x", "residual") if name in given}
-                assert torch.equal(skinny_linear(**given | one)[0], together[0][0][row])
+                one = {name: x[row : row + 1] for name, x in case.tensors.items() if name in ("x", "residual")}
+                assert torch.equal(skinny_linear(**case.arguments | one)[0], together[0][0][row])
 
 
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     case = OPS["skinny_linear"].make(300, 200, 500, given=BOTH, behind="residual")
-    given = OPS["skinny_linear"].cast(case, torch.bfloat16).arguments
-    found = []
+    given, found = OPS["skinny_linear"].cast(case, torch.bfloat16).arguments, []
     with running("cpu tiles"):
         for threads in (1, 2, 5):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -127,17 +126,20 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(found[0], found[2])
 
 
-def test_a_branch_has_the_same_bits_behind_another() -> None:
-    """Its rows then lie in other tiles, whose first keys are others: keys are summed from fixed places on."""
-    op = OPS["branch_attention"]
-    case = op.cast(op.make([([20, 60], 0, 100)], (2, 1), 24, window=40), torch.bfloat16)
-    given, alone = case.arguments, op.make([([60], 0, 100)], (2, 1), 24).arguments["layout"]
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_decoded_row_has_the_bits_of_a_scored_one(window: int | None) -> None:
+    """A row of a long branch behind another, and the same after those before it in a cache, flat or in pages."""
+    given = OP.cast(OP.make(rows=320, half=12, held=0, spare=0, keep="none"), torch.bfloat16).arguments
     with running("cpu tiles"):
-        together = branch_attention(**given)
-        own = {name: given[name][20:] for name in "qkv"}
-        out, lse = branch_attention(**given | own | {"layout": alone})
-    assert torch.equal(out, together[0][20:])
-    assert torch.equal(lse, together[1][:, 20:])
+        q, k, v = qk_norm_rope(**{name: given[name] for name in INPUTS})
+        scored = branch_attention(q, k, v, k, v, BranchLayout.of([[20, 300]], [(0, 0)]), window=window)[20:]
+        given |= {name: given[name].float() for name in TABLES} | {"window": window}
+        for row in (0, 1, 31, 32, 100, 255, 256, 299):
+            own = {name: given[name][[20 + row]] for name in ("qkv", "positions")} | {"held": torch.tensor([row])}
+            for table in (None, torch.arange(15)[None]):
+                caches = (x[20 : 20 + row] if table is None else x[20:].unflatten(0, (15, 20)) for x in (k, v))
+                own |= dict(zip(CACHES, caches, strict=True), block_table=table)
+                assert torch.equal(branch_attention_qkv(**given | own)[0], scored[row])
 
 
 @pytest.mark.parametrize("length", [1, 3, 17, 40, 250])
