@@ -451,7 +451,7 @@ Layout layout_of(const Fields& given) {
 
 }  // namespace
 
-extern "C" int fbcpu_abi_version() { return 17; }
+extern "C" int fbcpu_abi_version() { return 18; }
 
 // Whose kernels those of bfloat16 are.
 extern "C" const char* fbcpu_variant() { return kernels.variant; }
@@ -592,6 +592,24 @@ FB_FUNCTION(fbcpu_linear_logprob,
                   given.largest, given.rows, given.width, given.vocabulary, given.threads);
   };
   return given.narrow ? run(kernels.linear_logprob_in_panels, BFloat16{}) : run(kernels.linear_logprob, 0.0f);
+}
+
+// Of bfloat16 alone, and by tiles alone. Upstream, of each row: what a target's logit gets, what e^(logit - shift) of every
+// one is multiplied by, and by -(logit - shift).
+FB_FUNCTION(fbcpu_linear_logprob_backward,
+            const void* x; int64_t x_stride; const void* weight; int64_t weight_stride; const void *bias, *target;
+            int wide; double scale, softcap, temperature; const float *on_target, *on_all, *on_entropy, *shift;
+            void *dx, *dweight, *dbias; int64_t rows, width, vocabulary; int threads;) {
+#ifdef TILES
+  const BFloat16 one = {};
+  if (!std::strcmp(kernels.variant, "amx"))
+    return amx::linear_logprob_backward(
+        as(given.x, one), given.x_stride, as(given.weight, one), given.weight_stride, as(given.bias, one), given.target,
+        given.wide, {narrow(given.scale), narrow(given.softcap), narrow(given.temperature)},
+        {given.on_target, given.on_all, given.on_entropy, given.shift}, as(given.dx, one), as(given.dweight, one),
+        as(given.dbias, one), given.rows, given.width, given.vocabulary, given.threads);
+#endif
+  return OTHER_LAYOUT;
 }
 
 FB_FUNCTION(fbcpu_qk_norm_rope,

@@ -809,6 +809,10 @@ INLINE int64_t whole(int64_t keys) { return (keys + TOGETHER<F> - 1) / TOGETHER<
 template <typename F>
 constexpr int64_t value_panel() { return KEYS * LANES / F::STEP * PANEL; }  // floats of PANEL columns of KEYS values
 
+INLINE Lanes pairs(Lanes low, Lanes high) {  // of numbers of 16 bits, one below the other in the registers of tiles
+  return (Lanes)(((Ints)low >> 16 & 0xffff) | (Ints)high);
+}
+
 // Values at(begin) to at(count) as panels of PANEL columns; what is not finite is 0 in them. Whether all is.
 template <typename F, typename At>
 INLINE bool packed_values(const At& at, int64_t begin, int64_t count, int64_t width, float* panel) {
@@ -823,7 +827,7 @@ INLINE bool packed_values(const At& at, int64_t begin, int64_t count, int64_t wi
   for (int64_t j = begin; j < (IN_TILES<F> ? whole<F>(count) : count); j += TAKEN)
     for (int64_t e = 0; e < width; e += LANES) {
       Lanes v = finite(j, e);
-      if (TAKEN == 2) v = (Lanes)(((Ints)v >> 16 & 0xffff) | (Ints)finite(j + 1, e));  // exact in their upper halves
+      if (TAKEN == 2) v = pairs(v, finite(j + 1, e));
       store(panel + e / PANEL * value_panel<F>() + j / TAKEN * PANEL + e % PANEL, v);
     }
   float sum = 0;
@@ -1860,16 +1864,27 @@ struct Statistics {
   }
 };
 
+// Products as logits, with `slope` of the last soft-cap, if there is one.
+template <typename B>
+INLINE Lanes as_logits(Lanes product, const B* bias, const Change& change, int64_t n, Lanes* slope = nullptr) {
+  Lanes l = product * change.scale;
+  if (bias) l += some(bias, n);
+  if (change.softcap != 0) {
+    const Lanes t = tangent(l / change.softcap);
+    l = t * change.softcap;
+    if (slope) *slope = 1.0f - t * t;
+  }
+  if (change.temperature != 1) l /= change.temperature;
+  return l;
+}
+
 // A row's products to logits, in place or not; -inf after the last, up to whole lanes.
 template <typename B>
 INLINE Statistics to_logits(const float* x, const B* bias, const Change& change, int64_t count, float* logit) {
   Lanes most = Lanes{} - INFINITY;
   for (int64_t i = 0; i < count; i += LANES) {
     const int64_t n = count - i < LANES ? count - i : LANES;
-    Lanes l = some(x + i, n) * change.scale;
-    if (bias) l += some(bias + i, n);
-    if (change.softcap != 0) l = tangent(l / change.softcap) * change.softcap;
-    if (change.temperature != 1) l /= change.temperature;
+    Lanes l = as_logits(some(x + i, n), bias ? bias + i : bias, change, n);
     store(logit + i, l);
     for (int64_t j = i + n; j < i + LANES; ++j) logit[j] = -INFINITY;
     l = load(logit + i);
@@ -1992,6 +2007,133 @@ static int linear_logprob_in_panels(
   }
   return 0;
 }
+
+#ifdef TILES
+// Rows at(0) to at(count), or zeros where it is null, as panels of PANEL columns `apart` floats apart: pairs of rows.
+template <typename At>
+INLINE void pair_panels(const At& at, int64_t count, int64_t width, int64_t apart, float* panels) {
+  auto read = [&](int64_t j, int64_t e) {
+    const BFloat16* from = j < count ? at(j) : nullptr;
+    return from ? some(from + e, std::min<int64_t>(LANES, width - e)) : Lanes{};
+  };
+  for (int64_t j = 0; j < count; j += 2)
+    for (int64_t e = 0; e < width; e += LANES)
+      store(panels + e / PANEL * apart + j / 2 * PANEL + e % PANEL, pairs(read(j, e), read(j + 1, e)));
+}
+
+// The gradient of a logit l, e^f (on_all - on_entropy f) with f = l - shift, and on_target more for the target.
+struct Pull {
+  const float *on_target, *on_all, *on_entropy, *shift;  // [rows]; on_entropy may be null
+
+  bool none(int64_t row) const { return on_target[row] == 0 && on_all[row] == 0 && (!on_entropy || on_entropy[row] == 0); }
+};
+
+// From a row's products with `count` of PANEL outputs the gradient to them, to which id of them the target is; that to
+// the bias is added.
+INLINE void pulled(
+    const float* product, const BFloat16* bias, const Change& change, const Pull& by, int64_t row, int64_t id,
+    int64_t count, float* onto_bias, BFloat16* to) {
+  for (int64_t i = 0; i < PANEL; i += LANES) {
+    const int64_t n = std::max<int64_t>(0, std::min<int64_t>(LANES, count - i));
+    Lanes slope = Lanes{} + 1.0f, g = {};
+    if (n > 0 && !by.none(row)) {
+      Lanes f = as_logits(load(product + i), bias ? bias + i : bias, change, n, &slope) - by.shift[row];
+      f = f < FAR_BELOW ? Lanes{} + FAR_BELOW : f;
+      g = exponential(f) * (by.on_entropy ? by.on_all[row] - by.on_entropy[row] * f : Lanes{} + by.on_all[row]);
+      for (int l = 0; l < LANES; ++l) {
+        if (i + l == id) g[l] += by.on_target[row];
+        if (l >= n) g[l] = 0;
+      }
+      g = g / change.temperature * slope;
+      store(onto_bias + i, load(onto_bias + i) + g);
+    }
+    store(to + i, g * change.scale);
+  }
+}
+
+// Gradients to x, weight and bias, as far as they are not null. A chunk of the vocabulary at a time: threads make the
+// gradient to the products with panels of the weight, and from it that to those, then take panels of x's columns.
+static int linear_logprob_backward(
+    const BFloat16* x, int64_t x_stride, const BFloat16* weight, int64_t weight_stride, const BFloat16* bias,
+    const void* target, int wide, const Change& change, const Pull& by, BFloat16* dx, BFloat16* dweight,
+    BFloat16* dbias, int64_t rows, int64_t width, int64_t vocabulary, int threads) {
+  typedef Factors<BFloat16> F;
+  constexpr int64_t ROWS_AT_ONCE = 480, KEPT_PULLS = 1 << 22;
+  const int64_t stride = stride_of<F>(width), high = (rows + PANEL - 1) / PANEL * PANEL, panels = stride / PANEL;
+  const int64_t whole = (vocabulary + PANEL - 1) / PANEL * PANEL;
+  const int64_t chunk = std::min(whole, std::max(PANEL * threads, KEPT_PULLS / high / PANEL * PANEL));
+  const int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+  const int64_t pulls_floats = high * chunk / 2, own = PANEL * (stride / 2 + ROWS_AT_ONCE + high / 2 + PANEL + 1);
+  const int64_t owned = padded(std::max(own, chunk / 2 * PANEL));
+  const Scratch scratch(2 * (high * stride) + pulls_floats + threads * owned);
+  float* sums = scratch.data();  // [high, stride]
+  if (!sums) return OUT_OF_MEMORY;
+  float *paired = sums + high * stride, *of_threads = paired + high * stride / 2;
+  auto input = (BFloat16*)of_threads, pulls = input + high * stride;  // [high, stride], [high, chunk]
+  of_threads += high * stride / 2 + pulls_floats;
+  std::memset(sums, 0, high * stride * sizeof *sums);
+  std::memset(input, 0, high * stride * sizeof *input);
+  padded_rows<F>(x, x_stride, nullptr, 0, rows, width, input);
+  pair_panels([&](int64_t r) { return r < rows && !by.none(r) ? input + r * stride : nullptr; }, high, stride,
+              high / 2 * PANEL, paired);
+  for (int64_t first = 0; first < vocabulary; first += chunk) {
+    const int64_t outputs = std::min(chunk, vocabulary - first);
+    share((outputs + PANEL - 1) / PANEL, 1, threads, [=, &change, &by](int64_t at, int64_t last) {
+      const Registers registers;
+      float *panel = of_threads + (threads > 1 ? part() : 0) * owned, *product = panel + stride / 2 * PANEL;
+      float *block = product + ROWS_AT_ONCE * PANEL, *onto_bias = block + PANEL * PANEL;
+      auto across = (BFloat16*)(onto_bias + PANEL);  // [PANEL, high]
+      for (; at < last; ++at) {
+        const int64_t output = first + at * PANEL, count = std::min(PANEL, vocabulary - output);
+        const BFloat16* w = weight + output * weight_stride;
+        BFloat16* to = pulls + at * PANEL;
+        std::memset(onto_bias, 0, PANEL * sizeof *onto_bias);
+        packed<F>([=](int64_t i) { return w + i * weight_stride; }, count, width, panel);
+        for (int64_t row = 0; row < high; row += ROWS_AT_ONCE) {
+          const int64_t n = std::min(ROWS_AT_ONCE, high - row);
+          panel_rows<F, false>({input + row * stride, stride, 1}, n, stride, panel, PANEL, product, PANEL);
+          for (int64_t r = row; r < row + n; ++r) {
+            if (r < rows)
+              pulled(product + (r - row) * PANEL, bias ? bias + output : bias, change, by, r,
+                     entry(target, wide, r) - output, count, onto_bias, to + r * chunk);
+            else
+              std::memset(to + r * chunk, 0, PANEL * sizeof *to);
+          }
+        }
+        if (dbias) copied(onto_bias, count, dbias + output);
+        for (int64_t r = 0; dweight && r < high; r += LANES)
+          for (int64_t o = 0; o < PANEL; o += LANES) {
+            Lanes v[LANES];
+            for (int i = 0; i < LANES; ++i) v[i] = load(to + (r + i) * chunk + o);
+            transposed(v);
+            for (int i = 0; i < LANES; ++i) store(across + (o + i) * high + r, v[i]);
+          }
+        for (int64_t e = 0; dweight && e < width; e += PANEL) {
+          tile_products<false, 2>(across, high, high, paired + e / PANEL * (high / 2 * PANEL), PANEL, block, PANEL);
+          for (int64_t o = 0; o < count; ++o)
+            copied(block + o * PANEL, std::min(PANEL, width - e), dweight + (output + o) * width + e);
+        }
+      }
+    });
+    const int64_t places = (outputs + PANEL - 1) / PANEL * PANEL;
+    share(dx ? panels * blocks : 0, 1, threads, [=](int64_t at, int64_t last) {
+      const Registers registers;
+      float* panel = of_threads + (threads > 1 ? part() : 0) * owned;
+      for (int64_t held = -1; at < last; ++at) {
+        const int64_t e = at / blocks * PANEL, row = at % blocks * ROWS_AT_ONCE;
+        if (e != held)
+          pair_panels([=](int64_t j) { return j < outputs ? weight + (first + j) * weight_stride + e : nullptr; },
+                      places, std::min(PANEL, width - e), 0, panel);
+        held = e;
+        panel_rows<F, true>({pulls + row * chunk, chunk, 1}, std::min(ROWS_AT_ONCE, high - row), places, panel, PANEL,
+                            sums + row * stride + e, stride);
+      }
+    });
+  }
+  for (int64_t row = 0; dx && row < rows; ++row) copied(sums + row * stride, width, dx + row * width);
+  return 0;
+}
+#endif
 
 // q, k and v of each row, normed where a weight is given, q and k rotated; k and v also to their slots of the caches,
 // of which there are `size`. Without v a row has none.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fb_kernels._runtime import shared_library
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 ROWS = 16  # maximum of a linear layer without AMX: above it oneDNN is faster
 SHARE = 1 << 17  # minimum products per thread
 ELEMENT = 8  # products that take as long as an element of an elementwise op
@@ -41,6 +41,7 @@ FUNCTIONS = (
     "merge_attention_states",
     "candidate_head",
     "linear_logprob",
+    "linear_logprob_backward",
     "qk_norm_rope",
 )
 

@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fb_kernels._runtime import cpu
 from fb_kernels.branch_attention_qkv.cpu import cache_arguments
 from fb_kernels.branch_attention_qkv.reference import check_sequences
+from fb_kernels.decoder_layer import LayerWeights
 
 ROWS = 64  # maximum; the order of sums does not depend on the number of rows, so a row's bits depend on no other
 TAKES = f"float32 and bfloat16, up to {ROWS} rows"
 
 
-def decoder_layer(
-    hidden: Tensor,
-    input_norm: Tensor,
-    qkv: Tensor,
-    qkv_bias: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    o: Tensor,
-    o_bias: Tensor | None,
-    post_norm: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    held: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor | None,
-    eps: float,
-    window: int | None,
-    scale: float,
-) -> Tensor:
-    """[N, D]: the whole layer in one call, on the threads of a linear layer."""
+def decoder_layer(hidden: Tensor, *rest: Any) -> Tensor:
+    """[N, D]: the whole layer in one call, on the threads of a linear layer; arguments are those of the reference."""
+    weights = dict(zip(LayerWeights._fields, rest, strict=False))
+    cos, sin, positions, k_cache, v_cache, held, slots, block_table, eps, window, scale = rest[len(weights) :]
+    o, down = weights["o"], weights["down"]
     library, dtype = cpu.library(), hidden.dtype
     rows, model = hidden.shape
     sequences, attention, inner = held.shape[0], o.shape[1], down.shape[1]
@@ -48,11 +29,6 @@ def decoder_layer(
         return NotImplemented
     if dtype not in cpu.STEP or not cos.dtype is sin.dtype is torch.float32:
         return NotImplemented
-    weights = {
-        "input_norm": input_norm, "qkv": qkv, "qkv_bias": qkv_bias, "q_norm": q_norm, "k_norm": k_norm, "o": o,
-        "o_bias": o_bias, "post_norm": post_norm, "gate_up": gate_up, "gate_up_bias": gate_up_bias, "down": down,
-        "down_bias": down_bias,
-    }  # fmt: skip
     for weight in weights.values():
         if weight is not None and not weight.is_contiguous():
             return NotImplemented

@@ -360,6 +360,7 @@ _linear_logprob_backward = Op(
     folder="linear_logprob",
     fake=partial(_backward_fake, 3),
     triton=True,
+    cpu=True,
 )
 _frozen = Op(
     "linear_logprob_frozen",
