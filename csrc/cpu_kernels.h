@@ -835,6 +835,18 @@ INLINE bool packed_values(const At& at, int64_t begin, int64_t count, int64_t wi
   return sum == 0;
 }
 
+// Rows at(0) to at(count), or zeros where it is null, as panels of PANEL columns `apart` floats apart: pairs of rows.
+template <typename At>
+INLINE void pair_panels(const At& at, int64_t count, int64_t width, int64_t apart, float* panels) {
+  auto read = [&](int64_t j, int64_t e) {
+    const BFloat16* from = j < count ? at(j) : nullptr;
+    return from ? some(from + e, std::min<int64_t>(LANES, width - e)) : Lanes{};
+  };
+  for (int64_t j = 0; j < count; j += 2)
+    for (int64_t e = 0; e < width; e += LANES)
+      store(panels + e / PANEL * apart + j / 2 * PANEL + e % PANEL, pairs(read(j, e), read(j + 1, e)));
+}
+
 struct Span {
   int64_t low, high;
 };
@@ -1039,8 +1051,9 @@ struct Attended {
 };
 
 // The keys that a block of a group's rows sees, in pieces that are the same in every block: of the prefix, then of each
-// branch; if WHOLE, in pieces of the sequence of both, wherever the prefix ends, so that its sums are the same. Then
-// branches meet the whole tiles of the last keys of the prefix together, between which and their own they are weighed.
+// branch; if WHOLE, in pieces of the sequence of both, wherever the prefix ends, so that its sums are the same. Of the one
+// that it ends in, all rows multiply with the whole tiles of keys before that end, then each branch with the rest; once
+// weighed, they gather the values in that order.
 // meet(piece, from, to, few, seen): rows `from` to `to` meet these keys, `few` where their branch is short, of which
 // seen[0] and so on say what their query heads see.
 template <bool WHOLE, typename Meet>
@@ -1193,14 +1206,16 @@ static int branch_attention_backward(
     const Layout& layout, const Scoring& how, const float* lse, const float* dlse, float* dq, float* dk, float* dv,
     float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads,
     int64_t width, int threads) {
-  typedef Widened<T> F;
+  typedef std::conditional_t<IN_TILES<Factors<T>>, Factors<T>, Widened<T>> F;
+  typedef typename F::X X;
+  constexpr int64_t SCORE_STRIDE = KEY_STRIDE * sizeof(float) / sizeof(X);  // where scores have become X
   if (rows) std::memset(done, 1, 2 * rows);
   if (!rows || !heads) return 0;
   const int64_t repeat = heads / kv_heads, most = std::max<int64_t>(1, QUERIES / repeat), room = most * repeat + FEW<F>;
   const int64_t span = stride_of<F>(width), stride = (width + PANEL - 1) / PANEL * PANEL;
-  const int64_t panels = stride / PANEL * value_panel<F>();
-  const int64_t of_block = padded(room * (2 * span + stride + 2 * (KEY_STRIDE + 1)));
-  const int64_t of_thread = padded(span * PANEL + panels + KEYS * stride);
+  const int64_t panels = stride / PANEL * value_panel<F>(), high = IN_TILES<F> ? (room + PANEL - 1) / PANEL * PANEL : 0;
+  const int64_t of_block = padded(room * (2 * span + stride + 2 * (KEY_STRIDE + 1)) + high * stride);
+  const int64_t of_thread = padded(span * PANEL + panels + KEYS * stride + high / 2 * PANEL);
   const bool apart = !dprefix_k || !dprefix_v;  // then groups have no sum in common
   const int64_t pieces = kv_heads * (apart ? layout.groups : 1);
   const Blocks blocks(layout, kv_heads, most, how.window);
@@ -1225,11 +1240,14 @@ static int branch_attention_backward(
       const int64_t units = (count + PANEL_ROWS<F> - 1) / PANEL_ROWS<F>;
       return {units * me / team * PANEL_ROWS<F>, std::min(count, units * (me + 1) / team * PANEL_ROWS<F>)};
     };
-    float *query = memory + (together ? 0 : thread) * of_block, *slope = query + room * span;
-    float *sum = slope + room * span, *score = sum + room * stride, *ds = score + room * KEY_STRIDE;
+    float* of_all = memory + (together ? 0 : thread) * of_block;
+    X *query = (X*)of_all, *slope = query + room * span;
+    float *sum = of_all + 2 * room * span, *score = sum + room * stride, *ds = score + room * KEY_STRIDE;
     float *log = ds + room * KEY_STRIDE, *delta = log + room;
+    [[maybe_unused]] float *query_pairs = delta + room, *slope_pairs = query_pairs + high / 2 * stride;
     float* key_panel = memory + (together ? 1 : threads) * of_block + thread * of_thread;
     float *panel = key_panel + span * PANEL, *part = panel + panels;
+    [[maybe_unused]] auto across = (X*)(part + KEYS * stride);  // [PANEL, high]
     const Block<const T> queries = q.queries(first, h, repeat), slopes = grad.queries(first, h, repeat);
     const Block<const T> outs = out.queries(first, h, repeat);
     const Span loaded = mine(n);
@@ -1246,15 +1264,41 @@ static int branch_attention_backward(
       if (dlse) delta[r] -= dlse[place];
       if (!all_finite(query + r * span, width) || !all_finite(slope + r * span, width)) undo(first + r / repeat);
     }
-    // To each of `count` rows of `to`, as far as they are this thread's, sum_r p[r][j] x[r].
-    auto collect = [&](const float* p, const float* x, int64_t taken, int64_t count, const Spans& seen, float* to) {
+    if constexpr (IN_TILES<F>)
+      for (auto [x, pairs] : {std::pair(query, query_pairs), std::pair(slope, slope_pairs)})
+        pair_panels([=, x = x](int64_t r) { return (r += loaded.low) < loaded.high ? x + r * span : nullptr; },
+                    (loaded.high - loaded.low + PANEL - 1) / PANEL * PANEL, span, high / 2 * PANEL,
+                    pairs + loaded.low / 2 * PANEL);
+    // To each of `count` rows of `to`, as far as they are this thread's, sum_r p[r][j] x[r] of `taken` rows from `first`
+    // on; x in tiles as pairs.
+    auto collect = [&](const X* p, const auto* x, int64_t first, int64_t taken, int64_t count, const Spans& seen,
+                       float* to) {
       const auto [begin, end] = mine(count);
       for (int64_t j = begin; j < end; j += PANEL_ROWS<F>) {
         const int64_t keys = std::min<int64_t>(PANEL_ROWS<F>, end - j);
         const auto [from, stop] = seen.rows(taken, j, j + keys);
-        for (int64_t e = 0; e < width; e += PANEL)
-          panel_rows<F, false>({p + from * KEY_STRIDE + j, 1, KEY_STRIDE}, keys, stop - from, x + from * span + e, span,
-                               part + j * stride + e, stride);
+        if constexpr (IN_TILES<F>) {
+          const int64_t low = first + from, end = first + stop, begin = low / PANEL * PANEL;
+          const int64_t places = from < stop ? (end - begin + PANEL - 1) / PANEL * PANEL : 0;
+          for (int64_t r = 0; r < places; r += LANES)
+            for (int64_t i = 0; i < PANEL; i += LANES) {
+              Lanes v[LANES];
+              for (int l = 0; l < LANES; ++l) {
+                const int64_t row = begin + r + l;
+                v[l] = row >= low && row < end ? load(p + row * SCORE_STRIDE + j + i) : Lanes{};
+              }
+              transposed(v);
+              for (int l = 0; l < LANES; ++l) F::put(across + (i + l) * high + r, v[l]);
+            }
+          for (int64_t e = 0; e < width; e += PANEL)
+            panel_rows<F, false>({across, high, 1}, PANEL, places, x + (e / PANEL * high + begin) / 2 * PANEL, PANEL,
+                                 part + j * stride + e, stride);
+        } else {
+          const int64_t at = first + from;
+          for (int64_t e = 0; e < width; e += PANEL)
+            panel_rows<F, false>({p + at * KEY_STRIDE + j, 1, KEY_STRIDE}, keys, stop - from, x + at * span + e, span,
+                                 part + j * stride + e, stride);
+        }
       }
       for (int64_t j = begin; j < end; ++j)
         for (int64_t e = 0; e < width; e += LANES) {
@@ -1274,17 +1318,17 @@ static int branch_attention_backward(
       const auto [low_row, high_row] = mine(taken);
       const int64_t start = begin + low_row, own_rows = high_row - low_row;
       const Spans seen = all.from(low_row);
-      auto multiply = [&](const float* x, const Keys<T>& with, float* into) {
+      auto multiply = [&](const X* x, const Keys<T>& with, float* into) {
         x += start * span;
-        key_products<F>(x, span, own_rows, with, 0, count, width, few ? x : nullptr, seen, key_panel,
+        key_products<F>(x, span, own_rows, with, 0, count, width, few && !IN_TILES<F> ? x : nullptr, seen, key_panel,
                         into + start * KEY_STRIDE);
       };
       multiply(query, keys, score);
       multiply(slope, values, ds);
       for (int64_t r = start; r < start + own_rows; ++r) {
         float *p = score + r * KEY_STRIDE, *d = ds + r * KEY_STRIDE;
-        const auto [low, high] = seen[r - start];
-        for (int64_t i = low / LANES * LANES; i < high; i += LANES) {
+        const auto [low, stop] = seen[r - start];
+        for (int64_t i = low / LANES * LANES; i < stop; i += LANES) {
           Lanes s = load(p + i) * how.scale, slant = Lanes{} + how.scale;
           if (how.softcap != 0) {
             const Lanes t = tangent(s / how.softcap);
@@ -1292,12 +1336,12 @@ static int branch_attention_backward(
             slant *= 1.0f - t * t;
           }
           const Lanes e = probability(s - log[r]);
-          store(p + i, e);
-          store(d + i, e * (load(d + i) - delta[r]) * slant);
+          F::put((X*)p + i, e);
+          F::put((X*)d + i, e * (load(d + i) - delta[r]) * slant);
         }
-        for (float* masked : {p, d}) {
-          for (int64_t i = 0; i < low; ++i) masked[i] = 0;
-          for (int64_t i = high; i < count; ++i) masked[i] = 0;
+        for (X* masked : {(X*)p, (X*)d}) {
+          for (int64_t i = 0; i < low; ++i) masked[i] = X{};
+          for (int64_t i = stop; i < (IN_TILES<F> ? whole<F>(count) : count); ++i) masked[i] = X{};
         }
       }
       bool finite = packed_values<F>(values, 0, count, width, panel);
@@ -1310,15 +1354,20 @@ static int branch_attention_backward(
         }
         if (row >= from && strange) undo(row);
       }
-      value_products<F>(
-          ds + start * KEY_STRIDE, KEY_STRIDE, own_rows, seen, 0, width, panel, sum + start * stride, stride);
+      value_products<F>((X*)(ds + start * KEY_STRIDE), SCORE_STRIDE, own_rows, seen, 0, width, panel,
+                        sum + start * stride, stride);
       wait();
       const int64_t place = ((own ? at : layout.start[g] + at) * kv_heads + h) * width;
-      auto gather = [&](const float* p, const float* x, float* to) {
-        if (to) collect(p + begin * KEY_STRIDE, x + begin * span, taken, count, all, to + place);
+      auto gather = [&](const float* p, const auto* x, float* to) {
+        if (to) collect((const X*)p, x, begin, taken, count, all, to + place);
       };
-      gather(ds, query, own ? dk : dprefix_k);
-      gather(score, slope, own ? dv : dprefix_v);
+      if constexpr (IN_TILES<F>) {
+        gather(ds, query_pairs, own ? dk : dprefix_k);
+        gather(score, slope_pairs, own ? dv : dprefix_v);
+      } else {
+        gather(ds, query, own ? dk : dprefix_k);
+        gather(score, slope, own ? dv : dprefix_v);
+      }
       wait();
     });
     for (int64_t r = loaded.low; r < loaded.high; ++r) {
@@ -1339,11 +1388,14 @@ static int branch_attention_backward(
     }
   };
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  if (together) {
-    for (int64_t piece = 0; piece < pieces; ++piece) work(piece);
-  } else {
+  {
+    [[maybe_unused]] const Registers registers;
+    if (together) {
+      for (int64_t piece = 0; piece < pieces; ++piece) work(piece);
+    } else {
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t piece = 0; piece < pieces; ++piece) work(piece);
+      for (int64_t piece = 0; piece < pieces; ++piece) work(piece);
+    }
   }
   return 0;
 }
@@ -2009,18 +2061,6 @@ static int linear_logprob_in_panels(
 }
 
 #ifdef TILES
-// Rows at(0) to at(count), or zeros where it is null, as panels of PANEL columns `apart` floats apart: pairs of rows.
-template <typename At>
-INLINE void pair_panels(const At& at, int64_t count, int64_t width, int64_t apart, float* panels) {
-  auto read = [&](int64_t j, int64_t e) {
-    const BFloat16* from = j < count ? at(j) : nullptr;
-    return from ? some(from + e, std::min<int64_t>(LANES, width - e)) : Lanes{};
-  };
-  for (int64_t j = 0; j < count; j += 2)
-    for (int64_t e = 0; e < width; e += LANES)
-      store(panels + e / PANEL * apart + j / 2 * PANEL + e % PANEL, pairs(read(j, e), read(j + 1, e)));
-}
-
 // The gradient of a logit l, e^f (on_all - on_entropy f) with f = l - shift, and on_target more for the target.
 struct Pull {
   const float *on_target, *on_all, *on_entropy, *shift;  // [rows]; on_entropy may be null
