@@ -544,10 +544,10 @@ FB_FUNCTION(fbcpu_branch_attention_backward,
 
 FB_FUNCTION(fbcpu_topk_entropy,
             const void* logits; int64_t stride, rows, width, k; float *entropy, *values; int64_t* indices;
-            int narrow;) {
+            int threads, narrow;) {
   return typed(given.narrow, [&](const auto& step, auto one) {
     return step.topk_entropy(as(given.logits, one), given.stride, given.rows, given.width, given.k, given.entropy,
-                             given.values, given.indices);
+                             given.values, given.indices, given.threads);
   });
 }
 

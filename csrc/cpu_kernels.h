@@ -14,6 +14,7 @@ constexpr int ROWS = 2;                       // rows of x, or query heads, that
 constexpr int MANY = LANES == 16 ? 4 : ROWS;  // rows of x, where registers hold their sums with a tile
 constexpr float FAR_BELOW = -1e4f;            // of the maximum: exp is 0 already, and 0 * -inf no term of the entropy
 constexpr int64_t FEW_KEYS = 64;              // that many heads read one head at a time
+constexpr int64_t MOST_LARGEST = 64;          // maximum k of topk_entropy
 constexpr int64_t STREAMED = 1 << 18;         // minimum elements of a weight that one row reads at TILE places at once
 
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
@@ -1735,61 +1736,76 @@ static int decoder_layer(
   return 0;
 }
 
-// Collects indices that may be among the k largest until the buffer is full, then drops all but k.
+// The k largest of x[width], sorted into found; what may be among them is collected until it is four times as many.
+template <typename T>
+static void largest(const T* x, int64_t width, int64_t k, int64_t* found) {
+  constexpr int64_t BLOCK = 8 * LANES;
+  const int64_t room = std::max<int64_t>(4 * k, 64);
+  int64_t kept = 0, i = 0;
+  int32_t least = INT32_MIN;  // the k-th largest so far
+  float bar = NAN;            // its value; a NaN is never at most that
+  auto in_order = [](int32_t bits) { return bits < 0 ? bits ^ INT32_MAX : bits; };
+  auto consider = [&](float v, int64_t index) {
+    v = v == v ? v + 0.0f : NAN;  // all NaNs alike, and -0.0 a 0.0
+    int32_t bits;
+    std::memcpy(&bits, &v, sizeof v);
+    if (in_order(bits) > least || kept < k)
+      found[kept++] = (int64_t)in_order(bits) * (INT64_C(1) << 32) + (INT32_MAX - index);
+    if (kept < room) return;
+    drop_all_but(k, found, kept);
+    kept = k;
+    least = (int32_t)(found[k - 1] >> 32);
+    bits = in_order(least);
+    std::memcpy(&bar, &bits, sizeof bar);
+  };
+  auto none_in = [&](int64_t last) {
+    Ints above{};
+    for (int64_t j = i; j < last; j += LANES) above |= ~(load(x + j) <= bar);
+    int32_t any = 0;
+    for (int l = 0; l < LANES; ++l) any |= above[l];
+    return !any && kept >= k;
+  };
+  for (; i + BLOCK <= width; i += BLOCK) {
+    if (none_in(i + BLOCK)) continue;
+    for (const int64_t last = i + BLOCK; i < last; i += LANES) {
+      if (none_in(i + LANES)) continue;
+      Lanes v = load(x + i);
+      for (int l = 0; l < LANES; ++l) consider(v[l], i + l);
+    }
+    i -= BLOCK;
+  }
+  for (; i < width; ++i) consider(load(x + i, 1)[0], i);
+  sort_largest(k, found, kept);
+}
+
 template <typename T>
 static int topk_entropy(
     const T* logits, int64_t stride, int64_t rows, int64_t width, int64_t k, float* entropy, float* values,
-    int64_t* indices) {
-  constexpr int64_t ROOM = 512;
-  int64_t found[ROOM + LANES];
-  for (int64_t row = 0; row < rows; ++row) {
-    const T* x = logits + row * stride;
-    int64_t kept = 0, i = 0;
-    int32_t least = INT32_MIN;  // the k-th largest so far
-    auto consider = [&](int32_t order, int64_t index) {
-      if (order > least || kept < k) found[kept++] = (int64_t)order * (INT64_C(1) << 32) + (INT32_MAX - index);
-    };
-    auto shrink = [&] {
-      drop_all_but(k, found, kept);
-      kept = k;
-      least = (int32_t)(found[k - 1] >> 32);
-    };
-    for (; i + LANES <= width; i += LANES) {
-      Lanes v = load(x + i) + 0.0f;  // makes -0.0 a 0.0
-      v = v == v ? v : (Lanes{} + NAN);
-      Ints bits = (Ints)v, order = bits < 0 ? bits ^ INT32_MAX : bits, above = order > least;
-      int32_t any = 0;
-      for (int l = 0; l < LANES; ++l) any |= above[l];
-      if (!any && kept >= k) continue;
-      for (int l = 0; l < LANES; ++l) consider(order[l], i + l);
-      if (kept >= ROOM || (kept >= 2 * k && least == INT32_MIN)) shrink();
-    }
-    for (; i < width; ++i) {
-      float v = load(x + i, 1)[0] + 0.0f;
-      v = v == v ? v : NAN;
-      int32_t bits;
-      std::memcpy(&bits, &v, sizeof v);
-      consider(bits < 0 ? bits ^ INT32_MAX : bits, i);
-    }
-    sort_largest(k, found, kept);
-    float* value = values + row * k;
-    for (int64_t j = 0; j < k; ++j) {
-      int64_t index = INT32_MAX - (found[j] & UINT32_MAX);
-      indices[row * k + j] = index;
-      value[j] = load(x + index, 1)[0];
-    }
-    float top = value[0];
-    double total = 0, weight = 0;  // double: many small terms follow a large one
-    for (int64_t j = 0; j < k; j += LANES) {
-      int64_t n = k - j < LANES ? k - j : LANES;
-      Lanes shifted = load(value + j, n) - top, e = exponential(shifted);
-      for (int64_t l = 0; l < n; ++l) {
-        total += e[l];
-        if (value[j + l] != -INFINITY) weight += e[l] * shifted[l];
+    int64_t* indices, int threads) {
+  share(rows, 1, threads, [=](int64_t row, int64_t last) {
+    int64_t found[4 * MOST_LARGEST];
+    for (; row < last; ++row) {
+      const T* x = logits + row * stride;
+      largest(x, width, k, found);
+      float* value = values + row * k;
+      for (int64_t j = 0; j < k; ++j) {
+        int64_t index = INT32_MAX - (found[j] & UINT32_MAX);
+        indices[row * k + j] = index;
+        value[j] = load(x + index, 1)[0];
       }
+      float top = value[0];
+      double total = 0, weight = 0;  // double: many small terms follow a large one
+      for (int64_t j = 0; j < k; j += LANES) {
+        int64_t n = k - j < LANES ? k - j : LANES;
+        Lanes shifted = load(value + j, n) - top, e = exponential(shifted);
+        for (int64_t l = 0; l < n; ++l) {
+          total += e[l];
+          if (value[j + l] != -INFINITY) weight += e[l] * shifted[l];
+        }
+      }
+      entropy[row] = std::isinf(top) ? NAN : static_cast<float>(std::log(total) - weight / total);
     }
-    entropy[row] = std::isinf(top) ? NAN : static_cast<float>(std::log(total) - weight / total);
-  }
+  });
   return 0;
 }
 

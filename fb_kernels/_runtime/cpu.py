@@ -6,7 +6,7 @@ inputs, such as the rows of a decode step and the candidates of a training step,
 arithmetic, and for ops that torch would make of several. Linear layers and log-probs at which torch's threads are
 faster are left to an op's reference, but for bfloat16 linear layers with AMX, which have one order of sums at all
 sizes. Threads are torch's, by the OpenMP runtime that it has loaded (threads of its own if that is another one);
-`topk_entropy`, `merge_attention_states` and `candidate_head` run on one.
+`merge_attention_states` and `candidate_head` run on one.
 
 `fb_kernels/<op>/cpu.py` calls its functions.
 """
