@@ -8,8 +8,11 @@ BIN := $(VENV)/bin
 RUN := $(VENV)/.run
 STAMP := $(VENV)/.installed
 PIP = $(BIN)/python -m pip install --constraint $(CONSTRAINTS)
-# A library whose compiler is missing is left out; that for GPUs is compiled for tests, and for the demo where there is one.
-BUILD_CUDA = FB_BUILD_CUDA=$${FB_BUILD_CUDA:-$(1)}
+# A library whose compiler is missing is left out; that for GPUs is compiled for tests, and for the demo where there is one. Its
+# compiler runs while pip downloads, which then finds it made.
+COMPILE = FB_BUILD_CUDA=$${FB_BUILD_CUDA:-$(1)} $(PYTHON) -c 'import setup; setup.build_in_place()' & compiler=$$!; \
+	set -x; $(2); status=$$?; wait $$compiler && exit $$status
+EDITABLE = FB_BUILD_CUDA=skip FB_BUILD_CPU=skip $(PIP) --no-build-isolation --editable
 
 # One thread per process: tests and demo run one process per core.
 export OMP_NUM_THREADS := 1
@@ -25,14 +28,11 @@ install: $(STAMP)
 $(RUN): pyproject.toml setup.py $(CONSTRAINTS) $(wildcard constraints/*) $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; own = sys.version_info[:2]; (3, 11) <= own <= (3, 13) or sys.exit(\
 		f"PYTHON: expected Python 3.11 to 3.13, got {own[0]}.{own[1]}; name another, as in: make demo PYTHON=python3.12")'
-	@echo "--- 1/3 torch, in $(VENV): 1 GB$(if $(TORCH_INDEX),, (5 GB with a GPU's libraries; TORCH_INDEX=... names an index of CPU builds))"
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@echo "--- 2/3 compiled kernels: a minute or two"
-	$(call BUILD_CUDA,$(if $(wildcard /dev/nvidia0),auto,skip)) $(BIN)/python -c 'import setup; setup.build_in_place()'
-	@echo "--- 3/3 everything else that the command futurebridge needs: half a GB"
-	$(PIP) setuptools wheel
-	$(call BUILD_CUDA,$(if $(wildcard /dev/nvidia0),auto,skip)) $(PIP) --no-build-isolation --editable '.[run]'
+	@echo "--- torch, in $(VENV): 1 GB$(if $(TORCH_INDEX),, (5 GB with a GPU's libraries; TORCH_INDEX=... names an index of CPU builds)),"
+	@echo "--- then half a GB that the command futurebridge needs; beside them a minute or two of the kernels' compiler"
+	@$(call COMPILE,$(if $(wildcard /dev/nvidia0),auto,skip),$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch \
+		&& $(PIP) setuptools wheel && $(EDITABLE) '.[run]')
 	touch $@
 
 # A decoder of others for examples/litgpt_decoder.py, without its own requirements: they want an older transformers.
@@ -40,8 +40,7 @@ LITGPT := litgpt==0.5.13 lightning==2.6.6 lightning-utilities==0.15.3 pytorch-li
 
 $(STAMP): $(RUN)
 	@echo "--- what the tests need: some 3 GB, among them Ray, TRL, lm-eval and clients of servers"
-	$(call BUILD_CUDA,auto) $(BIN)/python -c 'import setup; setup.build_in_place()'
-	$(call BUILD_CUDA,auto) $(PIP) --no-build-isolation --editable '.[dev]'
+	@$(call COMPILE,auto,$(EDITABLE) '.[dev]')
 	$(PIP) --no-deps $(LITGPT)
 	touch $@
 
