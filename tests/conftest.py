@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 from collections import Counter
@@ -43,7 +44,7 @@ settings.load_profile("futurebridge")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only the first test of every file that is not slow")
-    parser.addoption("--all", action="store_true", help="every case of every sweep")
+    parser.addoption("--all", action="store_true", help="every case of every sweep, and twice the draws")
 
 
 def in_part(item: pytest.Item, cases: Counter[str]) -> bool:
@@ -65,9 +66,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if settings.get_current_profile_name() == "many" and is_hypothesis_test(item.obj):
-            own = item.obj._hypothesis_internal_use_settings
-            item.obj._hypothesis_internal_use_settings = settings(own, max_examples=settings.default.max_examples)
+    many = settings.get_current_profile_name() == "many"
+    for test in {item.obj for item in items if is_hypothesis_test(item.obj)}:  # its cases share what they draw by
+        own = test._hypothesis_internal_use_settings
+        part = own.max_examples if config.getoption("--all") else math.ceil(own.max_examples / 2)
+        draws = settings.default.max_examples if many else part
+        test._hypothesis_internal_use_settings = settings(own, max_examples=draws)
 
 
 def pytest_runtest_setup() -> None:

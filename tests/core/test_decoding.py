@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import zoo
-from tiny import EOS, FAMILIES, V, prompts, tiny
+from tiny import EOS, FAMILIES, V, ending, prompts, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import DynamicCache, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
@@ -128,7 +128,7 @@ SCORES = {
 
 @pytest.mark.parametrize("pool", ["joint", "slm", "llm"])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_equals_a_plain_loop_token_by_token_and_event_by_event(family, pool):
     options = {"sliding_window": 5} if family == "mistral" else {}
     slm, llm = tiny(family, 1, **options), tiny("llama" if family == "qwen3" else family, 2)
@@ -441,14 +441,7 @@ def test_vocabularies_are_compared():
 
 
 def test_the_tokenizers_end_token_ends_a_generation_too():
-    model = tiny("qwen3", 6)
-    (prompt,) = prompts(7)
-    model.generation_config.eos_token_id = []
-    whole = LocalLLM(model).complete(prompt, 20).tolist()
-    last = next(place for place in range(3, 20) if whole.index(whole[place]) == place)
-    made = Tokenizer(WordLevel({f"w{token}": token for token in range(V)}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0", eos_token=f"w{whole[last]}")
-    plain = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
+    model, prompt, tokenizer, plain, whole = ending()
     never = RequestPolicy(NEVER)
     pair = Pair(model, model, (tokenizer, plain))
     ways = [
@@ -462,11 +455,11 @@ def test_the_tokenizers_end_token_ends_a_generation_too():
     ]
     with Engine(pair, SLMPreference(), never, max_batch=2, max_length=64) as engine:
         ways += engine.generate_many([prompt], 20)
-    assert [way.token_ids.tolist() for way in ways] == [whole[: last + 1]] * 4
+    assert [way.token_ids.tolist() for way in ways] == [whole] * 4
     large = Pair(model, model, tokenizer).large()
-    assert large.ends == {whole[last]}
-    assert large.complete(prompt, 20).tolist() == whole[: last + 1]
-    assert LocalLLM(model, tokenizer=tokenizer).complete(prompt, 20).tolist() == whole[: last + 1]
+    assert large.ends == {whole[-1]}
+    assert large.complete(prompt, 20).tolist() == whole
+    assert LocalLLM(model, tokenizer=tokenizer).complete(prompt, 20).tolist() == whole
 
 
 def test_padding_of_the_embedding_never_counts():

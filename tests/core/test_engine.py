@@ -252,6 +252,7 @@ def test_prompts_that_arrive_together_compute_their_common_pages_once(monkeypatc
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "llama", "qwen2"])
+@pytest.mark.sweep(3)
 def test_sequences_come_out_as_alone(family, ahead):
     """More of them than rows, of all lengths, some with common beginnings; also where the host looks a step late."""
     slm, llm = models(family, **({"sliding_window": 70} if family == "mistral" else {}))

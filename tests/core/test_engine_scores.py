@@ -63,6 +63,7 @@ class Counts:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "llama", "qwen2"])
+@pytest.mark.sweep(2)
 def test_continuations_beside_running_sequences_get_the_scorers_numbers(family):
     slm, llm = models(family, **({"sliding_window": 70} if family == "mistral" else {}))
     asked, scorer = prompts(5, 150, 9, seed=3), CompatibilityScorer(slm)

@@ -62,7 +62,7 @@ def random_reranker(model, seed=0, **options):
 
 @pytest.mark.parametrize("case", range(10))
 @pytest.mark.parametrize("family", NATIVE)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(7)
 def test_tokens_and_events_are_the_plain_decoders(family, case):
     """Five prompts of every family and case, one to four together: 200, of which few hang on less than the margin."""
     slm, llm = pair(family, case)
@@ -110,6 +110,7 @@ def test_a_sequence_longer_than_a_bucket(family):
 
 @pytest.mark.parametrize("family", NATIVE)
 @pytest.mark.parametrize("k", [3, 8, 12])
+@pytest.mark.sweep(5)
 def test_a_merged_reranker_scores_as_the_adapter(family, k):
     """Pools of up to 2 k candidates: fewer than a forward's rows, as many, and more."""
     slm, llm = pair(family, 7)
@@ -178,6 +179,7 @@ def memory(step):
 
 
 @pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.sweep(2)
 def test_a_hundred_steps_ask_the_host_for_nothing_and_move_nothing(family, monkeypatch):
     monkeypatch.setattr(Experts, "_each", Experts._grouped)  # as on a GPU
     step = running(family)

@@ -43,6 +43,7 @@ def highest_id(tokens, candidates):
 
 
 @pytest.mark.parametrize(("scope", "n", "chance_beaten"), [("candidate", 120, 0.5), ("sequence", 50, 0.35)])
+@pytest.mark.sweep(2)
 def test_learns_a_rule_on_the_candidate(scope, n, chance_beaten):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # PEFT initialises the adapter from the global generator

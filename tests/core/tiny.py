@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -14,6 +16,7 @@ from transformers import (
     MixtralConfig,
     Phi3Config,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -109,3 +112,15 @@ def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     """Random prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, V, (n,), generator=generator) for n in lengths]
+
+
+def ending() -> tuple[PreTrainedModel, torch.Tensor, PreTrainedTokenizerFast, PreTrainedTokenizerFast, list[int]]:
+    """(a model, a prompt, a tokenizer whose end token the model writes, one without, the tokens up to that)."""
+    model, (prompt,) = tiny("qwen3", 6), prompts(7)
+    model.generation_config.eos_token_id = []
+    whole = model.generate(prompt[None], max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+    last = next(place for place in range(3, 20) if whole.index(whole[place]) == place)
+    made = Tokenizer(WordLevel({f"w{token}": token for token in range(V)}, unk_token="w0"))
+    plain = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
+    ended = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0", eos_token=f"w{whole[last]}")
+    return model, prompt, ended, plain, whole[: last + 1]

@@ -30,6 +30,7 @@ def called(way: str, **sizes: Any) -> Case:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sweep(2)
 def test_what_is_not_finite_shows_where_it_is_seen(way: str, value: float) -> None:
     """Values after the held keys and before the window must not show; values that a row sees must."""
     case = called(way, held=70, window=20)
@@ -51,6 +52,7 @@ def test_what_is_not_finite_shows_where_it_is_seen(way: str, value: float) -> No
 @pytest.mark.parametrize("held", [0, 65, 200])
 @pytest.mark.parametrize("rows", [1, 4, 13])
 @pytest.mark.parametrize("way", [*CPU, "cuda", "triton"])
+@pytest.mark.sweep(4)
 def test_a_row_has_the_same_bits_in_any_company(way: str, rows: int, held: int) -> None:
     if way == "triton":
         rows, held = min(rows, 5), held // 5

@@ -233,7 +233,7 @@ def test_a_row_alone_has_the_same_bits(name: str, way: str) -> None:
 
 
 @promised(DIFFERENTIABLE)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 def test_a_gradient_alone_is_the_same(name: str, way: str) -> None:
     """And the gradients through each result sum up to those through all."""
     op, taken = declared(name, way)
@@ -379,6 +379,7 @@ def test_gradcheck(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
+@pytest.mark.sweep(2)
 def test_it_compiles_whole(name: str) -> None:
     op = OPS[name]
     case = op.cast(op.make(**op.typical), torch.float32)

@@ -111,7 +111,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("op", "changes"), [(op, each) for op, some in CHANGES.items() for each in some], ids=str)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 def test_every_launch_is_right(op: str, changes: dict[str, int]) -> None:
     """Also of a tile or a block alone, of fewer blocks than one half is ahead, and with no last tile that is cut."""
     for case in {
@@ -302,6 +302,7 @@ def shared(case: Case, name: str) -> Case:
 
 
 @pytest.mark.parametrize("unfit", OTHERS)
+@pytest.mark.sweep(2)
 def test_what_it_was_not_made_for_is_left_to_triton(unfit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = OTHERS[unfit]()
     monkeypatch.setattr(tuning, "hopper", lambda: "another GPU" not in unfit)

@@ -149,6 +149,7 @@ KINDS: dict[str, Callable[[], BranchLayout]] = {
 @pytest.mark.parametrize("options", [{}, {"window": 3, "softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("which", ["reference", "auto"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sweep(5)
 def test_a_layout_is_read_once(kind: str, which: str, options: dict[str, Any], reads: list[int]) -> None:
     """Over all layers, forward and backward; also where nobody holds it any more when the backward comes."""
     given = KINDS[kind]()

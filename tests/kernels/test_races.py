@@ -144,7 +144,7 @@ def replayed(library: Path, given: list[dict[str, Any]], folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 def test_blocks_wait_for_what_others_write(name: str, tmp_path: Path) -> None:
     given = recorded(name)
     assert given

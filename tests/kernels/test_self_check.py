@@ -67,7 +67,7 @@ def test_a_call_has_every_size(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", calls.every())
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 def test_what_is_right_passes(op: str) -> None:
     """The reference and the kernels for the CPU, and Triton's where they are interpreted."""
     with warnings.catch_warnings():

@@ -88,7 +88,7 @@ def test_checkpointing_changes_no_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 def test_gradients_by_transforms(name: str) -> None:
     """torch.func.grad, and vmap of it for the gradients of each sample, are what autograd says, compiled too."""
     loss, values = loss_of(case(name))

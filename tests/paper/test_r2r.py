@@ -7,11 +7,8 @@ import zoo
 from hypothesis import given
 from hypothesis import strategies as st
 from plain import models
-from tiny import EOS, V, prompts, tiny
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tiny import EOS, V, ending, prompts, tiny
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerFast
 
 from benchmarks.paper.r2r.decoding import r2r
 from benchmarks.paper.r2r.network import R2RRouter, RouterFeatures, router_features
@@ -280,15 +277,9 @@ def test_labels_of_nothing():
 
 
 def test_the_tokenizers_end_token_ends_a_generation_too():
-    model = tiny("qwen3", 6)
-    (prompt,) = prompts(7)
-    model.generation_config.eos_token_id = []
-    whole = LocalLLM(model).complete(prompt, 20).tolist()
-    last = next(place for place in range(3, 20) if whole.index(whole[place]) == place)
-    made = Tokenizer(WordLevel({f"w{token}": token for token in range(V)}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0", eos_token=f"w{whole[last]}")
+    model, prompt, tokenizer, _, whole = ending()
     (found,) = r2r(model, model, None, [prompt], 20, threshold=1.0, tokenizer=tokenizer)
-    assert found.token_ids.tolist() == whole[: last + 1]
+    assert found.token_ids.tolist() == whole
 
 
 def test_a_model_whose_tokens_depend_on_its_neighbours_is_refused():

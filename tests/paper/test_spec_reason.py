@@ -57,6 +57,7 @@ def run(slm, llm, asked, limit=40, **options):
 
 
 @pytest.mark.parametrize(("threshold", "step_tokens"), [(3, 7), (5, 40), (7, 5), (0, 6), (10, 6), (4.5, 1)])
+@pytest.mark.sweep(2)
 def test_it_is_the_naive_loop(threshold, step_tokens):
     slm, llm = models(1, 2)
     asked = prompts(4, 9, 6, 5, 7)

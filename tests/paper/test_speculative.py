@@ -40,7 +40,7 @@ def naive(slm, llm, ids, limit, rule, draft):
 @pytest.mark.parametrize("draft", [1, 3, 8])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(7)
 def test_it_is_its_definition(family, rule, draft):
     slm, llm = models(1, 2, family=family)
     asked = prompts(4, 9, 1, 6)

@@ -30,7 +30,7 @@ of_gluon = pytest.mark.skipif(not HAS_GLUON, reason="another Triton's Gluon")
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_compiles_without_a_fault(op: str, request: pytest.FixtureRequest) -> None:
     chosen = list(representative(command.launched([op], ["sm_90"])))
     kernels = {kernel for source in sources_of(op) for kernel in kernels_in(source)}
@@ -186,6 +186,7 @@ def test_every_kernel_with_tiles_is_in_the_table() -> None:
     assert all(value > 0 for value in most.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "faults"), [(triton.__version__, 1), ("0", 0)])
 def test_the_table_is_that_of_one_compiler(
     version: str, faults: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

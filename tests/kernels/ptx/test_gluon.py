@@ -52,7 +52,7 @@ def attention(table: str, dtype: torch.dtype = torch.bfloat16) -> Any:
 def tables() -> Iterator[Any]:
     for table in TABLES:
         for seed in range(10):
-            slow = [pytest.mark.slow] * (seed > 1 or table not in QUICK)
+            slow = [pytest.mark.slow] * (seed > 0 or table not in QUICK)
             yield pytest.param(table, seed, id=f"{table}, order {seed}", marks=slow)
 
 

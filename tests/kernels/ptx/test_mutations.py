@@ -140,8 +140,8 @@ def test_a_carried_bound_is_seen(groups: list, tmp_path: Path) -> None:
 
 
 COMPILED = {  # of csrc/: the op, what stands in its PTX, what it is replaced by
-    "blocks that do not wait for each other's writes": ("branch_attention", "atom.acq_rel.gpu", "atom.relaxed.gpu"),
     "warps that do not wait for each other": ("topk_entropy", r"bar\.sync\s+0;", ""),
+    "blocks that do not wait for each other's writes": ("branch_attention", "atom.acq_rel.gpu", "atom.relaxed.gpu"),
     "blocks of a cluster that do not wait": ("skinny_linear", r"barrier\.cluster\.wait;", ""),
     "a wait for the kernel before at the end": (
         "topk_entropy",
@@ -152,6 +152,7 @@ COMPILED = {  # of csrc/: the op, what stands in its PTX, what it is replaced by
 
 
 @pytest.mark.parametrize("mistake", COMPILED)
+@pytest.mark.sweep(2)
 def test_a_mistake_in_a_compiled_kernel_is_seen(mistake: str) -> None:
     name, pattern, replacement = COMPILED[mistake]
     op = OPS[name]
