@@ -3,7 +3,7 @@
 Nine operations per layer: norm, q k v, split-norm-rotate, attention, o, norm, gate and up, gated activation, down; the
 residual additions are part of the norms. A model is read once, and again when a forward finds it changed, so changes to
 it take effect: other values, dtype or device, new parameters. A model that does not compute exactly what the family's
-modules compute (adapters, hooks, quantised layers) has no native decoder.
+modules compute (hooks, quantised layers) has no native decoder; one with LoRA has one where it is asked for.
 
 Projections that are multiplied together are adjacent in memory: on first use the parameters' `data` are moved there,
 and look the same to every other user of the model. Each has a storage of its own over its part, since savers keep one
@@ -23,20 +23,23 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.dlpack import from_dlpack
 
 from fb_core.models.experts import Experts
+from fb_core.models.lora import WithLora
 from fb_kernels import LayerWeights, qk_norm_rope, rms_norm, skinny_linear, swiglu
 
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # and their classes' prefix
-FAMILIES |= {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
+EXPERTS = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}  # families, and their classes' prefix
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"} | EXPERTS
 WINDOWED = ("mistral", "mixtral")  # by the config, others by the attention module
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 LINUX = sys.platform == "linux"
@@ -46,7 +49,8 @@ WHOLE = "fb_whole"  # attribute of a storage: what it is the first part of
 READ = "fb_read"  # and this one: the decoders of the models whose first projection lies in it
 SETTINGS = ["training", "variance_epsilon", "head_dim", "scaling", "sliding_window", "attention_dropout", "rope_type"]
 SETTINGS += ["top_k", "norm_topk_prob", "jitter_noise", "config"]  # what is read of modules beside their parameters
-PARTS = itemgetter("_modules", "_parameters", "_forward_pre_hooks", "_forward_hooks")  # of a module
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+PARTS = itemgetter("_modules", "_parameters", *HOOKS)  # of a module
 CPU_ROWS = 512  # rows of a block per thread: a megabyte at hidden size 512
 # Hooks that change nothing: those that stay once a model returned hidden states, and those of the plain loop.
 INERT_HOOKS = ("transformers.utils.output_capturing", "fb_core.runtime.plain")
@@ -62,8 +66,21 @@ class Linear(NamedTuple):
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[N, out] of x[N, in]."""
-        return skinny_linear(x, self.weight, self.bias)
+        """[N, out] of x[N, in], differentiable to x."""
+        learns = x.requires_grad and torch.is_grad_enabled()
+        return (_Product.apply if learns else skinny_linear)(x, self.weight, self.bias)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return skinny_linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad @ ctx.saved_tensors[0], None, None
 
 
 class MLP(NamedTuple):
@@ -160,14 +177,17 @@ class NativeDecoder:
     norm: Norm
 
     @classmethod
-    def of(cls, model: Any) -> NativeDecoder | None:
+    def of(cls, model: Any, adapted: bool = False) -> NativeDecoder | None:
         """Read a Hugging Face causal LM and pack its weights if they are not packed yet.
 
+        With `adapted` it may have peft's LoRA in its layers, and in grad mode `forward` has a gradient to it.
+
         Returns:
-            the decoder, or None if the model is not an unchanged one of `FAMILIES`.
+            the decoder, or None if the model is not an unchanged one of `FAMILIES`, or if a gradient is wanted that the
+            decoder does not have: of other parameters, through experts, or with layers that are recomputed.
         """
         try:
-            reader = _Reader(model)
+            reader = _Reader(model, adapted)
             state, readings = reader.state(), reader.readings()
             seen, decoder = readings.get(model, (None, None))
             if seen == state:
@@ -176,8 +196,8 @@ class NativeDecoder:
             decoder = reader.decoder()
             if reader.apart:
                 del decoder  # holds the old memory
-                _pack(model)
-                reader = _Reader(model)
+                _pack(model, adapted)
+                reader = _Reader(model, adapted)
                 state, decoder = reader.state(), reader.decoder()
             reader.readings()[model] = state, decoder
             return decoder
@@ -204,7 +224,7 @@ class NativeDecoder:
         return self.rotary.inv_freq, self.rotary.attention_scaling  # type: ignore[return-value]
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """Hidden states [T, D] after the final norm of packed rows, or [N, D] with `rows`; without gradients.
+        """Hidden states [T, D] after the final norm of packed rows, or [N, D] with `rows`; differentiable to adapters.
 
         Args:
             ids: [T] int64.
@@ -242,11 +262,8 @@ def _by_rows(
     size = CPU_ROWS * torch.get_num_threads()
     if not first.is_cpu or len(first) <= size:
         return step(first, *others, *constants)
-    blocks = [
-        step(*(x if x is None else x[start : start + size] for x in (first, *others)), *constants)
-        for start in range(0, len(first), size)
-    ]
-    return tuple(map(torch.cat, zip(*blocks, strict=True)))
+    parts = zip(*(repeat(x) if x is None else x.split(size) for x in (first, *others)), strict=False)
+    return tuple(map(torch.cat, zip(*(step(*each, *constants) for each in parts), strict=True)))
 
 
 class _UnfamiliarError(Exception):
@@ -261,7 +278,8 @@ def _expect(familiar: bool) -> None:
 class _Reader:
     """Reads the modules of a family; anything else in them is an `_UnfamiliarError`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, adapted: bool = False) -> None:
+        self.adapted = adapted
         base, head = model.base_model, model.get_output_embeddings()
         _expect(head is None or unchanged(head, nn.Linear))
         self.family = str(base.config.model_type)
@@ -275,21 +293,30 @@ class _Reader:
         self.alone = [] if head is None else [head.weight]  # weights of a decode step that are not packed with others
 
     def state(self) -> list[object]:
-        """All that the decoder depends on but the weights' values: modules, settings, hooks, where parameters lie."""
+        """All that the decoder depends on but the weights' values: modules, settings, hooks, where parameters lie.
+
+        What is inside a peft layer beside its base layer is read at every call, and only checked here.
+        """
         modules, known, config = [self.base], {id(self.base)}, self.base.config
         parameters: list[Any] = []
         found: list[object] = [config.num_hidden_layers, getattr(config, "sliding_window", None)]
         for module in modules:  # the list grows
             own = module.__dict__
-            inside, mine, before, behind = PARTS(own)
+            inside, mine, *hooks = PARTS(own)
+            if module.__class__ is LoraLinear:
+                self._check_adapters(module)
+                inside = {"base_layer": inside["base_layer"]}
             if inside:
                 new = [x for x in inside.values() if x is not None and id(x) not in known]
                 modules += new
                 known.update(map(id, new))
             parameters += mine.values()
-            found += module.__class__, "forward" in own or (bool(before or behind) and hooked(module))
+            found += module.__class__, "forward" in own or (any(hooks) and hooked(module))
             if module.__class__ is not nn.Linear:
                 found += map(own.get, SETTINGS)
+        if self.adapted and torch.is_grad_enabled():
+            _expect(self.family not in EXPERTS and not any(x is not None and x.requires_grad for x in parameters))
+            _expect(not any(x.training and getattr(x, "gradient_checkpointing", False) for x in self.base.layers))
         lie = [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in parameters if type(x) is nn.Parameter]
         return [*found, *map(id, modules), *map(id, parameters), *lie]
 
@@ -297,7 +324,7 @@ class _Reader:
         """(state, decoder) of models, an attribute of the first projection's memory: gone once it lies elsewhere."""
         _expect(len(self.base.layers) > 0)
         attention = self._own(self._own(self.base.layers[0], "DecoderLayer").self_attn, "Attention")
-        weight = _plain(attention.q_proj, nn.Linear).weight
+        weight = self._base(attention.q_proj).weight
         self._check(weight)
         return vars(weight.untyped_storage()).setdefault(READ, WeakKeyDictionary())
 
@@ -369,13 +396,33 @@ class _Reader:
 
     def _linear(self, *modules: Any) -> Linear:
         """Several projections of one input as a single one."""
-        for module in modules:
-            _plain(module, nn.Linear)
-        weight = self._rows([module.weight for module in modules])
-        biases = [module.bias for module in modules]
-        if all(bias is None for bias in biases):
-            return Linear(weight, None)
-        return Linear(weight, self._rows(biases))
+        plain = [self._base(module) for module in modules]
+        weight = self._rows([module.weight for module in plain])
+        biases = [module.bias for module in plain]
+        starts = accumulate((len(module.weight) for module in plain), initial=0)
+        adapted = [pair for pair in zip(modules, starts, strict=False) if type(pair[0]) is LoraLinear]
+        linear = Linear(weight, None if all(bias is None for bias in biases) else self._rows(biases))
+        return WithLora(linear, adapted) if adapted else linear  # type: ignore[arg-type, return-value]
+
+    def _base(self, module: Any) -> Any:
+        """The linear layer, also inside a peft layer."""
+        adapted = self.adapted and unchanged(module, LoraLinear)
+        return _plain(module.base_layer if adapted else module, nn.Linear)
+
+    def _check_adapters(self, layer: Any) -> None:
+        """Refuse a peft layer that computes anything but the terms of `Term.of` beside its base layer."""
+        _expect(self.adapted and not (layer.disable_adapters and layer.merged))  # which would unmerge
+        dtype, device = self.kind
+        names = [name for name in layer.active_adapters if name in layer.lora_A]
+        for name in () if layer.disable_adapters or layer.merged else names:
+            down, up = (_plain(factors[name], nn.Linear) for factors in (layer.lora_A, layer.lora_B))
+            drop = layer.lora_dropout[name]
+            _expect(unchanged(drop, nn.Identity) or unchanged(drop, nn.Dropout))
+            _expect(name not in layer.lora_variant and up.bias is None and down.weight.dtype == up.weight.dtype)
+            widens = layer.cast_input_dtype_enabled and dtype.itemsize == 2 and len(names) == 1
+            for weight in (down.weight, up.weight):
+                _expect(type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.device == device)
+                _expect(weight.dtype == dtype or (widens and weight.dtype == torch.float32))
 
     def _rows(self, parts: list[nn.Parameter]) -> Tensor:
         for part in parts:
@@ -412,17 +459,17 @@ def unchanged(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def hooked(module: nn.Module) -> bool:
     """Whether a call of the module does more, or something else, than its class says."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    hooks = [hook for kind in HOOKS for hook in vars(module)[kind].values()]
     return "forward" in module.__dict__ or any(getattr(hook, "__module__", None) not in INERT_HOOKS for hook in hooks)
 
 
 _PACKING = threading.Lock()
 
 
-def _pack(model: Any) -> None:
+def _pack(model: Any, adapted: bool) -> None:
     """Move each group of parts [n_i, ...] that a familiar model has apart into one whole [sum n_i, ...]."""
     with _PACKING, torch.inference_mode(False), torch.no_grad():
-        reader = _Reader(model)  # again, since another thread may have packed them
+        reader = _Reader(model, adapted)  # again, since another thread may have packed them
         reader.decoder()
         moved = 0
         for parts, whole in zip(reader.apart, _storages(reader.apart), strict=True):

@@ -267,8 +267,8 @@ def packed_forward(
 ) -> Tensor:
     """Hidden states (after the final norm) of packed rows, every decoder layer run once.
 
-    Without gradients and autocast, a model of the Llama family runs in its native decoder, which packs its weights on
-    first use (`fb_core.models.native`); everything else goes through the model's own modules.
+    Without autocast, a model of the Llama family runs in its native decoder, which packs its weights on first use
+    (`fb_core.models.native`), also with LoRA and its gradients; everything else goes through the model's own modules.
 
     Args:
         model: a causal LM that `check_supported` accepts.
@@ -286,9 +286,8 @@ def packed_forward(
     """
     if model.training:
         _check_steady(model)
-    plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled(ids.device.type)
-    if plain and not sharded(model):  # whose gathered weights must not move
-        native = NativeDecoder.of(model)
+    if not torch.is_autocast_enabled(ids.device.type) and not sharded(model):  # whose gathered weights must not move
+        native = NativeDecoder.of(model, adapted=True)
         if native is not None:
             return native.forward(ids, positions, layout.attend, rows)
     hidden = forward_through_modules(model, ids, positions, layout)

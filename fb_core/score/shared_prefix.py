@@ -344,8 +344,8 @@ def shared_prefix_logprobs(
     Gives the same values and parameter gradients as K forwards over prefix + continuation, from P + sum R tokens
     instead of K P + sum R. Gradients also flow through the prefix. `torch.autocast` acts as on the model's own forward.
     With `model.gradient_checkpointing_enable()` and `model.train()`, layers are recomputed in the backward pass. The
-    adapters of a PEFT model are active. Under `torch.no_grad()` no activations are kept, and a model of the Llama
-    family runs in its native decoder.
+    adapters of a PEFT model are active. Under `torch.no_grad()` no activations are kept. A model of the Llama family
+    runs in its native decoder without gradients, and where only LoRA learns; then both have the same bits on a CPU.
 
     Args:
         model: a transformers causal LM whose attention goes through `AttentionInterface`, or a PEFT model of one, also

@@ -387,7 +387,7 @@ def test_adapters_learn_and_nothing_else_does():
     with torch.no_grad():
         base = full_forwards(tiny("llama").double(), PREFIX, RAGGED)
     for one, (other, _, _) in zip(frozen, base, strict=True):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # the modules norm in float32
 
 
 def test_autocast_is_as_near_as_plain_autocast():
