@@ -260,7 +260,7 @@ class _Watch(TorchDispatchMode):
     def _enter(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an fb:: op's implementation with this mode still on."""
         device = next((leaf.device.type for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), "cpu")
-        key = getattr(torch._C.DispatchKey, device.upper())
+        key = getattr(torch._C.DispatchKey, "Meta" if device == "meta" else device.upper())
         outer, self.inside = self.inside, True
         try:
             with self:

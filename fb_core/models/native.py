@@ -1,9 +1,9 @@
 """The native decoder: one packed forward of the Llama family with fused operations, on a model's own weights.
 
 Nine operations per layer: norm, q k v, split-norm-rotate, attention, o, norm, gate and up, gated activation, down; the
-residual additions are part of the norms. A model is read once, and again when a forward finds it changed, so changes to
-it take effect: other values, dtype or device, new parameters. A model that does not compute exactly what the family's
-modules compute (hooks, quantised layers) has no native decoder; one with LoRA has one where it is asked for.
+residual additions are part of the norms, on a GPU of the products. A model is read once, and again when a forward finds
+it changed, so changes to it take effect: other values, dtype or device, new parameters. A model that does not compute
+exactly what the family's modules compute (hooks, quantised layers) has no native decoder; with LoRA only where asked.
 
 Projections that are multiplied together are adjacent in memory: on first use the parameters' `data` are moved there,
 and look the same to every other user of the model. Each has a storage of its own over its part, since savers keep one
@@ -51,6 +51,7 @@ SETTINGS = ["training", "variance_epsilon", "head_dim", "scaling", "sliding_wind
 SETTINGS += ["top_k", "norm_topk_prob", "jitter_noise", "config"]  # what is read of modules beside their parameters
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 PARTS = itemgetter("_modules", "_parameters", *HOOKS)  # of a module
+IN_PLACE, FEW = ("cuda", "meta"), 32  # where a residual is added to and v read in place, of more rows than so few
 CPU_ROWS = 512  # rows of a block per thread: a megabyte at hidden size 512
 # Hooks that change nothing: those that stay once a model returned hidden states, and those of the plain loop.
 INERT_HOOKS = ("transformers.utils.output_capturing", "fb_core.runtime.plain")
@@ -88,10 +89,6 @@ class MLP(NamedTuple):
 
     gate_up: Linear  # [2F, D]
     down: Linear  # [D, F]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[N, D] of x[N, D]."""
-        return self.down(swiglu(self.gate_up(x)))
 
 
 class Norm(NamedTuple):
@@ -147,8 +144,11 @@ class Layer:
         Positions are rows of cos and sin; k and v also go to kv_out, as in `qk_norm_rope`.
         """
         normed, residual = rms_norm(hidden, *self.input_norm, residual)
-        q, k, v = qk_norm_rope(
-            self.qkv(normed),
+        qkv, v = self.qkv(normed), None
+        if kv_out is None and _in_place(qkv):  # v is not copied
+            qkv, v = qkv.split([qkv.shape[1] - self.kv_heads * cos.shape[1], self.kv_heads * cos.shape[1]], 1)
+        q, k, copied = qk_norm_rope(
+            qkv,
             self.q_norm and self.q_norm.weight,
             self.k_norm and self.k_norm.weight,
             cos,
@@ -159,12 +159,26 @@ class Layer:
             eps=self.input_norm.eps,
             kv_out=kv_out,
         )
-        return q, k, v, residual
+        return q, k, copied if v is None else v.view(k.shape), residual
 
-    def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(what the MLP adds, residual), both [T, D]: the layer's output is their sum, which the next norm takes."""
-        normed, residual = rms_norm(self.o(attended.flatten(1)), *self.mlp_norm, residual)
-        return self.mlp(normed), residual
+    def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(what the MLP adds, residual), both [T, D], whose sum the next norm takes; in place (their sum, None)."""
+        hidden, rest = _add(self.o, attended.flatten(1), residual)
+        normed, residual = rms_norm(hidden, *self.mlp_norm, rest)
+        if isinstance(self.mlp, Experts):
+            return self.mlp(normed), residual
+        return _add(self.mlp.down, swiglu(self.mlp.gate_up(normed)), residual)
+
+
+def _add(linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(linear(x), residual), or (their sum, None) where the residual can be written in place."""
+    if _in_place(x) and isinstance(linear, Linear) and linear.bias is None:
+        return residual.addmm_(x, linear.weight.T), None  # rounded once
+    return linear(x), residual
+
+
+def _in_place(x: Tensor) -> bool:
+    return x.device.type in IN_PLACE and len(x) > FEW and not torch.is_grad_enabled()
 
 
 @dataclass(frozen=True)
@@ -234,7 +248,7 @@ class NativeDecoder:
         """
         table = self.rope(positions)
         every = torch.arange(len(ids), device=ids.device)  # row i of the table is that of packed row i
-        step: Callable[..., tuple[Tensor, ...]] = self.layers[0].before_attention
+        step: Callable[..., tuple[Any, ...]] = self.layers[0].before_attention
         hidden: Tensor = self.embedding(ids)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
@@ -251,13 +265,13 @@ class NativeDecoder:
         self, index: int, attended: Tensor, residual: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """From the attention output of layer index - 1 to (q, k, v, residual) of layer index."""
-        hidden, residual = self.layers[index - 1].after_attention(attended, residual)
-        return self.layers[index].before_attention(hidden, residual, positions, cos, sin)
+        hidden, rest = self.layers[index - 1].after_attention(attended, residual)
+        return self.layers[index].before_attention(hidden, rest, positions, cos, sin)
 
 
 def _by_rows(
-    step: Callable[..., tuple[Tensor, ...]], first: Tensor, *others: Tensor | None, constants: Sequence[Tensor] = ()
-) -> tuple[Tensor, ...]:
+    step: Callable[..., tuple[Any, ...]], first: Tensor, *others: Tensor | None, constants: Sequence[Tensor] = ()
+) -> tuple[Any, ...]:
     """step(first, *others, *constants); on a CPU in blocks of rows, so that intermediate results stay in its cache."""
     size = CPU_ROWS * torch.get_num_threads()
     if not first.is_cpu or len(first) <= size:

@@ -151,7 +151,7 @@ class Layout:
     ) -> tuple[Tensor, Tensor]:
         """Attention of one layer, (out[T, Hq, E], lse[Hq, T]); its k and v are kept where `capture` is set."""
         if self.capture:
-            self.captured[layer] = (k.detach(), v.detach())
+            self.captured[layer] = (k.detach(), v.detach().contiguous())
         prefix_k, prefix_v = (k, v) if self.prefix is None else self.prefix.layers[layer]
         if self.paths is not None:
             flat = (embedding(self.paths, x.flatten(1)) for x in (prefix_k, prefix_v))  # its gradient has a fixed order

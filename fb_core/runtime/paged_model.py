@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fb_core.models.experts import Experts
 from fb_core.models.facts import CausalLM, Reading, lm_head, text_config, token_bytes
 from fb_core.models.native import FAMILIES, Layer, NativeDecoder
 from fb_core.models.packed import PrefixKV
@@ -246,8 +247,7 @@ class PagedModel:
                 q, k, v, residual = layer.before_attention(hidden, residual, positions, self.cos, self.sin, kept)
                 attended = branch_attention(q, k, v, keys, values, layout, window=layer.window, scale=layer.scale)
                 hidden, residual = layer.after_attention(attended, residual)
-        assert residual is not None
-        return hidden + residual
+        return hidden if residual is None else hidden + residual
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, vocabulary: int) -> Tensor:
@@ -269,6 +269,7 @@ def _mixture_layer(hidden: Tensor, layer: Layer, *where: Any, eps: float, **how:
     norms = (layer.q_norm and layer.q_norm.weight, layer.k_norm and layer.k_norm.weight)
     how |= {"num_heads": layer.heads, "num_kv_heads": layer.kv_heads, "eps": eps}
     attended = branch_attention_qkv(projected, *norms, *where, **how)
+    assert isinstance(layer.mlp, Experts)
     hidden = skinny_linear(attended.flatten(1), *layer.o, residual=hidden)
     return hidden + layer.mlp(rms_norm(hidden, *layer.mlp_norm)[0])
 

@@ -38,6 +38,7 @@ def branch_attention(
     pages, size = (1, len(prefix_k)) if block_table is None else prefix_k.shape[:2]
     table = cu_branch[None, :1] if block_table is None else block_table
     indices, capacity = (cu_branch, cu_group, prefix_start, prefix_len), size * table.shape[1]
+    v = v if k is None or v is None or k.stride() == v.stride() else v.contiguous()  # a part of a product's result
     pairs = ((k, v), (prefix_k, prefix_v))
     conditions = [window is softcap is None, q.dtype in (torch.float16, torch.bfloat16), width in (64, 128, 256)]
     conditions += [max(rows * heads, pages, capacity, branches, groups) < 1 << 30]

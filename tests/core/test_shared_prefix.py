@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import HANG
 from safetensors.torch import load_file, save_file
-from test_scorer import NoLogits
 from tiny import FAMILIES, V, tiny
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
@@ -31,7 +30,7 @@ from fb_core import CompatibilityScorer, shared_prefix_logprobs
 from fb_core.models.packed import packed_forward, unwrapped
 from fb_core.score import shared_prefix
 from fb_core.score.shared_prefix import shared_prefix_logprobs_many
-from fb_kernels.testing import largest_tensor
+from fb_kernels.testing import count_launches, largest_tensor
 
 PREFIX = torch.tensor([3, 17, 4, 4, 30, 9, 22, 8, 1, 40, 6])
 RAGGED = [[5, 9, 9, 30], [7], [5, 9, 2, 11, 48, 0], [], [31, 4]]
@@ -202,8 +201,9 @@ def test_bad_input_is_one_clear_sentence(ask, change, kind, words):
     arguments = {"prefix": PREFIX, "continuations": RAGGED} | change
     call = CompatibilityScorer(model).logprobs if ask == "scorer" else partial(shared_prefix_logprobs, model)
     shared_prefix_logprobs(model, PREFIX, [[1]])  # which compares a few logits
-    with NoLogits(), pytest.raises(kind, match=words) as caught:
+    with count_launches() as launches, pytest.raises(kind, match=words) as caught:
         call(**arguments)
+    assert not any("mm" in name or "linear" in name for name in launches.by_op)  # work has not begun
     assert str(caught.value).count("\n") == 0
     assert "; " in str(caught.value)
 

@@ -643,6 +643,7 @@ def test_compiled_rows_may_lie_apart() -> None:
     table = torch.nn.functional.pad(case.tensors["layout.block_table"], (0, 3), value=-9)[:, :-3]
     with running("cuda"):
         check(OP, case, case.run(**views, **{"layout.block_table": table}), [])
+        check(OP, case, case.run(v=views["v"]), [])  # copied
 
 
 @pytest.mark.parametrize("stream", [1, 2])  # on a host 1 stands for one that captures

@@ -310,7 +310,6 @@ OP = Op(
                 *((lambda name=name: relaid(name)) for name in ("q", "k", "prefix_v", "layout.cu_branch")),
                 lambda: relaid("layout.block_table"),
                 lambda: relaid("q", "offset"),
-                lambda: relaid("v", "rows apart"),
                 lambda: in_16_bits().with_(**{"layout.cu_group": ids(0, 2, 3, dtype=torch.int64)}),
             ],
         ),
