@@ -27,8 +27,7 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, up: Tensor | None) -> tuple[T
     dtype = accumulation_dtype(gate_up.dtype)
     gate, factor = (x.to(dtype) for x in halves(gate_up, up))
     grad = grad.to(dtype)
-    sigmoid = torch.sigmoid(gate)
-    d_gate, d_up = grad * factor * (sigmoid * (1 + gate * (1 - sigmoid))), grad * (gate * sigmoid)
+    d_gate, d_up = torch.ops.aten.silu_backward(grad * factor, gate), torch.nn.functional.silu(gate).mul_(grad)
     if up is None:
         return torch.cat((d_gate, d_up), -1).to(gate_up.dtype).contiguous(), grad.new_empty(0, dtype=gate_up.dtype)
     return d_gate.to(gate_up.dtype).contiguous(), d_up.to(up.dtype).contiguous()
