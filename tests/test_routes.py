@@ -81,7 +81,7 @@ def train(pair: DemoPair) -> Callable[[], object]:
 
 @pytest.mark.parametrize(
     ("heading", "make", "most"),
-    [("A group is scored", score, 6), ("An event is decoded", decode, 16), ("A reranker is trained", train, 12)],
+    [("A group is scored", score, 6), ("An event is decoded", decode, 15), ("A reranker is trained", train, 12)],
 )
 def test_a_call_runs_the_files_that_the_page_names(
     heading: str, make: Callable[[DemoPair], Callable[[], object]], most: int, pair: DemoPair

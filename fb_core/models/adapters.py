@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from fb_core._util import check_count
@@ -20,7 +19,6 @@ from fb_core.models.packed import attention_modules
 LARGEST = torch.finfo(torch.float32).max
 
 AdapterConfig: TypeAlias = LoraConfig
-Trainable: TypeAlias = PreTrainedModel | PeftModel | DistributedDataParallel
 
 # Entries of an adapter_config.json that change nothing, or that follow from the names of the weights.
 HARMLESS_ENTRIES = (
@@ -140,23 +138,3 @@ def adapter_scales(adapted: PeftModel) -> list[object]:
 def adapter_dropouts(adapted: PeftModel) -> list[nn.Module]:
     """The adapter's dropout layers."""
     return [layer for name, layer in adapted.named_modules() if ".lora_dropout." in name]
-
-
-def causal_lm(model: Any) -> PreTrainedModel:
-    """The causal LM inside a PEFT model, adapters active; any other model as it is.
-
-    Raises:
-        ValueError: an adapter that adds tokens to the prompt or acts from some of them on; the causal LM inside would
-            ignore it.
-    """
-    if not isinstance(model, PeftModel):
-        return model
-    for config in (model.peft_config[name] for name in model.active_adapters):
-        entries = [name for name in ("alora_invocation_tokens", "layer_replication") if getattr(config, name, None)]
-        if entries or config.is_prompt_learning:
-            acts = f"with {entries[0]}" if entries else "which adds to the prompt"
-            raise ValueError(
-                f"model: expected adapters inside the layers, on every token alike, got {config.peft_type.value}, "
-                f"{acts}; train with plain LoRA or another adapter of the layers"
-            )
-    return model.get_base_model()

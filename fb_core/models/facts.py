@@ -13,7 +13,9 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,11 +23,32 @@ from fb_core.models.forks import unforkable
 from fb_core.models.native import NativeDecoder, hooked, unchanged
 
 CausalLM: TypeAlias = PreTrainedModel
+Trainable: TypeAlias = PreTrainedModel | PeftModel | DistributedDataParallel
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 Cache: TypeAlias = DynamicCache  # from `empty_cache`: with a config, sliding layers would keep only their window
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 STATEFUL_LAYERS = ("linear_attention", "conv", "hybrid")
 OTHER_LAYERS = ("mlp", "moe")  # they keep nothing
+
+
+def causal_lm(model: Any) -> PreTrainedModel:
+    """The causal LM inside a PEFT model, adapters active; any other model as it is.
+
+    Raises:
+        ValueError: an adapter that adds tokens to the prompt or acts from some of them on; the causal LM inside would
+            ignore it.
+    """
+    if not isinstance(model, PeftModel):
+        return model
+    for config in (model.peft_config[name] for name in model.active_adapters):
+        entries = [name for name in ("alora_invocation_tokens", "layer_replication") if getattr(config, name, None)]
+        if entries or config.is_prompt_learning:
+            acts = f"with {entries[0]}" if entries else "which adds to the prompt"
+            raise ValueError(
+                f"model: expected adapters inside the layers, on every token alike, got {config.peft_type.value}, "
+                f"{acts}; train with plain LoRA or another adapter of the layers"
+            )
+    return model.get_base_model()
 
 
 def empty_cache(model: PreTrainedModel) -> Cache:

@@ -19,13 +19,12 @@ from fb_core.models.adapters import (
     adapter_dropouts,
     adapter_tensors,
     add_adapter,
-    causal_lm,
     classifier_config,
     lora_config,
     merged_projections,
     read_adapter_config,
 )
-from fb_core.models.facts import Cache, CausalLM, fingerprint, structure
+from fb_core.models.facts import Cache, CausalLM, causal_lm, fingerprint, structure
 from fb_core.models.packed import (
     Layout,
     Prefix,

@@ -12,8 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from fb_core.models.adapters import Trainable, causal_lm
-from fb_core.models.facts import CausalLM, lm_head, valid_ids
+from fb_core.models.facts import CausalLM, Trainable, causal_lm, lm_head, valid_ids
 from fb_core.models.packed import (
     Layout,
     Prefix,

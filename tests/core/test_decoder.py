@@ -25,8 +25,7 @@ from fb_core import BranchGroup, CompatibilityScorer, RequestPolicy, TokenRerank
 from fb_core.decode.decoder import LowLatencyDecoder
 from fb_core.models import native as native_module
 from fb_core.models import packed as packing
-from fb_core.models.adapters import causal_lm
-from fb_core.models.facts import Cache, share_weights
+from fb_core.models.facts import Cache, causal_lm, share_weights
 from fb_core.models.native import Layer, NativeDecoder
 from fb_core.models.packed import Layout, forward_through_modules, packed_forward, prefill_packed
 from fb_kernels.testing import _watch, assert_close_to_reference, count_launches, count_syncs

@@ -15,8 +15,8 @@ from tiny import V, tiny
 from warm import context, launched
 
 from fb_core import Optimisation, TokenReranker, TrainingGroup, TrainingTrajectory, train_reranker
-from fb_core.models.adapters import adapter_dropouts, causal_lm
-from fb_core.models.facts import Cache
+from fb_core.models.adapters import adapter_dropouts
+from fb_core.models.facts import Cache, causal_lm
 from fb_core.models.packed import prefill_packed
 from fb_core.rerank.training import RerankerRun, Sweep, validate
 
