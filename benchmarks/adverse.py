@@ -23,7 +23,7 @@ from numpy.random import Generator
 from scipy.stats import binomtest
 
 from benchmarks import command
-from benchmarks.evidence import SHOWN, Cells, finished_cells, gap, make, make_all, points, write_cells
+from benchmarks.evidence import SHOWN, Cells, committed, finished_cells, gap, make, make_all, points, write_cells
 from fb_core._util import write_file
 from fb_core.apps.demo import Part
 from fb_core.apps.demo.pairs import Pretraining, train_model
@@ -199,8 +199,9 @@ def main(
 ) -> None:
     """Make every run that is still missing."""
     if write:
-        write_cells(finished_cells(out), RECORDS)
+        write_cells(finished_cells(RECORDS, out), RECORDS)
         return
+    committed(RECORDS, out)
     models(out)
     jobs = {(world, seed): partial(work, world, seed, out) for seed in seeds or SEEDS for world in WORLDS}
     make_all("benchmarks.adverse", jobs, out, workers)

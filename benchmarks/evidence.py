@@ -1,8 +1,11 @@
 """Is the recipe that `train` chooses safe? Fresh problems, training sets, rerankers: `python -m benchmarks.evidence`.
 
 A cell is a whole run in one of the demo's worlds, at one seed and one request quantile, from states to the choice. Then
-the four recipes decode test problems of that seed, beside takeover and the value head without the reranker's terms.
-Finished cells are kept: the same command continues where it stopped. `--report` writes docs/evidence from them.
+the four recipes decode test problems of that seed, beside takeover, the value head without the reranker's terms, and
+the reranker over the SLM's own likeliest tokens, which calls no LLM. With 8 of these it is also certified as a fifth
+recipe, and the cell says what would then be deployed. Fixed before the first such cell: `train` certifies five if, in
+no world of this command and of `benchmarks.adverse`, their mean accuracy on test problems is below that of four.
+Finished cells are kept: the same command continues where it stopped, and `--report` puts them into docs/evidence.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from benchmarks.paper.nested_runs import work_through
 from fb_core._util import write_file
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline import statistics
-from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, RerankerStage, ValueStage
+from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, RerankerStage, Results, ValueStage
 from fb_core.apps.pipeline.collect import PolicyStage, TrajectoryStage
 from fb_core.apps.pipeline.commands import Command, run_command
 from fb_core.apps.pipeline.decode import ASKED, DecodeStage, Row, Trial
@@ -46,7 +49,7 @@ from fb_core.apps.processes import processes
 from fb_core.apps.settings.base import change
 from fb_core.apps.settings.run import RunSettings
 from fb_core.decode.deployment import LABELS, RecipeName
-from fb_core.decode.selectors import ScoringSelector, State, ValueSelector
+from fb_core.decode.selectors import FutureBridgeSelector, ScoringSelector, State, ValueSelector
 from fb_core.events import Pool
 from fb_core.rerank.value_head import ValueHead, fit_value, value_terms
 
@@ -54,6 +57,8 @@ SEEDS = tuple(range(86_011, 86_021))  # of problems, training sets and rerankers
 QUANTILES = (0.90, 0.92, 0.94, 0.96)
 PROBLEMS = 400  # test problems per cell
 TAKEOVER, ALONE = "takeover", "value without the reranker"
+OWN = {f"own-{count}": count for count in (8, 16)}  # the reranker over so many of the SLM's likeliest tokens, no LLM
+FIFTH, FIVE = "own-8", "deployed of five"  # the recipe that is certified beside the four, and what is then deployed
 REFERENCES = ("greedy", "direct")
 SHOWN = {  # labels of rows
     "greedy": LABELS["greedy"],
@@ -98,7 +103,7 @@ class TestStage(DecodeStage):
     __test__ = False  # not a test for pytest to collect
     name = "tests"
     command = "evidence"
-    slice = (*DEPLOYED, *ASKED, "train.seeds")
+    slice = (*DEPLOYED, *ASKED, "train.seeds", "choice")
     reads = (PolicyStage, RerankerStage, ValueStage, CertificationStage, ChoiceStage)
 
     @property
@@ -110,10 +115,11 @@ class TestStage(DecodeStage):
     @cached_property
     def trials(self) -> dict[str, Trial]:
         ((benchmark, problems),) = benchmark_problems(self.settings).items()
-        names = (*self.input(CertificationStage).recipes(self.seed), ALONE, TAKEOVER)
-        return {
-            f"{number:02d}": Trial(benchmark, name, self.seed, "batch", problems) for number, name in enumerate(names)
-        }
+        certification = self.input(CertificationStage)
+        names = (*certification.recipes(self.seed), ALONE, TAKEOVER, *OWN)
+        trials = [Trial(benchmark, name, self.seed, "batch", problems) for name in names]
+        trials.append(Trial(certification.name, FIFTH, self.seed, "batch", certification.problems))
+        return {f"{number:02d}": trial for number, trial in enumerate(trials)}
 
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
         context = Context(self.settings, self.run, max_length, max_batch)
@@ -122,8 +128,18 @@ class TestStage(DecodeStage):
         if trial.method == ALONE:
             selector = ValueSelector(NoScores(), self._without_scores)
             return context.decoder(selector, **pool_options(self.settings)).generate_many
+        if trial.method in OWN:
+            selector = FutureBridgeSelector(context.reranker(self.seed))
+            return context.decoder(selector, ask=False, pool="slm", slm_k=OWN[trial.method]).generate_many
         deployed = self.input(CertificationStage).deployed(cast(RecipeName, trial.method), self.seed)
         return context.decoder_for(deployed, context.reranker(self.seed)).generate_many
+
+    def of_five(self) -> str:
+        """What would be deployed if certification tested the fifth recipe too."""
+        certification, choice = self.input(CertificationStage), self.settings.choice
+        rows = [row for row in self.rows() if row.benchmark == certification.name]
+        tested = [*certification.results(self.seed), Results.of(cast(RecipeName, FIFTH), rows)]
+        return deployed_of(tested, choice.delta, choice.level)
 
     @cached_property
     def _without_scores(self) -> ValueHead:
@@ -134,6 +150,17 @@ class TestStage(DecodeStage):
             for state in (rollout.state for rollout in rollouts)
         ]
         return fit_value(terms, [rollout.correct for rollout in rollouts])
+
+
+def deployed_of(tested: Sequence[Results], delta: float, level: float) -> str:
+    """What `choose.decide` would deploy, of recipes that need no label."""
+    bound = partial(statistics.paired_lower_bound, level=1 - (1 - level) / len(tested))
+    safe = [
+        recipe
+        for recipe in tested
+        if all(recipe is one or bound(recipe.correct, one.correct).low > -delta for one in tested[:2])
+    ]
+    return min(safe or tested[:2], key=lambda one: (-one.correct.sum(), one.calls)).recipe
 
 
 def name_of(world: str, seed: int, quantile: float) -> str:
@@ -177,9 +204,20 @@ def make_all(module: str, jobs: Mapping[tuple[str, int], Callable[[], None]], ou
             print(f"{world}, seed {seed}: done, {done}/{len(jobs)}, {time.monotonic() - began:.0f} s", flush=True)
 
 
-def finished_cells(out: Path) -> list[dict[str, Any]]:
-    """The records of the cells that are made."""
-    return [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
+def committed(file: Path, out: Path) -> dict[str, dict[str, Any]]:
+    """The records of a file by name; those with every row of today are finished cells of `out` from now on."""
+    cells = {name_of(cell["world"], cell["seed"], cell["quantile"]): cell for cell in json.loads(file.read_text())}
+    (out / "cells").mkdir(parents=True, exist_ok=True)
+    for name, cell in cells.items():
+        if FIVE in cell and not (made := out / "cells" / f"{name}.json").is_file():
+            write_file(made, json.dumps(cell).encode())
+    return cells
+
+
+def finished_cells(file: Path, out: Path) -> list[dict[str, Any]]:
+    """The records of a file, with those of finished cells in their place."""
+    made = {path.stem: json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))}
+    return [*(committed(file, out) | made).values()]
 
 
 def write_cells(records: Iterable[Mapping[str, Any]], file: Path) -> None:
@@ -192,7 +230,8 @@ def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any
     """The record of a cell."""
     rows: dict[str, list[Row]] = {}
     for row in tests.rows():
-        rows.setdefault(row.method, []).append(row)
+        if row.benchmark != CertificationStage.name:
+            rows.setdefault(row.method, []).append(row)
     chosen = tests.input(ChoiceStage).folder.finished()["summary"][f"seed-{tests.seed}"]
     return {
         "world": world,
@@ -200,6 +239,7 @@ def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any
         "quantile": settings.collect.quantile,
         "threshold": frozen_policy(tests.run).threshold,
         "deployed": chosen["recipe"],
+        FIVE: tests.of_five(),
         "words": chosen["tested"][0]["words"],
         "rows": {
             name: {
@@ -368,7 +408,7 @@ def gap(cells: Cells, cell: Mapping[str, Any], name: str, other: str) -> Outcome
 
 def best_in_hindsight(cells: Cells, cell: Mapping[str, Any]) -> str:
     """The best recipe on a cell's test problems."""
-    names = (name for name in cell["rows"] if name not in (TAKEOVER, ALONE))
+    names = (name for name in cell["rows"] if name in LABELS)
     return max(names, key=lambda name: cells.correct(cell, name).mean())
 
 
@@ -524,9 +564,12 @@ def main(
     write: Annotated[bool, typer.Option("--report", help="Only write docs/evidence from the finished cells.")] = False,
 ) -> None:
     """Make every cell that is still missing."""
+    file = Path("docs", "evidence", CELLS)
     if write:
-        report(finished_cells(out), Path("docs"))
+        report(finished_cells(file, out), Path("docs"))
         return
+    if problems == PROBLEMS:
+        committed(file, out)
     jobs = {}
     for world, seed in ((world, seed) for seed in seeds or SEEDS for world in SETTINGS):
         by_quantile = {q: settings_of(world, seed, q, problems) for q in quantiles or QUANTILES}

@@ -11,7 +11,7 @@ import pytest
 from runs import settings
 
 from benchmarks import evidence
-from benchmarks.evidence import ALONE, TAKEOVER, Cells, clustered
+from benchmarks.evidence import ALONE, FIVE, OWN, TAKEOVER, Cells, clustered
 
 N = 100
 BEFORE = [
@@ -116,7 +116,9 @@ def test_cells_are_made_once_over_one_set_of_trajectories(tmp_path, monkeypatch)
     assert [path.stem for path in found] == ["plans-5-0.9", "plans-5-0.92"]
     cells = [json.loads(path.read_text()) for path in found]
     for one in cells:
-        assert one["rows"].keys() == {"greedy", "direct", "published", "value", TAKEOVER, ALONE}
+        assert one["rows"].keys() == {"greedy", "direct", "published", "value", TAKEOVER, ALONE, *OWN}
+        assert all(one["rows"][name]["calls"] == one["rows"][name]["llm_tokens"] == 0 for name in OWN)
+        assert one[FIVE] in one["rows"]
         assert one["deployed"] in one["rows"]
         assert all(len(row["correct"]) == 8 for row in one["rows"].values())
     assert cells[0]["rows"]["greedy"] == cells[1]["rows"]["greedy"]
