@@ -11,7 +11,6 @@ Finished runs are kept: the same command continues where it stopped. `--report` 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,8 +21,8 @@ import typer
 from numpy.random import Generator
 from scipy.stats import binomtest
 
-from benchmarks import command
-from benchmarks.evidence import SHOWN, Cells, committed, finished_cells, gap, make, make_all, points, write_cells
+from benchmarks import command, evidence
+from benchmarks.evidence import ALONE, OWN, SHOWN, Cells, gap, points
 from fb_core._util import write_file
 from fb_core.apps.demo import Part
 from fb_core.apps.demo.pairs import Pretraining, train_model
@@ -39,7 +38,7 @@ OUT = Path("runs", "adverse")
 RECORDS = Path("docs", "evidence", "adverse.json")
 MISTAKEN = range(5, 10)  # multipliers at which the wrong models are wrong
 WORDS = (("so", "thus", "then", "hence", "since", "note", "as", "because"),)
-RECIPES = ("direct", "published", "value", "deployed")
+RECIPES = ("direct", "published", "value", ALONE, "deployed", *OWN)
 
 
 def _right(value: int, a: int, b: int, rng: Generator) -> str:
@@ -73,15 +72,8 @@ class AdverseWorld(World):
 
 FORGETFUL = AdverseWorld(2, WORDS, "*+=>,;", 49, _right, partial(_written, more=0, carried=False))
 WRONG = replace(FORGETFUL, llm_step=partial(_written, more=11, carried=True))  # both digits of each sum
-MODELS: Mapping[tuple[str, Part], str] = {  # folders, by world and part
-    ("nothing", "slm"): "slm",
-    ("nothing", "llm"): "slm",
-    ("carry", "slm"): "slm",
-    ("carry", "llm"): "forgetful-llm",
-    ("harm", "slm"): "slm",
-    ("harm", "llm"): "wrong-llm",
-}
-WORLDS = tuple(dict.fromkeys(world for world, _ in MODELS))
+LLMS = {"nothing": "slm", "carry": "forgetful-llm", "harm": "wrong-llm"}  # by world; the small model is always "slm"
+WORLDS = tuple(LLMS)
 # Steps were chosen on role "validation": there the SLM is right on 39% (at 650 steps on 95%), the forgetful LLM on 26%.
 TRAINED: Mapping[str, tuple[World, Part, Pretraining]] = {
     "slm": (FORGETFUL, "slm", Pretraining(64, 3, 600, 3e-3)),
@@ -115,7 +107,7 @@ def settings_of(world: str, seed: int, out: Path) -> RunSettings:
     return change(
         shipped,
         {
-            "models": {part: str(out / "models" / MODELS[world, part]) for part in ("slm", "llm")},
+            "models": {part: str(out / "models" / name) for part, name in (("slm", "slm"), ("llm", LLMS[world]))},
             "problems": {"train": str(files["train"]), "seed": seed, "limit": SPLITS["train"]},
             "collect": {"quantile": QUANTILE, **longest},
             "futures": longest,
@@ -128,7 +120,7 @@ def settings_of(world: str, seed: int, out: Path) -> RunSettings:
 
 def work(world: str, seed: int, out: Path) -> None:
     """Make one run; may run in a separate process."""
-    make(world, seed, {QUANTILE: settings_of(world, seed, out)}, out)
+    evidence.make(world, seed, {QUANTILE: settings_of(world, seed, out)}, out)
 
 
 def share(count: int, of: int) -> str:
@@ -144,8 +136,10 @@ def failures(cells: Cells, delta: float) -> list[str]:
     rows = []
     for world in cells.worlds:
         for name in RECIPES:
-            gaps = [gap(cells, cell, name, "greedy").mean() for cell in cells.of(world)]
-            mean = cells.interval(world, lambda cell, name=name: gap(cells, cell, name, "greedy"))
+            some = cells.with_own if name in OWN else cells
+            if not (gaps := [gap(some, cell, name, "greedy").mean() for cell in some.of(world)]):
+                continue
+            mean = some.interval(world, lambda cell, name=name, some=some: gap(some, cell, name, "greedy"))
             below = sum(value < -delta for value in gaps)
             rows.append([world, SHOWN[name], share(below, len(gaps)), points(mean), f"{100 * min(gaps):+.1f}"])
     return markdown_table(head, rows)
@@ -157,10 +151,6 @@ def section(records: Sequence[Mapping[str, Any]]) -> list[str]:
     seeds = sorted({cell["seed"] for cell in cells.records})
     alone = {world: 100 * cells.mean_accuracy(world, "greedy") for world in cells.worlds}
     taken = {world: 100 * cells.mean_accuracy(world, "takeover") for world in cells.worlds}
-    by_recipe = {world: Counter(cell["deployed"] for cell in cells.of(world)).most_common() for world in cells.worlds}
-    counted = "; ".join(
-        f"{world}: " + ", ".join(f"{name} {count}" for name, count in counts) for world, counts in by_recipe.items()
-    )
     unpassed = sum("none of" in cell["words"] for cell in cells.records)
     return [
         "## Where the large model adds nothing or harms",
@@ -187,7 +177,8 @@ def section(records: Sequence[Mapping[str, Any]]) -> list[str]:
         "",
         *failures(cells, choice.delta),
         "",
-        f"How often each recipe was deployed: {counted}. In {unpassed} of {len(cells.records)} runs no recipe passed.",
+        f"{evidence.how_often(cells)} In {unpassed} of {len(cells.records)} runs no recipe passed.",
+        *(["", evidence.with_five(cells)] if cells.with_own.records else []),
     ]
 
 
@@ -199,12 +190,12 @@ def main(
 ) -> None:
     """Make every run that is still missing."""
     if write:
-        write_cells(finished_cells(RECORDS, out), RECORDS)
+        evidence.write_cells(evidence.finished_cells(RECORDS, out), RECORDS)
         return
-    committed(RECORDS, out)
+    evidence.committed(RECORDS, out)
     models(out)
     jobs = {(world, seed): partial(work, world, seed, out) for seed in seeds or SEEDS for world in WORLDS}
-    make_all("benchmarks.adverse", jobs, out, workers)
+    evidence.make_all("benchmarks.adverse", jobs, out, workers)
 
 
 if __name__ == "__main__":

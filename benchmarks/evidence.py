@@ -19,25 +19,23 @@ from concurrent.futures import as_completed
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
 import typer
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 from torch import Tensor
 
 from benchmarks import command
-from benchmarks.pages.theme import Theme, alone, pictured
+from benchmarks.paper.cells import percent
 from benchmarks.paper.methods.takeover import taking_over
 from benchmarks.paper.nested_runs import work_through
 from fb_core._util import write_file
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline import statistics
-from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, RerankerStage, Results, ValueStage
+from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, RerankerStage, Results, ValueStage, decide
 from fb_core.apps.pipeline.collect import PolicyStage, TrajectoryStage
 from fb_core.apps.pipeline.commands import Command, run_command
 from fb_core.apps.pipeline.decode import ASKED, DecodeStage, Row, Trial
@@ -63,15 +61,16 @@ REFERENCES = ("greedy", "direct")
 SHOWN = {  # labels of rows
     "greedy": LABELS["greedy"],
     "direct": LABELS["direct"],
-    "deployed": "**FutureBridge**",
-    "published": LABELS["published"],
-    "value": LABELS["value"],
+    "deployed": "**deployed recipe (certified)**",
+    "published": "published recipe, demo settings",
+    "value": "value (ours)",
     ALONE: ALONE,
+    **{name: f"SLM's own top {count}, no LLM" for name, count in OWN.items()},
     TAKEOVER: TAKEOVER,
 }
 COMMANDS: tuple[Command, ...] = ("collect", "futures", "score", "train")
 OUT = Path("runs", "evidence")
-CELLS, DROPPED = "cells.json", "dropped.json"  # in docs/evidence: the finished cells, and what was tried before
+CELLS = Path("docs", "evidence", "cells.json")  # the finished cells
 RESAMPLES = 2000
 Outcomes = NDArray[np.float64]
 
@@ -129,8 +128,8 @@ class TestStage(DecodeStage):
             selector = ValueSelector(NoScores(), self._without_scores)
             return context.decoder(selector, **pool_options(self.settings)).generate_many
         if trial.method in OWN:
-            selector = FutureBridgeSelector(context.reranker(self.seed))
-            return context.decoder(selector, ask=False, pool="slm", slm_k=OWN[trial.method]).generate_many
+            own = FutureBridgeSelector(context.reranker(self.seed))
+            return context.decoder(own, ask=False, pool="slm", slm_k=OWN[trial.method]).generate_many
         deployed = self.input(CertificationStage).deployed(cast(RecipeName, trial.method), self.seed)
         return context.decoder_for(deployed, context.reranker(self.seed)).generate_many
 
@@ -139,7 +138,7 @@ class TestStage(DecodeStage):
         certification, choice = self.input(CertificationStage), self.settings.choice
         rows = [row for row in self.rows() if row.benchmark == certification.name]
         tested = [*certification.results(self.seed), Results.of(cast(RecipeName, FIFTH), rows)]
-        return deployed_of(tested, choice.delta, choice.level)
+        return decide(tested, choice.delta, choice.level)[0]
 
     @cached_property
     def _without_scores(self) -> ValueHead:
@@ -150,17 +149,6 @@ class TestStage(DecodeStage):
             for state in (rollout.state for rollout in rollouts)
         ]
         return fit_value(terms, [rollout.correct for rollout in rollouts])
-
-
-def deployed_of(tested: Sequence[Results], delta: float, level: float) -> str:
-    """What `choose.decide` would deploy, of recipes that need no label."""
-    bound = partial(statistics.paired_lower_bound, level=1 - (1 - level) / len(tested))
-    safe = [
-        recipe
-        for recipe in tested
-        if all(recipe is one or bound(recipe.correct, one.correct).low > -delta for one in tested[:2])
-    ]
-    return min(safe or tested[:2], key=lambda one: (-one.correct.sum(), one.calls)).recipe
 
 
 def name_of(world: str, seed: int, quantile: float) -> str:
@@ -262,9 +250,21 @@ class Cells:
         self.records = sorted(records, key=lambda cell: (worlds.index(cell["world"]), cell["seed"], cell["quantile"]))
         self.worlds = [world for world in worlds if any(cell["world"] == world for cell in self.records)]
 
+    @property
+    def with_own(self) -> Cells:
+        """The cells that have the rows without the LLM."""
+        return Cells((cell for cell in self.records if FIVE in cell), self.worlds)
+
     def of(self, world: str) -> list[Mapping[str, Any]]:
         """The cells of a world."""
         return [cell for cell in self.records if cell["world"] == world]
+
+    def at_quantiles(self, world: str) -> dict[float, Cells]:
+        """The cells of a world by quantile."""
+        by: dict[float, list[Mapping[str, Any]]] = {}
+        for cell in self.of(world):
+            by.setdefault(cell["quantile"], []).append(cell)
+        return {at: Cells(own, self.worlds) for at, own in by.items()}
 
     def correct(self, cell: Mapping[str, Any], name: str) -> Outcomes:
         """[n]: which problems a row got right."""
@@ -275,16 +275,16 @@ class Cells:
         return cell["rows"][cell["deployed"] if name == "deployed" else name]
 
     def mean(self, world: str, name: str, column: str) -> float:
-        """The mean of a column over the cells that have the row."""
-        return float(np.mean([self.row(cell, name)[column] for cell in self.of(world) if self.has(cell, name)]))
+        """The mean of a column over all cells of a world."""
+        return float(np.mean([self.row(cell, name)[column] for cell in self.of(world)]))
 
     def mean_accuracy(self, world: str, name: str) -> float:
         """The mean accuracy over all cells of a world."""
         return float(np.mean([self.correct(cell, name).mean() for cell in self.of(world)]))
 
-    def has(self, cell: Mapping[str, Any], name: str) -> bool:
-        """Whether a cell has a row."""
-        return name == "deployed" or name in cell["rows"]
+    def have(self, name: str) -> bool:
+        """Whether all cells have a row."""
+        return all(name == "deployed" or name in cell["rows"] for cell in self.records)
 
     def interval(self, world: str, value: Any) -> Interval:
         """Of value(cell) [n], averaged over cells; the bootstrap resamples seeds, and problems within each seed."""
@@ -311,23 +311,7 @@ def drawn(seeds: int, problems: int) -> NDArray[np.uint16]:
     return counts
 
 
-def points(interval: Interval) -> str:
-    """A difference in percentage points."""
-    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * part for part in interval))
-
-
-def percent(interval: Interval) -> str:
-    """A share."""
-    return "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in interval))
-
-
-class Below(NamedTuple):
-    """Cells in which a row is below greedy decoding or the direct score by more than delta."""
-
-    cells: int  # all
-    seen: int
-    significant: int  # of those in `seen`
-    worst: float  # the lowest difference in any cell
+points = partial(percent, signed=True)  # of a difference
 
 
 def is_below(cells: Cells, cell: Mapping[str, Any], name: str, delta: float) -> bool:
@@ -335,8 +319,8 @@ def is_below(cells: Cells, cell: Mapping[str, Any], name: str, delta: float) -> 
     return any(gap(cells, cell, name, other).mean() < -delta for other in REFERENCES)
 
 
-def below(cells: Cells, world: str, name: str, delta: float) -> Below:
-    """How often and how far a row is below the two, in one world."""
+def below(cells: Cells, world: str, name: str, delta: float) -> tuple[int, int, float]:
+    """Cells of a world where a row is below greedy or direct by more than delta; those significantly so; the worst."""
     gaps = [
         [
             statistics.average_interval([cells.correct(cell, name)], [cells.correct(cell, other)], resamples=2000)
@@ -346,7 +330,7 @@ def below(cells: Cells, world: str, name: str, delta: float) -> Below:
     ]
     seen = sum(is_below(cells, cell, name, delta) for cell in cells.of(world))
     significant = sum(any(gap.high < -delta for gap in pair) for pair in gaps)
-    return Below(len(gaps), seen, significant, min(gap.mean for pair in gaps for gap in pair))
+    return seen, significant, min(gap.mean for pair in gaps for gap in pair)
 
 
 def times_below(cells: Cells, name: str, delta: float) -> int:
@@ -364,41 +348,61 @@ def methods(cells: Cells, delta: float) -> list[str]:
     rows = []
     for world in cells.worlds:
         for name, label in SHOWN.items():
-            if name == ALONE:
+            if name == ALONE or not cells.have(name):
                 continue
             accuracy = percent(cells.interval(world, lambda cell, name=name: cells.correct(cell, name)))
             counts = (f"{cells.mean(world, name, column):.2f}" for column in ("calls", "llm_tokens"))
             falls = ["", "", ""]
             if name in ("deployed", "published", "value"):
-                low = below(cells, world, name, delta)
-                falls = [f"{low.seen}", f"{low.significant}", f"{100 * low.worst:+.1f}"]
+                seen, sure, worst = below(cells, world, name, delta)
+                falls = [f"{seen}", f"{sure}", f"{100 * worst:+.1f}"]
             rows.append([world, label, accuracy, *counts, *falls])
     return markdown_table(head, rows)
 
 
 def parts(cells: Cells) -> list[str]:
     """What the reranker and the head each add: value against either alone, in all cells and at each quantile."""
-    quantiles = sorted({cell["quantile"] for cell in cells.records})
     rows = []
     for world in cells.worlds:
         for other in (ALONE, "published"):
-            row = [world, SHOWN[other]]
-            for quantile in (None, *quantiles):
-                some = Cells(cell for cell in cells.of(world) if quantile in (None, cell["quantile"]))
-                gaps = some.interval(world, lambda cell, some=some, other=other: gap(some, cell, "value", other))
-                row.append(points(gaps))
-            rows.append(row)
-    head = ["world", "value minus, pp", "all quantiles", *(f"{quantile:g}" for quantile in quantiles)]
-    return markdown_table(head, rows)
+            groups = (cells, *cells.at_quantiles(world).values())
+            gaps = (some.interval(world, lambda cell, other=other: gap(cells, cell, "value", other)) for some in groups)
+            rows.append([world, SHOWN[other], *map(points, gaps)])
+    quantiles = (f"{quantile:g}" for quantile in sorted({cell["quantile"] for cell in cells.records}))
+    return markdown_table(["world", "value minus, pp", "all quantiles", *quantiles], rows)
 
 
-def needed(cells: Cells) -> str:
-    """In which worlds the value with the reranker is above the head without it, in a sentence."""
-    gaps = {world: cells.interval(world, lambda cell: gap(cells, cell, "value", ALONE)) for world in cells.worlds}
-    worlds = [world for world, interval in gaps.items() if interval.low > 0]
-    rest = [world for world in gaps if world not in worlds]
-    words = f"The reranker adds accuracy in {', '.join(worlds) or 'no world'}"
-    return f"{words}; not shown in {', '.join(rest)}." if rest else f"{words}."
+def by_quantile(cells: Cells) -> list[str]:
+    """Accuracy by world and quantile with and without the LLM."""
+    names = ("greedy", "deployed", "published", *OWN)
+    rows = [
+        [world, f"{at:g}", *(f"{100 * own.mean_accuracy(world, name):.1f}" for name in names)]
+        for world in cells.worlds
+        for at, own in cells.at_quantiles(world).items()
+    ]
+    seeds, problems = len({cell["seed"] for cell in cells.records}), len(cells.correct(cells.records[0], "greedy"))
+    note = f"*Accuracy, %; seeds: {seeds}, problems of each: {problems}.*"
+    return [*markdown_table(["world", "quantile", *(SHOWN[name] for name in names)], rows), "", note]
+
+
+def with_five(cells: Cells) -> str:
+    """What certification deploys with the fifth recipe, in the cells that say it."""
+    some = cells.with_own
+    gaps = {world: [gap(some, cell, cell[FIVE], "deployed") for cell in some.of(world)] for world in some.worlds}
+    words = ", ".join(f"{100 * np.mean(own):+.2f} in {world}" for world, own in gaps.items())
+    count, made = sum(cell[FIVE] == FIFTH for cell in some.records), len(some.records)
+    rest = f" The other {len(cells.records) - made} have not been made with it yet: `train` tests four recipes."
+    return (
+        f"Certified as a fifth recipe, the SLM's own top 8 would be deployed in {count} of {made} runs; five recipes "
+        f"minus four, pp: {words}.{rest if made < len(cells.records) else ''}"
+    )
+
+
+def how_often(cells: Cells) -> str:
+    """How often each recipe was deployed in each world."""
+    counts = {world: Counter(cell["deployed"] for cell in cells.of(world)).most_common() for world in cells.worlds}
+    words = (f"{world}: " + ", ".join(f"{name} {count}" for name, count in own) for world, own in counts.items())
+    return f"How often each recipe was deployed: {'; '.join(words)}."
 
 
 def gap(cells: Cells, cell: Mapping[str, Any], name: str, other: str) -> Outcomes:
@@ -413,7 +417,7 @@ def best_in_hindsight(cells: Cells, cell: Mapping[str, Any]) -> str:
 
 
 def above_the_line(cells: Cells, cell: Mapping[str, Any]) -> Outcomes:
-    """[n]: FutureBridge minus takeover on the share of problems that costs the same LLM tokens."""
+    """[n]: The deployed recipe minus takeover on the share of problems that costs the same LLM tokens."""
     greedy, takeover = cells.correct(cell, "greedy"), cells.correct(cell, TAKEOVER)
     share = min(1.0, cells.row(cell, "deployed")["llm_tokens"] / cells.row(cell, TAKEOVER)["llm_tokens"])
     return cells.correct(cell, "deployed") - (greedy + share * (takeover - greedy))
@@ -422,16 +426,15 @@ def above_the_line(cells: Cells, cell: Mapping[str, Any]) -> Outcomes:
 def goals(cells: Cells, delta: float, level: float) -> list[str]:
     """The goals and the results, in sentences."""
     lines, total = [], len(cells.records)
-    counts = [below(cells, world, "deployed", delta) for world in cells.worlds]
-    seen, sure = sum(shortfall.seen for shortfall in counts), sum(shortfall.significant for shortfall in counts)
+    seen, sure, _ = map(sum, zip(*(below(cells, world, "deployed", delta) for world in cells.worlds), strict=True))
     met = "met" if seen <= (1 - level) * total else "missed"
     seeds = {cell["seed"] for cell in cells.records}
     failing = {cell["seed"] for cell in cells.records if is_below(cells, cell, "deployed", delta)}
     bound = binomtest(len(failing), len(seeds)).proportion_ci(0.90, "exact").high  # one-sided 95%
     lines.append(
-        f"- FutureBridge is below in {seen} of {total} cells ({seen / total:.1%}; goal: at most {1 - level:.0%}): "
-        f"**{met}**. In {sure} cells the difference is statistically significant. {len(failing)} of {len(seeds)} seeds "
-        f"have such a cell; with 95% confidence, at most {bound:.0%} of all seeds do."
+        f"- The deployed recipe is below in {seen} of {total} cells ({seen / total:.1%}; goal: at most "
+        f"{1 - level:.0%}): **{met}**. In {sure} cells the difference is statistically significant. {len(failing)} of "
+        f"{len(seeds)} seeds have such a cell; with 95% confidence, at most {bound:.0%} of all seeds do."
     )
     fixed = ", ".join(f"{times_below(cells, name, delta)} for {name}" for name in ("value", "direct", "greedy"))
     best = sum(best_in_hindsight(cells, cell) == "greedy" for cell in cells.records)
@@ -447,38 +450,9 @@ def goals(cells: Cells, delta: float, level: float) -> list[str]:
         line = cells.interval(world, lambda cell: above_the_line(cells, cell))
         near, over = ("met" if good else "missed" for good in (gap.mean >= -0.02, line.low > 0))
         rows.append([world, f"{points(gap)} {near}", f"{points(line)} {over}"])
-    head = ["FutureBridge, pp", "minus the best recipe in hindsight (goal: at least -2)"]
+    head = ["the deployed recipe, pp", "minus the best recipe in hindsight (goal: at least -2)"]
     head.append("minus a mix of greedy decoding and takeover at equal LLM tokens (goal: above 0)")
     return [*lines, "", *markdown_table(head, rows)]
-
-
-@pictured
-def figure(cells: Cells, theme: Theme) -> Figure:
-    """FutureBridge and the published recipe against greedy decoding and the direct score, a point for each cell."""
-    drawn = Figure(figsize=(3.2 * len(cells.worlds), 3.4), layout="constrained")
-    panels = drawn.subplots(1, len(cells.worlds), sharey=True, squeeze=False)[0]
-    kinds = [(name, other) for name in ("deployed", "published") for other in REFERENCES]
-    delta = 100 * RunSettings.load(SETTINGS["plans"]).choice.delta
-    for axis, world in zip(panels, cells.worlds, strict=True):
-        for index, (name, other) in enumerate(kinds):
-            gaps = [100 * (cells.correct(cell, name) - cells.correct(cell, other)).mean() for cell in cells.of(world)]
-            beside = index + np.linspace(-0.3, 0.3, len(gaps))
-            ours = name == "deployed"
-            look = {"color": theme.ours if ours else theme.others, "marker": "o" if ours else "s"}
-            axis.plot(beside, gaps, linestyle="none", markersize=3.5, alpha=0.8, **look)
-        axis.axhline(0, color=theme.faint, linewidth=0.8)
-        axis.axhline(-delta, color=theme.ink, linewidth=0.8, linestyle="--")
-        axis.set_xticks(range(len(kinds)), [f"minus\n{other}" for _, other in kinds], fontsize=8)
-        axis.set_title(f"{world}, {len(cells.of(world))} cells", fontsize=9)
-        axis.grid(visible=False, axis="x")
-    panels[0].set_ylabel("accuracy, percentage points")
-    key = [
-        Line2D([], [], color=theme.ours, marker="o", linestyle="none", label="FutureBridge"),
-        Line2D([], [], color=theme.others, marker="s", linestyle="none", label=LABELS["published"]),
-        Line2D([], [], color=theme.ink, linestyle="--", label=f"{delta:g} points below"),
-    ]
-    drawn.legend(handles=key, loc="outside upper left", ncols=3, fontsize=8)
-    return drawn
 
 
 def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -489,11 +463,6 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> list[str]:
     problems = len(cells.correct(cells.records[0], "greedy"))
     failed = sum("none of" in cell["words"] for cell in cells.records)
     hours = sum(cell["processor_seconds"] for cell in cells.records) / 3600
-    deployed = {world: Counter(cell["deployed"] for cell in cells.of(world)) for world in cells.worlds}
-    counted = "; ".join(
-        f"{world}: " + ", ".join(f"{name} {count}" for name, count in recipes.most_common())
-        for world, recipes in deployed.items()
-    )
     gained = max(row["minus value"][0] for row in before if row["recipe"] == "as it was deployed")
     return [
         "# Is the deployed recipe safe?",
@@ -502,7 +471,7 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> list[str]:
         "",
         "A recipe that passes its certification is, with "
         f"{choice.level:.0%} confidence, at most {100 * choice.delta:g} points below greedy decoding and below the "
-        "direct LLM score ([the choice](choice.md)). This page tests whether that holds for FutureBridge, the recipe "
+        "direct LLM score ([the choice](choice.md)). This page tests whether that holds for the recipe "
         f"that a run deploys. *Below* means here: more than {100 * choice.delta:g} points below either of the two.",
         "",
         "## Where the large model helps",
@@ -522,13 +491,11 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> list[str]:
         f"sometimes differ by 2 points or more on {problems} problems. The best recipe in hindsight is picked and "
         "judged on the same test problems, so its accuracy is overestimated.",
         "",
-        "![One point per cell: its difference to greedy decoding and to the direct score](evidence/cells.svg)",
-        "",
         *methods(cells, choice.delta),
         "",
-        f"*Calls and tokens are per problem; each world has {len(cells.records) // len(cells.worlds)} cells.*",
+        "*Calls and tokens are per problem.*",
         "",
-        f"How often each recipe was deployed: {counted}.",
+        how_often(cells),
         "",
         "### Is the reranker needed?",
         "",
@@ -536,7 +503,14 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> list[str]:
         "",
         *parts(cells),
         "",
-        needed(cells),
+        "### Are the LLM's candidates needed?",
+        "",
+        "Here the run's reranker, which both models' candidates trained, takes one of the SLM's likeliest tokens. It "
+        "calls no LLM.",
+        "",
+        *by_quantile(cells.with_own),
+        "",
+        with_five(cells),
         "",
         "More recipes were tried in 120 earlier runs ([figures](evidence/dropped.json)). What was chosen among all of "
         f"them was at most {100 * gained:.1f} points above the value head alone, so only that was kept.",
@@ -544,35 +518,22 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def report(records: Sequence[Mapping[str, Any]], docs: Path) -> None:
-    """Write the cells and their figure."""
-    cells = Cells(records)
-    write_cells(cells.records, docs / "evidence" / CELLS)
-    picture = figure(cells)
-    assert picture is not None
-    write_file(docs / "evidence" / "cells.svg", alone(picture).encode())
-
-
 def main(
     out: Annotated[Path, typer.Option(help="Folder for runs and finished cells.")] = OUT,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; one per core by default.")] = None,
     seeds: Annotated[list[int] | None, typer.Option(help="Seeds; those of the evidence by default.")] = None,
-    quantiles: Annotated[
-        list[float] | None, typer.Option(help="Request quantiles; those of the evidence by default.")
-    ] = None,
     problems: Annotated[int, typer.Option(min=1, help="Test problems per cell.")] = PROBLEMS,
     write: Annotated[bool, typer.Option("--report", help="Only write docs/evidence from the finished cells.")] = False,
 ) -> None:
     """Make every cell that is still missing."""
-    file = Path("docs", "evidence", CELLS)
     if write:
-        report(finished_cells(file, out), Path("docs"))
+        write_cells(Cells(finished_cells(CELLS, out)).records, CELLS)
         return
     if problems == PROBLEMS:
-        committed(file, out)
+        committed(CELLS, out)
     jobs = {}
     for world, seed in ((world, seed) for seed in seeds or SEEDS for world in SETTINGS):
-        by_quantile = {q: settings_of(world, seed, q, problems) for q in quantiles or QUANTILES}
+        by_quantile = {q: settings_of(world, seed, q, problems) for q in QUANTILES}
         jobs[world, seed] = partial(make, world, seed, by_quantile, out)
     make_all("benchmarks.evidence", jobs, out, workers)
 

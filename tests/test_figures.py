@@ -164,42 +164,20 @@ def test_nothing_to_show_draws_nothing(tmp_path: Path) -> None:
     assert roofline.plots([untimed], tmp_path) == []
 
 
-def test_quantiles_are_shown_where_a_method_was_tried_at_all() -> None:
-    def row(key: str, quantile: float, accuracy: float, direct: float | None = None) -> Result:
-        minus = {} if direct is None else {"direct": Interval(direct, direct - 0.02, direct + 0.02)}
-        return Result(
-            table="quantiles",
-            benchmark="plans",
-            key=key,
-            label=f"the {key}",
-            quantile=quantile,
-            accuracy=Interval(accuracy, accuracy - 0.1, accuracy + 0.1),
-            problems=400,
-            minus=minus,
-        )
+def test_r2r_and_ours_are_compared_at_each_others_cost() -> None:
+    def row(table: str, key: str, right: float, tokens: float, above: float | None = None) -> Result:
+        line = None if above is None else Interval(above, above, above)
+        intervals = {"accuracy": Interval(right, right, right), "llm_tokens": Interval(tokens, tokens, tokens)}
+        return Result(table, "b", key, key, above_line=line, **intervals)
 
-    worlds = [
-        Run(
-            name=name,
-            results=(
-                row("direct", 0.9, 0.5),
-                row("published", 0.9, 0.5 + gain, gain),
-                *([row("deployed", 0.9, 0.7)] if gain > 0 else []),  # not tried everywhere
-                row("direct", 0.92, 0.6),
-                row("published", 0.92, 0.61, 0.01),
-            ),
-        )
-        for name, gain in (("tiny", 0.1), ("other", -0.1))
+    rows = [row("methods", "greedy", 0.5, 0.0), row("methods", "deployed", 0.9, 2.0, 0.3)]
+    rows += [row("methods", "r2r", 0.8, 4.0, 0.1), row("recalls", "r2r-1", 1.0, 8.0), row("recalls", "r2r", 0.8, 4.0)]
+    lines = figures.r2r([Run(name="tiny", results=tuple(rows))])
+    assert lines[0] == "| accuracy, % (LLM tokens per problem) | plans |"
+    assert [line.rpartition(" | ")[2] for line in lines[2:]] == [
+        *("80.0 (4.0) |", "+10.0 |", "65.0 (2.0) |"),
+        *("90.0 (2.0) |", "+30.0 |", "90.0 (2.0) |"),  # R2R costs more: there is nothing to interpolate
     ]
-    lines = figures.quantiles(worlds)
-    assert lines[0] == "| world | quantile | the direct | the published |"
-    assert lines[2:6] == [
-        "| plans | 0.9 | 50.0 [40.0, 60.0] | 60.0 [50.0, 70.0] |",
-        "| plans | 0.92 | 60.0 [50.0, 70.0] | 61.0 [51.0, 71.0] |",
-        "| other | 0.9 | 50.0 [40.0, 60.0] | 40.0 [30.0, 50.0] ▽ |",
-        "| other | 0.92 | 60.0 [50.0, 70.0] | 61.0 [51.0, 71.0] |",
-    ]
-    assert lines[-1].startswith("*Accuracy, % [95%], of 400 problems in each row. ▼ significantly below greedy, ")
 
 
 def test_a_target_is_held_against_the_worst_case_of_its_shapes() -> None:
@@ -336,12 +314,10 @@ def test_the_readme_shows_the_means_of_all_cells() -> None:
 
     lines = figures.accuracy(Cells([cell(1, 7), cell(2, 9)]), [])
     assert lines[2] == "| SLM alone | 50.0 (0) |"
-    assert "| **FutureBridge**: the recipe that `train` deploys | 80.0 (4.0) |" in lines
-    (counted,) = (line for line in lines if line.startswith("Means of 2 runs: 2 seeds and 1 request quantiles"))
-    assert (
-        "The published recipe is more than 2 points below the SLM alone or the direct LLM score in 0 of them, "
-        "FutureBridge in 0. It is our value head in 0, the published recipe in 2, the direct LLM score in 0."
-    ) in counted
+    assert "| **deployed recipe (certified)**: what `train` deploys; the test is ours | 80.0 (4.0) |" in lines
+    (counted,) = (line for line in lines if line.startswith("Means of 2 runs: 2 seeds, request quantiles 0.9, in"))
+    assert "At these quantiles the published recipe has 80.0 in plans." in counted
+    assert "in 0 runs, what is deployed in 0: our value head in 0, the published recipe in 2, the direct" in counted
     assert lines[-1].startswith("**Takeover is more accurate in 1 of 1 worlds**, with 10 to 10 times the LLM's tokens")
     assert "; in the paper its recipe is 2.0 points above takeover" in lines[-1]
 
@@ -351,7 +327,7 @@ def test_the_readme_shows_the_means_of_all_cells() -> None:
 
     both = (in_a_run("r2r", 0.7, 8.0), in_a_run("deployed", 0.8, 2.0), in_a_run("pool-slm-wide", 0.75, 0.0))
     lines = figures.accuracy(Cells([cell(1, 7)]), [Run(name="tiny", results=both)])
-    assert "| R2R, in one run of each world, where FutureBridge has 80.0 | 70.0 (8.0) |" in lines
+    assert "| R2R, in one run of each world, where the deployed recipe has 80.0 | 70.0 (8.0) |" in lines
     assert any("**no LLM call**" in line and line.endswith("| 75.0 (0) |") for line in lines)
     assert not any(
         "R2R, in" in line for line in figures.accuracy(Cells([cell(1, 7)]), [Run(name="tiny", results=both[1:])])

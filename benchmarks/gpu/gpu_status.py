@@ -67,10 +67,7 @@ def against_the_best(result: dict[str, Any]) -> list[str]:
         if reached is None
         else (f"; copy {reached['copy_tbps']:.2f} TB/s, bf16 product {reached['bf16_tflops']:.0f} TFLOP/s")
     )
-    lines = [
-        f"*Commit {commit_and_changes(result)}, {result['date'][:16]}{ceilings}*",
-        "",
-    ]
+    lines = [f"*Commit {commit_and_changes(result)}, {result['date'][:16]}{ceilings}*", ""]
     rows: dict[str, list[str]] = {}
     best = roofline.best_peers(result["cases"])
     for case in result["cases"]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
-from benchmarks import command, stages
-from benchmarks.adverse import section as adverse_section
-from benchmarks.evidence import DROPPED, TAKEOVER, Cells, page, times_below
+from benchmarks import adverse, command, stages
+from benchmarks.evidence import CELLS, TAKEOVER, Cells, page, times_below
 from benchmarks.gpu import gpu_status, roofline, targets
 from benchmarks.gpu.gpu_status import cost_table
 from benchmarks.harness import OURS, of_its_commit, read_results, shown_commit
@@ -35,20 +35,19 @@ ROOT = Path(__file__).parents[2]
 TABLES = Path("docs", "experiments", "tables.json")  # as `python -m benchmarks.paper report` writes it
 PAIR = Path("docs", "pretrained_pair", "tables.json")  # as examples/pretrained_pair/run.py does
 GPUS = tuple(targets.SLOWER)  # folders of their results, and of their plots in docs
-CELLS = Path("docs", "evidence", "cells.json")  # as `python -m benchmarks.evidence --report` writes them
-ADVERSE = CELLS.with_name("adverse.json")  # as `python -m benchmarks.adverse --report` does
 ON_THEIR_PAGE = ("lm_eval", "serving")  # results of a CPU that docs/scoring.md and docs/serving.md show
 DEPLOYED = "deployed"
+MAIN = ("greedy", "direct", "s2t", "r2r", DEPLOYED, "published", TAKEOVER)  # whose times docs/worlds.md shows
 ACCURACY = (  # label, row of the cells
     ("SLM alone", "greedy"),
     ("direct LLM score: at each event the LLM's likeliest token", "direct"),
-    ("**FutureBridge**: the recipe that `train` deploys", DEPLOYED),
-    ("published recipe: the paper's, at demo settings", "published"),
+    ("**deployed recipe (certified)**: what `train` deploys; the test is ours", DEPLOYED),
+    ("published recipe, demo settings: the paper's way to choose", "published"),
     ("takeover: the LLM writes everything from the first event", TAKEOVER),
 )
 ONCE = {  # rows that ran once in each world
-    "r2r": "R2R, in one run of each world, where FutureBridge has {ours}",
-    "pool-slm-wide": "**no LLM call**: the published recipe over the SLM's own 8 likeliest tokens, in the same runs",
+    "r2r": "R2R, in one run of each world, where the deployed recipe has {ours}",
+    "pool-slm-wide": "**no LLM call**: a reranker trained on the SLM's own 8 likeliest tokens, in the same runs",
 }
 SHOWN = {settings: world for world, settings in SETTINGS.items()} | {"run-small": "small", "run-control": "control"}
 PRETRAINED = "SmolLM2-135M"  # its rows show every alternative, others the fastest
@@ -95,7 +94,7 @@ def accuracy(cells: Cells, worlds: Sequence[Run]) -> list[str]:
         for label, name in ACCURACY
     ]
     count = len(cells.records)
-    seeds, quantiles = (len({cell[key] for cell in cells.records}) for key in ("seed", "quantile"))
+    seeds, quantiles = (sorted({cell[key] for cell in cells.records}) for key in ("seed", "quantile"))
     delta = RunSettings.load(SETTINGS[cells.worlds[0]]).choice.delta
     ours, theirs = (times_below(cells, name, delta) for name in (DEPLOYED, "published"))
     deployed = Counter(cell["deployed"] for cell in cells.records)
@@ -103,18 +102,23 @@ def accuracy(cells: Cells, worlds: Sequence[Run]) -> list[str]:
     tokens = [
         cells.mean(world, TAKEOVER, "llm_tokens") / cells.mean(world, DEPLOYED, "llm_tokens") for world in cells.worlds
     ]
+    at_quantiles = [
+        " / ".join(f"{100 * own.mean_accuracy(world, 'published'):.1f}" for own in cells.at_quantiles(world).values())
+        for world in cells.worlds
+    ]
     paper = published.averages()
     return [
         *markdown_table(
             ["accuracy, % (LLM tokens per problem)", *cells.worlds], rows + _in_one_run(worlds, cells.worlds)
         ),
         "",
-        f"Means of {count} runs: {seeds} seeds and {quantiles} request quantiles in each of three made-up worlds "
-        "([intervals and more](docs/evidence.md)). "
-        f"The published recipe is more than {100 * delta:g} points below the SLM alone or the direct LLM score in "
-        f"{theirs} of them, FutureBridge in {ours}. It is our value head in {deployed['value']}, the published recipe "
-        f"in {deployed['published']}, the direct LLM score in {deployed['direct']}. *Demo settings*: one horizon, K = "
-        "4 + 4, some 1,250 to 1,800 training groups; the paper has 16,576.",
+        f"Means of {count} runs: {len(seeds)} seeds, request quantiles {', '.join(f'{at:g}' for at in quantiles)}, in "
+        "each of three made-up worlds ([intervals and more](docs/evidence.md)). At these quantiles the published "
+        f"recipe has {'; '.join(f'{own} in {world}' for world, own in zip(cells.worlds, at_quantiles, strict=True))}. "
+        f"It is more than {100 * delta:g} points below the SLM alone or the direct LLM score in {theirs} runs, what is "
+        f"deployed in {ours}: our value head in {deployed['value']}, the published recipe in {deployed['published']}, "
+        f"the direct LLM score in {deployed['direct']}. *Demo settings*: one horizon of 16 tokens (plans) or 24, K = 4 "
+        "+ 4, some 1,250 to 1,800 training groups; the paper has K = 8 + 8 and 16,576.",
         f"**Takeover is more accurate in {ahead} of {len(cells.worlds)} worlds**, with {min(tokens):.0f} to "
         f"{max(tokens):.0f} times the LLM's tokens, but fewer calls{_quicker(worlds)}; in the paper its recipe is "
         f"{paper['published'] - paper['takeover']:.1f} points above takeover. Neither R2R nor FutureBridge is always "
@@ -219,10 +223,17 @@ def render_worlds(text: str, root: Path = ROOT) -> str:
     if not (root / TABLES).is_file():
         return text
     worlds = read_tables(root / TABLES)
-    tables = (("orderings", partial(paper_orderings, reversed_only=True)), ("quantiles", quantiles), ("times", times))
-    for name, lines in tables:
+    for name, lines in (
+        ("orderings", partial(paper_orderings, reversed_only=True)),
+        ("times", partial(times, keys=MAIN)),
+    ):
         text = replace_block(text, name, lines(worlds), TABLES)
     return text
+
+
+def render_questions(text: str, root: Path = ROOT) -> str:
+    """docs/troubleshooting.md with R2R beside FutureBridge."""
+    return replace_block(text, "r2r", r2r(read_tables(root / TABLES)), TABLES) if (root / TABLES).is_file() else text
 
 
 def render_pair(text: str, root: Path = ROOT) -> str:
@@ -255,13 +266,13 @@ def paper_orderings(worlds: Sequence[Run], reversed_only: bool = False) -> list[
     return ordering_lines({SHOWN.get(run.name, run.name): run.results for run in worlds}, reversed_only)
 
 
-def times(worlds: Sequence[Run]) -> list[str]:
-    """Milliseconds per problem of every method that was timed in all worlds, and greedy decodings of the same loop."""
+def times(worlds: Sequence[Run], keys: Collection[str] | None = None) -> list[str]:
+    """Milliseconds per problem of methods that were timed in all worlds, and greedy decodings of the same loop."""
     by_world = {SHOWN.get(run.name, run.name): _fastest(run) for run in worlds}
     first = next(iter(by_world.values()))
     rows = []
     for key in reversed(first):  # the fastest first
-        if all(key in timings for timings in by_world.values()):
+        if (keys is None or key in keys) and all(key in timings for timings in by_world.values()):
             own = [timings[key] for timings in by_world.values()]
             cells = [f"{1000 * one.seconds:.1f}{f' ({one.relative.mean:.2f}x)' if one.relative else ''}" for one in own]
             rows.append([f"{first[key].method}, {first[key].loop}", *cells])
@@ -281,10 +292,9 @@ def render_evidence(text: str, root: Path = ROOT) -> str:
     """docs/evidence.md, all of it."""
     if not (root / CELLS).is_file():
         return text
-    cells, before, adverse = (
-        json.loads((root / path).read_text()) for path in (CELLS, CELLS.with_name(DROPPED), ADVERSE)
-    )
-    return "\n".join([*page(Cells(cells), before), *adverse_section(adverse)]) + "\n"
+    files = (CELLS, CELLS.with_name("dropped.json"), adverse.RECORDS)
+    cells, before, runs = (json.loads((root / file).read_text()) for file in files)
+    return "\n".join([*page(Cells(cells), before), *adverse.section(runs)]) + "\n"
 
 
 def render_benchmarks(text: str, root: Path = ROOT) -> str:
@@ -307,20 +317,27 @@ def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return cost_table([case for result in results.values() for case in result["cases"]])
 
 
-def quantiles(worlds: Sequence[Run]) -> list[str]:
-    """Accuracy of the methods that were tried at every request quantile, a row for each world and quantile."""
-    labels: dict[str, str] = {}
-    groups: dict[tuple[str, float], dict[str, Result]] = {}
+def r2r(worlds: Sequence[Run]) -> list[str]:
+    """R2R and FutureBridge at their own LLM tokens, against the line to takeover, and at the other's tokens."""
+    table: dict[str, list[str]] = {}
     for run in worlds:
-        for row in run.of("quantiles"):
-            if row.quantile is not None and row.accuracy:
-                labels.setdefault(row.key, row.label)
-                groups.setdefault((SHOWN.get(run.name, run.name), row.quantile), {})[row.key] = row
-    keys = [key for key in labels if all(key in rows for rows in groups.values())]
-    body = [[world, f"{at:g}", *(marked(rows[key]) for key in keys)] for (world, at), rows in groups.items()]
-    problems = ", ".join(sorted({str(row.problems) for rows in groups.values() for row in rows.values()}))
-    note = f"*Accuracy, % [95%], of {problems} problems in each row. {LEGEND}*"
-    return [*markdown_table(["world", "quantile", *(labels[key] for key in keys)], body), "", note]
+        rows = {row.key: row for row in (*run.of("recalls"), *run.of("methods"))}
+        at = {
+            key: (row.llm_tokens.mean, 100 * row.accuracy.mean)
+            for key, row in rows.items()
+            if row.llm_tokens and row.accuracy
+        }
+        swept = sorted(at[key] for key in ("greedy", *(row.key for row in run.of("recalls"))))
+        mixed = [at["greedy"], at[DEPLOYED]]
+        for name, key, other, points in (("R2R", "r2r", DEPLOYED, swept), ("FutureBridge", DEPLOYED, "r2r", mixed)):
+            (tokens, right), above = at[key], rows[key].above_line
+            table.setdefault(name, []).append(f"{right:.1f} ({tokens:.1f})")
+            table.setdefault(f"{name}, points above the line", []).append(f"{100 * above.mean:+.1f}" if above else "")
+            tokens = min(at[other][0], points[-1][0])
+            right = np.interp(tokens, [cost for cost, _ in points], [height for _, height in points])
+            table.setdefault(f"{name}, interpolated at the other's tokens", []).append(f"{right:.1f} ({tokens:.1f})")
+    head = ["accuracy, % (LLM tokens per problem)", *(SHOWN.get(run.name, run.name) for run in worlds)]
+    return markdown_table(head, [[label, *cells] for label, cells in table.items()])
 
 
 def load(root: Path, device: str) -> dict[str, dict[str, Any]]:
@@ -440,6 +457,7 @@ LAYOUT = "docs/branch_layout.svg"
 RENDERED = {  # by file
     "README.md": render,
     "docs/worlds.md": render_worlds,
+    "docs/troubleshooting.md": render_questions,
     "docs/pretrained_pair/README.md": render_pair,
     "docs/evidence.md": render_evidence,
     "docs/benchmarks.md": render_benchmarks,

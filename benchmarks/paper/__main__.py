@@ -67,11 +67,7 @@ def report(
 
 
 @app.command(epilog="Example: python -m benchmarks.paper rollouts --config tiny")
-def rollouts(
-    config: ConfigOption,
-    changes: SetOption = None,
-    run: RunOption = None,
-) -> None:
+def rollouts(config: ConfigOption, changes: SetOption = None, run: RunOption = None) -> None:
     """Show how well scores predict the outcome of each candidate: at held-out states and, after `train`, benchmarks."""
     settings, folder = _opened(config, changes, run)
     stage = HeldOutRolloutStage(settings, folder)

@@ -12,7 +12,7 @@ from numpy.random import default_rng
 
 from benchmarks import adverse
 from benchmarks.adverse import FORGETFUL, WORLDS, WRONG
-from benchmarks.evidence import TAKEOVER, Cells
+from benchmarks.evidence import ALONE, TAKEOVER, Cells
 from fb_core.apps.demo.worlds import World
 
 N = 100
@@ -88,7 +88,7 @@ def test_a_run_has_fresh_problems_of_its_seed(tmp_path: Path):
 
 
 def cell(seed: int, deployed: str, value: int) -> dict[str, Any]:
-    rights = {"greedy": 60, "direct": 50, "published": 59, "value": value, TAKEOVER: 20}
+    rights = {"greedy": 60, "direct": 50, "published": 59, "value": value, ALONE: 58, TAKEOVER: 20}
     rows = {
         name: {"correct": "1" * right + "0" * (N - right), "calls": 1.0, "llm_tokens": 1.0}
         for name, right in rights.items()
@@ -101,10 +101,11 @@ def test_failures_are_counted_with_exact_intervals():
     assert adverse.share(0, 50) == "0 of 50: 0% [0.0%, 7.1%]"  # 1 - 0.025 ** (1 / 50)
     rows = {line.split(" | ")[1]: line for line in adverse.failures(Cells(records, WORLDS), 0.02)[2:]}
     assert "| 3 of 3: 100% [" in rows["direct LLM score"]
-    assert "| 0 of 3: 0% [" in rows["published recipe"]
-    assert "| 2 of 3: 67% [" in rows["value"]
-    assert "| 1 of 3: 33% [" in rows["**FutureBridge**"]
-    assert rows["**FutureBridge**"].endswith("| -3.0 |")
+    assert "| 0 of 3: 0% [" in rows["published recipe, demo settings"]
+    assert "| 2 of 3: 67% [" in rows["value (ours)"]
+    assert "| 0 of 3: 0% [" in rows[ALONE]
+    assert "| 1 of 3: 33% [" in rows["**deployed recipe (certified)**"]
+    assert rows["**deployed recipe (certified)**"].endswith("| -3.0 |")
     page = "\n".join(adverse.section(records))
     assert "The small model alone is right on 60.0% in harm; takeover on 20.0% in harm." in page
     assert "How often each recipe was deployed: harm: value 2, greedy 1." in page
@@ -112,4 +113,4 @@ def test_failures_are_counted_with_exact_intervals():
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_model_of_a_world_has_a_recipe(world: str):
-    assert {adverse.MODELS[world, part] for part in ("slm", "llm")} <= adverse.TRAINED.keys()
+    assert {"slm", adverse.LLMS[world]} <= adverse.TRAINED.keys()

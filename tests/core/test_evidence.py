@@ -11,7 +11,7 @@ import pytest
 from runs import settings
 
 from benchmarks import evidence
-from benchmarks.evidence import ALONE, FIVE, OWN, TAKEOVER, Cells, clustered
+from benchmarks.evidence import ALONE, FIFTH, FIVE, OWN, TAKEOVER, Cells, clustered
 
 N = 100
 BEFORE = [
@@ -28,7 +28,10 @@ def row(right: int, tokens: float = 0.0) -> dict[str, Any]:
 def cell(seed: int, deployed: str, value: int, world: str = "plans") -> dict[str, Any]:
     rights = {"greedy": (50, 0.0), "direct": (60, 3.0), TAKEOVER: (100, 50.0), "published": (40, 3.0)}
     rights |= {"value": (value, 3.0), ALONE: (70, 3.0)}
+    if seed == 1:  # made with the rows without the LLM
+        rights |= dict.fromkeys(OWN, (75, 0.0))
     about = {"world": world, "seed": seed, "quantile": 0.9, "threshold": 1.0, "words": "", "processor_seconds": 36.0}
+    about |= {FIVE: FIFTH} if seed == 1 else {}
     return {**about, "deployed": deployed, "rows": {name: row(*one) for name, one in rights.items()}}
 
 
@@ -39,12 +42,16 @@ def cells() -> Cells:
 
 
 def test_cells_below_are_counted_by_world(cells):
-    assert evidence.below(cells, "plans", "deployed", 0.02) == (2, 0, 0, 0.0)
-    assert evidence.below(cells, "plans", "published", 0.02) == (2, 2, 2, pytest.approx(-0.2))
-    assert evidence.below(cells, "control", "deployed", 0.02) == (1, 1, 0, pytest.approx(-0.05))
-    assert evidence.below(cells, "plans", TAKEOVER, 0.02).worst == pytest.approx(0.4)  # above both everywhere
+    assert evidence.below(cells, "plans", "deployed", 0.02) == (0, 0, 0.0)
+    assert evidence.below(cells, "plans", "published", 0.02) == (2, 2, pytest.approx(-0.2))
+    assert evidence.below(cells, "control", "deployed", 0.02) == (1, 0, pytest.approx(-0.05))
+    assert evidence.below(cells, "plans", TAKEOVER, 0.02)[2] == pytest.approx(0.4)  # above both everywhere
     assert evidence.times_below(cells, "deployed", 0.02) == 1
-    (row,) = (line for line in evidence.page(cells, BEFORE) if line.startswith("| control | **FutureBridge** |"))
+    (row,) = (
+        line
+        for line in evidence.page(cells, BEFORE)
+        if line.startswith("| control | **deployed recipe (certified)** |")
+    )
     assert row.endswith("| 1 | 0 | -5.0 |")
     text = "\n".join(evidence.goals(cells, 0.02, 0.95))
     assert (
@@ -83,15 +90,23 @@ def test_the_page_shows_what_was_deployed_missed_and_dropped(cells):
     assert "at most -1.0 points above the value head alone" in page
 
 
-def test_the_cells_are_kept_with_their_figure(cells, tmp_path):
-    (tmp_path / "evidence").mkdir()
-    evidence.report(cells.records, tmp_path)
-    again = json.loads((tmp_path / "evidence" / "cells.json").read_text())
-    assert again == cells.records
-    picture = (tmp_path / "evidence" / "cells.svg").read_text()
-    assert picture.startswith("<svg")
-    evidence.report(again, tmp_path)
-    assert (tmp_path / "evidence" / "cells.svg").read_text() == picture
+def test_the_rows_without_the_llm_are_shown_where_they_are(cells):
+    """In one of three cells; there what five recipes deploy is 5 points below what four do."""
+    page = "\n".join(evidence.page(cells, BEFORE))
+    assert "| plans | 0.9 | 50.0 | 80.0 | 40.0 | 75.0 | 75.0 |" in page
+    assert "the SLM's own top 8 would be deployed in 1 of 1 runs; five recipes minus four, pp: -5.00 in plans." in page
+    assert "The other 2 have not been made with it yet: `train` tests four recipes." in page
+
+
+def test_committed_cells_are_not_made_again_and_new_ones_take_their_place(cells, tmp_path):
+    file, out = tmp_path / "cells.json", tmp_path / "out"
+    evidence.write_cells(cells.records, file)
+    evidence.committed(file, out)
+    (kept,) = (out / "cells").glob("*.json")
+    assert (kept.stem, json.loads(kept.read_text())) == ("plans-1-0.9", cells.records[0])
+    again = cell(2, "published", 55)
+    (out / "cells" / "plans-2-0.9.json").write_text(json.dumps(again))
+    assert Cells(evidence.finished_cells(file, out)).records == [cells.records[0], again, cells.records[2]]
 
 
 def test_cells_are_made_once_over_one_set_of_trajectories(tmp_path, monkeypatch):

@@ -66,12 +66,7 @@ def method(name: str) -> Method:
 
 
 def generator(
-    name: str,
-    settings: PaperSettings,
-    run: Path,
-    seed: int | None,
-    max_length: int | None = None,
-    max_batch: int = 1,
+    name: str, settings: PaperSettings, run: Path, seed: int | None, max_length: int | None = None, max_batch: int = 1
 ) -> Generate:
     """The function that decodes prompts with a method; the seed is None unless the method runs once per seed."""
     return method(name).decode(Context(name, settings, run, max_length, max_batch), seed)

@@ -369,8 +369,8 @@ def decide(tested: Sequence[Results], delta: float, level: float) -> tuple[Recip
     else:
         subject = f"the best of {len(safe)} recipes (of {len(tested)} tested) that are"
     words = (
-        f"{LABELS[chosen.recipe]}: {subject} shown with {100 * level:g}% confidence to be at most {100 * delta:g} "
-        "points below greedy decoding and the direct LLM score."
+        f"{LABELS.get(chosen.recipe, chosen.recipe)}: {subject} shown with {100 * level:g}% confidence to be at most "
+        f"{100 * delta:g} points below greedy decoding and the direct LLM score."
     )
     if not safe:
         words += " It is the more accurate of these two on the same problems, which guarantees nothing."
