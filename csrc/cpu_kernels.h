@@ -1603,11 +1603,12 @@ INLINE void attended_in_tiles(
   const Heads<T> held_k = {in.k + g * in.k_head, in.k_slot, 0, in.k_page};
   const Heads<T> held_v = {in.v + g * in.v_head, in.v_slot, 0, in.v_page};
   const Scoring how = {in.scale, 0, in.window ? in.window : INT64_MAX};
-  bool sound[BLOCK];
+  bool sound[BLOCK] = {};
   Attended<F> of(own + (n + 2 * rows) * stride, n + FEW<F>, width);
-  attend<T>(of, {query, repeat * stride, stride, 0}, {key, stride, 0, 0}, {value, stride, 0, 0}, held_k, held_v, layout,
-            how, 0, 0, 0, rows, repeat, sound);
-  for (int64_t i = 0; i < n; ++i) {
+  if (in.scale > 0)  // the largest score is found before they are scaled
+    attend<T>(of, {query, repeat * stride, stride, 0}, {key, stride, 0, 0}, {value, stride, 0, 0}, held_k, held_v,
+              layout, how, 0, 0, 0, rows, repeat, sound);
+  for (int64_t i = 0; i < n && in.scale > 0; ++i) {
     Out* to = out + (row + i / repeat) * out_stride;
     copied(of.sum + i * of.sum_stride, width, to + (g * repeat + i % repeat) * width);
     if (of.total[i] == 0) sound[i / repeat] = false;

@@ -162,7 +162,7 @@ def sizes(least: int, shapes: dict[str, st.SearchStrategy], **others: st.SearchS
         "page": st.sampled_from([None, None, 1, 3, 16, 64]),
         "sequences": st.integers(1, 3),
         "window": st.none() | st.integers(1, 45),
-        "scale": st.sampled_from([None, 0.3]),
+        "scale": st.sampled_from([None, 0.3, -0.2]),
         "seed": seeds,
     }
     return st.fixed_dictionaries(drawn | shapes | others)
