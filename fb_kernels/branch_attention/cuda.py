@@ -38,15 +38,14 @@ def branch_attention(
     pages, size = (1, len(prefix_k)) if block_table is None else prefix_k.shape[:2]
     table = cu_branch[None, :1] if block_table is None else block_table
     indices, capacity = (cu_branch, cu_group, prefix_start, prefix_len), size * table.shape[1]
-    v = v if k is None or v is None or k.stride() == v.stride() else v.contiguous()  # a part of a product's result
-    pairs = ((k, v), (prefix_k, prefix_v))
     conditions = [window is softcap is None, q.dtype in (torch.float16, torch.bfloat16), width in (64, 128, 256)]
     conditions += [max(rows * heads, pages, capacity, branches, groups) < 1 << 30]
     conditions += [x.is_contiguous() for x in indices] + [x.dtype == cu_branch.dtype for x in (*indices, table)]
     conditions += [x.stride(-1) == 1 for x in (q, q if k is None else k, prefix_k, table)]
-    conditions += [x is y is None or (x is not None and y is not None and x.stride() == y.stride()) for x, y in pairs]
-    if not all(conditions):
+    if not all(conditions) or prefix_k.stride() != prefix_v.stride():
         return NotImplemented
+    if k is not None and v is not None and k.stride() != v.stride():  # v may be a part of a product's result
+        k, v = k.contiguous(), v.contiguous()
     library, most_keys = cuda.library(), capacity if max_prefix_len is None else min(capacity, max_prefix_len)
     assert not isinstance(library, str)
     needed = library.fb_branch_attention_workspace(
