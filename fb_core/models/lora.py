@@ -45,13 +45,10 @@ class WithLora(NamedTuple):
         """[N, M] of x[N, K]; differentiable to x and the adapters."""
         out = self.product(x)
         terms = [term for layer, start in self.layers for term in Term.of(layer, start)]
-        if not terms:
-            return out
-        wide = x.to(terms[0].down.dtype)
-        if not any(term.rate for term in terms):
-            return _Adapters.apply(out, wide, terms, *chain.from_iterable(term[-2:] for term in terms))
-        for term in terms:  # each draws for itself
-            out = _Adapters.apply(out, dropout(wide, term.rate), [term], *term[-2:])
+        together = len({term.down.dtype for term in terms}) == 1 and not any(term.rate for term in terms)
+        for some in [terms] if together else ([term] for term in terms):  # each draws for itself
+            wide = dropout(x.to(some[0].down.dtype), some[0].rate)
+            out = _Adapters.apply(out, wide, some, *chain.from_iterable(term[-2:] for term in some))
         return out
 
 

@@ -430,9 +430,10 @@ class _Reader:
         names = [name for name in layer.active_adapters if name in layer.lora_A]
         for name in () if layer.disable_adapters or layer.merged else names:
             down, up = (_plain(factors[name], nn.Linear) for factors in (layer.lora_A, layer.lora_B))
-            drop = layer.lora_dropout[name]
-            _expect(unchanged(drop, nn.Identity) or unchanged(drop, nn.Dropout))
-            _expect(name not in layer.lora_variant and up.bias is None and down.weight.dtype == up.weight.dtype)
+            drop, scale = layer.lora_dropout[name], layer.scaling[name]
+            _expect((unchanged(drop, nn.Identity) or unchanged(drop, nn.Dropout)) and isinstance(scale, int | float))
+            _expect(name not in layer.lora_variant and down.bias is up.bias is None)
+            _expect(down.weight.dtype == up.weight.dtype)
             widens = layer.cast_input_dtype_enabled and dtype.itemsize == 2 and len(names) == 1
             for weight in (down.weight, up.weight):
                 _expect(type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.device == device)

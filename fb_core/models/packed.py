@@ -214,6 +214,7 @@ def _widened(value: Tensor, key: Tensor) -> Tensor:
 
 
 _LAYOUT: ContextVar[Layout | None] = ContextVar("layout", default=None)  # of the packed forward under way
+_GATHERED: ContextVar[bool] = ContextVar("gathered", default=False)  # by FSDP2: weights that must not move
 _ONE_AT_A_TIME = threading.RLock()  # else threads on one model would restore each other's implementation
 
 
@@ -286,7 +287,7 @@ def packed_forward(
     """
     if model.training:
         _check_steady(model)
-    if not torch.is_autocast_enabled(ids.device.type) and not sharded(model):  # whose gathered weights must not move
+    if not torch.is_autocast_enabled(ids.device.type) and not _GATHERED.get():
         native = NativeDecoder.of(model, adapted=True)
         if native is not None:
             return native.forward(ids, positions, layout.attend, rows)
@@ -587,11 +588,12 @@ def through(model: Any, ask: Callable[[], Result]) -> Result:
         module = model.module
     elif not sharded(model):
         return ask()
-    before = vars(module).get("forward")
+    before, token = vars(module).get("forward"), _GATHERED.set(sharded(module))
     module.forward = lambda: tree_map_only(Tensor, torch.clone, ask())  # hooks on views would be lost in place
     try:
         return model()
     finally:
+        _GATHERED.reset(token)
         del module.forward
         if before is not None:
             module.forward = before

@@ -106,10 +106,11 @@ def test_hidden_states_have_the_modules_gradient():
         torch.testing.assert_close(mine, wanted, rtol=2e-5, atol=2e-5 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("narrow", ["none", "", "v_proj.lora"])
 def test_bfloat16_is_as_good_as_the_modules(narrow):
     model = adapted("qwen2", torch.bfloat16, target_modules="all-linear")
-    model = model.bfloat16() if narrow else model  # else the adapter is in float32
+    for name, factor in model.named_parameters():  # those of an adapter are in float32
+        factor.data = factor.data.bfloat16() if narrow in name else factor.data
     exact = learned(copy.deepcopy(model).double(), forward_through_modules)
     for found in zip(learned(model, packed_forward), exact, learned(model, forward_through_modules), strict=True):
         assert_close_to_reference(*found)
@@ -160,5 +161,4 @@ def test_experts_and_autocast_train_through_the_modules_and_pages_know_no_adapte
     with torch.autocast("cpu", dtype=torch.bfloat16):
         packed_forward(adapted(), *packed())
     assert len(seen) == 2
-    assert NativeDecoder.of(adapted()) is None
-    assert not NativeDecoder.fits(adapted())
+    assert (NativeDecoder.of(adapted()), NativeDecoder.fits(adapted())) == (None, False)

@@ -432,6 +432,7 @@ WRAPPERS = {
     "ddp, compiled": lambda model: torch.compile(DistributedDataParallel(torch.compile(model))),
     "fsdp2": lambda model: sharded(model, [*model.model.layers, model]),
     "fsdp2, root alone": lambda model: sharded(model, [model]),
+    "fsdp2 of adapters, root alone": lambda model: sharded(model, [model]),
     "fsdp2 of adapters": lambda model: sharded(model, [*model.base_model.model.model.layers, model]),
 }
 
