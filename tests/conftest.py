@@ -63,14 +63,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--quick"):
         fast = [item for item in items if not item.get_closest_marker("slow")]
         items[:] = {item.path: item for item in reversed(fast)}.values()
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # at the end they would leave a worker idle
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    many = settings.get_current_profile_name() == "many"
     for test in {item.obj for item in items if is_hypothesis_test(item.obj)}:  # its cases share what they draw by
         own = test._hypothesis_internal_use_settings
         part = own.max_examples if config.getoption("--all") else math.ceil(own.max_examples / 2)
-        draws = settings.default.max_examples if many else part
+        draws = settings.default.max_examples if settings.get_current_profile_name() == "many" else part
         test._hypothesis_internal_use_settings = settings(own, max_examples=draws)
 
 
