@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 RUN := $(VENV)/.run
 STAMP := $(VENV)/.installed
 PIP = $(BIN)/python -m pip install --constraint $(CONSTRAINTS)
-# A library whose compiler is missing is left out; that for GPUs is compiled for tests, and for the demo where there is one. Its
-# compiler runs while pip downloads, which then finds it made.
+# A library whose compiler is missing is left out; that for GPUs is compiled for tests, and for the demo where there is one. The
+# compilers run beside pip, which builds nothing itself.
 COMPILE = FB_BUILD_CUDA=$${FB_BUILD_CUDA:-$(1)} $(PYTHON) -c 'import setup; setup.build_in_place()' & compiler=$$!; \
 	set -x; $(2); status=$$?; wait $$compiler && exit $$status
 EDITABLE = FB_BUILD_CUDA=skip FB_BUILD_CPU=skip $(PIP) --no-build-isolation --editable
@@ -30,7 +30,7 @@ $(RUN): pyproject.toml setup.py $(CONSTRAINTS) $(wildcard constraints/*) $(wildc
 		f"PYTHON: expected Python 3.11 to 3.13, got {own[0]}.{own[1]}; name another, as in: make demo PYTHON=python3.12")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "--- torch, in $(VENV): 1 GB$(if $(TORCH_INDEX),, (5 GB with a GPU's libraries; TORCH_INDEX=... names an index of CPU builds)),"
-	@echo "--- then half a GB that the command futurebridge needs; beside them a minute or two of the kernels' compiler"
+	@echo "--- then half a GB that the command futurebridge needs; the kernels are compiled at the same time, in a minute or two"
 	@$(call COMPILE,$(if $(wildcard /dev/nvidia0),auto,skip),$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch \
 		&& $(PIP) setuptools wheel && $(EDITABLE) '.[run]')
 	touch $@

@@ -214,7 +214,7 @@ def _widened(value: Tensor, key: Tensor) -> Tensor:
 
 
 _LAYOUT: ContextVar[Layout | None] = ContextVar("layout", default=None)  # of the packed forward under way
-_GATHERED: ContextVar[bool] = ContextVar("gathered", default=False)  # by FSDP2: weights that must not move
+_GATHERED: ContextVar[bool] = ContextVar("gathered", default=False)  # FSDP2's weights must not move
 _ONE_AT_A_TIME = threading.RLock()  # else threads on one model would restore each other's implementation
 
 

@@ -26,7 +26,7 @@ def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     entropy = values.new_empty(*leading) if leading else values.new_empty(())
     library.fbcpu_topk_entropy(
         logits=x.data_ptr(), stride=x.stride(0), rows=rows, width=width, k=k, entropy=entropy.data_ptr(),
-        values=values.data_ptr(), indices=indices.data_ptr(), threads=min(rows, cpu.threads(4 * x.numel())),
+        values=values.data_ptr(), indices=indices.data_ptr(), threads=min(rows, cpu.threads(cpu.ELEMENT * x.numel())),
         narrow=x.dtype is torch.bfloat16,
     )  # fmt: skip
     return entropy, values, indices
