@@ -3,7 +3,7 @@
 Nine operations per layer: norm, q k v, split-norm-rotate, attention, o, norm, gate and up, gated activation, down; the
 residual additions are part of the norms, on a GPU of the products. A model is read once, and again when a forward finds
 it changed, so changes to it take effect: other values, dtype or device, new parameters. A model that does not compute
-exactly what the family's modules compute (hooks, quantised layers) has no native decoder; with LoRA only where asked.
+exactly what the family's modules compute (hooks, quantised layers) has no native decoder; LoRA has, if asked for.
 
 Projections that are multiplied together are adjacent in memory: on first use the parameters' `data` are moved there,
 and look the same to every other user of the model. Each has a storage of its own over its part, since savers keep one
@@ -146,7 +146,7 @@ class Layer:
         normed, residual = rms_norm(hidden, *self.input_norm, residual)
         qkv, v = self.qkv(normed), None
         if kv_out is None and _in_place(qkv):  # v is not copied
-            qkv, v = qkv.split([qkv.shape[1] - self.kv_heads * cos.shape[1], self.kv_heads * cos.shape[1]], 1)
+            qkv, v = qkv.tensor_split([-self.kv_heads * cos.shape[1]], 1)
         q, k, copied = qk_norm_rope(
             qkv,
             self.q_norm and self.q_norm.weight,
