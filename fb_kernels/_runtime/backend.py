@@ -273,9 +273,15 @@ def _module(kind: str, stem: str) -> Any:
     return import_module(f"{PACKAGE}.{stem}.{kind}")
 
 
+def flat(arguments: tuple) -> Iterator[Any]:
+    """The arguments in a row: those of a tuple in its place."""
+    for argument in arguments:
+        yield from flat(argument) if isinstance(argument, tuple) else (argument,)
+
+
 def _on_device_of(arguments: tuple, device: str) -> Any:
     """Triton launches on the current device: make it that of the arguments."""
     if device == "cpu":
         return nullcontext()
-    index = next(argument.device.index for argument in arguments if isinstance(argument, Tensor))
+    index = next(argument.device.index for argument in flat(arguments) if isinstance(argument, Tensor))
     return nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index)

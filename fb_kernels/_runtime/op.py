@@ -4,6 +4,9 @@ A call that needs only the result, on plain tensors in eager mode, goes straight
 checks if a call of the same `signature` has passed them. All other calls (gradients, compilation, modes, subclasses,
 autocast, transforms, profiling) are checked and go through torch's dispatcher, and give the same result.
 
+The arguments of an op with many are a NamedTuple, which its implementations take. Its fields, in order and those of
+tuples inside in their place, are the arguments of the operator.
+
 Under the transforms of torch.func the operators run inside a `torch.autograd.Function`, which their kernel for the
 dispatch key of transforms calls, compiled or not: grad, vjp, jacrev and vmap work (vmap as a loop); forward mode and
 ops that write to an argument are refused.
@@ -11,10 +14,12 @@ ops that write to an argument are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial, wraps
 from importlib import import_module
+from operator import itemgetter
 from types import NoneType
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -34,6 +39,8 @@ _FLOATS, _INTS = frozenset((float, NoneType)), frozenset((int, NoneType))
 _PLAIN = (Tensor, Parameter)
 _profiling = torch._C._autograd._profiler_enabled
 MOST = 4096  # most signatures that an op remembers
+_TYPES: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", list[bool]: "bool[]"}
+_TYPES |= {kind | None: f"{name}?" for kind, name in _TYPES.items()}
 
 
 def signature(
@@ -79,22 +86,29 @@ class Op:
     def __init__(
         self,
         name: str,
-        signature: str,
+        signature: str | type[tuple],
+        results: str = "",
         *,
         fake: Callable,
+        writes: Sequence[str] = (),
         folder: str = "",
         triton: bool = False,
         cuda: bool = False,
         cpu: bool = False,
     ) -> None:
-        """Define the operator, whose signature is in the schema language, and register implementations and fake.
+        """Define the operator and register implementations and fake.
 
-        The fake gives the shapes and dtypes of the results. The function `name` of the folder's `reference.py` is the
-        plain PyTorch one; `triton`, `cuda` and `cpu` say whether `triton.py`, `cuda.py` and `cpu.py` have one. By
-        default the folder has the operator's name.
+        The signature is in the schema language, or the NamedTuple of the arguments; then `results` are the types of the
+        results in that language, and `writes` names the arguments that are written to. The fake gives the shapes and
+        dtypes of the results. The function `name` of the folder's `reference.py` is the plain PyTorch one; `triton`,
+        `cuda` and `cpu` say whether `triton.py`, `cuda.py` and `cpu.py` have one. By default the folder has the
+        operator's name.
         """
         self.name = name
         self.kinds = [kind for kind, has in (("cuda", cuda), ("triton", triton), ("cpu", cpu)) if has]
+        self._pack: Callable[[tuple], tuple] | None = None
+        if isinstance(signature, type):
+            self._pack, signature = _packer(signature), f"({_declared(signature, writes)}) -> {results}"
         LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
         self.stem = stem = folder or name
         self.checked: dict[tuple, Callable] = {}
@@ -103,8 +117,8 @@ class Op:
             device: backend.implementation(name, stem, reference, self.kinds, device) for device in ("cpu", "cuda")
         }
         for device, run in self._run.items():
-            LIBRARY.impl(name, _without_autocast(run, device), device.upper())
-        torch.library.register_fake(f"{LIBRARY.ns}::{name}", fake, lib=LIBRARY)
+            LIBRARY.impl(name, _without_autocast(self._packed(run), device), device.upper())
+        torch.library.register_fake(f"{LIBRARY.ns}::{name}", self._packed(fake), lib=LIBRARY)
         self._op = getattr(OPERATORS, name).default
         self._arguments = [argument.name for argument in self._op._schema.arguments]
         self._function: type[torch.autograd.Function] | None = None
@@ -114,9 +128,16 @@ class Op:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call through the dispatcher."""
+        if self._pack is not None:
+            arguments = tuple(backend.flat(arguments))
         if torch.compiler.is_compiling() or forward_ad._current_level < 0:
             return self._op(*arguments)
         return self._transformed(*arguments)
+
+    def _packed(self, run: Callable) -> Callable:
+        """What takes the operator's arguments in a row."""
+        pack = self._pack
+        return run if pack is None else wraps(run)(lambda *given: run(pack(given)))
 
     def _transforms(self) -> None:
         """Run `_transformed` where a transform of torch.func is active: below, torch refuses opaque operators."""
@@ -137,7 +158,7 @@ class Op:
             return self
         if len(self.checked) >= MOST:
             self.checked.clear()
-        return self.checked.setdefault(key, self._run.get(first.device.type, self._op))
+        return self.checked.setdefault(key, self._run.get(first.device.type, self))
 
     def differentiate(
         self, *, to: Sequence[str], backward: Callable, setup_context: Callable | None = None, by: Op | None = None
@@ -197,6 +218,41 @@ class Op:
             if name not in self._differentiable:
                 remedy = "call it under torch.no_grad(), or pass it with .detach()"
                 raise checks.error(self.name, name, "a tensor that needs no gradient", "one that needs one", remedy)
+
+
+def _fields(arguments: type[tuple]) -> Iterator[tuple[str, Any]]:
+    """Names and types of a NamedTuple's fields, those of tuples inside in their place."""
+    for name, kind in get_type_hints(arguments).items():
+        yield from _fields(kind) if hasattr(kind, "_fields") else ((name, kind),)
+
+
+def _declared(arguments: type[tuple], writes: Sequence[str]) -> str:
+    """The fields as the schema language declares arguments; what is written to has a letter."""
+    declared = []
+    for name, kind in _fields(arguments):
+        letter = f"({chr(ord('a') + writes.index(name))}!)" if name in writes else ""
+        declared.append(f"{_TYPES[kind].replace('Tensor', 'Tensor' + letter)} {name}")
+    return ", ".join(declared)
+
+
+def _packer(arguments: type[tuple]) -> Callable[[tuple], tuple]:
+    """What makes the NamedTuple of an operator's arguments."""
+    parts: list[Callable[[tuple], Any]] = []
+    place = 0
+    for kind in get_type_hints(arguments).values():
+        if hasattr(kind, "_fields"):
+            end = place + sum(1 for _ in _fields(kind))
+            parts.append(partial(_pack_part, _packer(kind), slice(place, end)))
+            place = end
+        else:
+            parts.append(itemgetter(place))
+            place += 1
+    make = arguments._make  # type: ignore[attr-defined]
+    return make if place == len(parts) else lambda given: make([part(given) for part in parts])
+
+
+def _pack_part(pack: Callable[[tuple], tuple], part: slice, given: tuple) -> tuple:
+    return pack(given[part])
 
 
 def _needs_gradient(x: Any) -> bool:

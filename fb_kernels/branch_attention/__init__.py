@@ -10,6 +10,7 @@ from torch import Tensor
 from fb_kernels._runtime import checks, precision
 from fb_kernels._runtime.op import Op, fake_gradients, signature
 from fb_kernels._runtime.precision import accumulation_dtype
+from fb_kernels.branch_attention.arguments import BranchAttention, BranchAttentionBackward
 from fb_kernels.layout import BranchLayout, memory_of
 
 OP = "branch_attention"
@@ -112,7 +113,7 @@ def branch_attention(
         run = _branch_attention.passed(key, q)
     hints = layout.max_branch_len, layout.max_prefix_len
     factor = q.shape[2] ** -0.5 if scale is None else scale
-    out, lse = run(q, k, v, prefix_k, prefix_v, *layout.indices, *hints, window, factor, softcap)
+    out, lse = run(BranchAttention(q, k, v, prefix_k, prefix_v, *layout.indices, *hints, window, factor, softcap))
     return (out, lse) if return_lse else out
 
 
@@ -156,25 +157,20 @@ def _trained_pages(name: str, prefix: Tensor) -> Exception:
     return checks.error(OP, name, "frozen pages, which require no grad", prefix, remedy)
 
 
-_OPTIONS = (
-    "Tensor cu_branch, Tensor cu_group, Tensor prefix_start, Tensor prefix_len, Tensor? block_table, "
-    "SymInt? max_branch_len, SymInt? max_prefix_len, SymInt? window, float scale, float? softcap"
-)
-_INPUTS = "Tensor q, Tensor? k, Tensor? v, Tensor prefix_k, Tensor prefix_v"
-
-
-def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _fake(call: BranchAttention) -> tuple[Tensor, Tensor]:
+    q = call.q
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=accumulation_dtype(q.dtype))
 
 
-def _backward_fake(_: Tensor, __: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    prefix_grads = arguments[-1]
-    return fake_gradients(arguments[0], arguments[:5], (True, True, True, prefix_grads, prefix_grads))
+def _backward_fake(call: BranchAttentionBackward) -> tuple[Tensor, ...]:
+    needs = (True, True, True, call.prefix_grads, call.prefix_grads)
+    return fake_gradients(call.forward.q, call.forward[:5], needs)
 
 
 _branch_attention = Op(
     "branch_attention",
-    f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)",
+    BranchAttention,
+    "(Tensor, Tensor)",
     fake=_fake,
     triton=True,
     cuda=True,
@@ -182,8 +178,8 @@ _branch_attention = Op(
 )
 _branch_attention_backward = Op(
     "branch_attention_backward",
-    f"(Tensor grad_out, Tensor? grad_lse, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}, bool prefix_grads) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    BranchAttentionBackward,
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     folder="branch_attention",
     fake=_backward_fake,
     triton=True,
@@ -194,17 +190,17 @@ _branch_attention_backward = Op(
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     out, lse = output
     ctx.set_materialize_grads(False)  # the lse that no loss uses has a gradient of None
-    ctx.save_for_backward(*inputs[:5], out, lse, *inputs[5:10])
+    ctx.save_for_backward(out, lse, *inputs[:10])
     ctx.options = inputs[10:]
     ctx.memory = memory_of(inputs[5:10])  # keeps the plan for the backward
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor, ...]:
     saved = ctx.saved_tensors  # read only once: checkpointing allows no second time
-    for name, need, prefix in zip(("prefix_k", "prefix_v"), ctx.needs[3:], saved[3:5], strict=True):
+    for name, need, prefix in zip(("prefix_k", "prefix_v"), ctx.needs[3:], saved[5:7], strict=True):
         if need and saved[-1] is not None:  # pages; under vmap the check is possible only here
             raise _trained_pages(name, prefix)
-    grad_out = torch.zeros_like(saved[5]) if grad_out is None else grad_out
+    grad_out = torch.zeros_like(saved[0]) if grad_out is None else grad_out
     return _branch_attention_backward(grad_out, grad_lse, *saved, *ctx.options, any(ctx.needs[3:]))
 
 

@@ -9,28 +9,16 @@ import torch
 from torch import Tensor
 
 from fb_kernels._runtime import cuda
+from fb_kernels.branch_attention.arguments import BranchAttention
 
 TAKES = "float16 and bfloat16, branches of one row, heads of width 64, 128 or 256"
 
 
-def branch_attention(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    cu_branch: Tensor,
-    cu_group: Tensor,
-    prefix_start: Tensor,
-    prefix_len: Tensor,
-    block_table: Tensor | None,
-    max_branch_len: int | None,
-    max_prefix_len: int | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+def branch_attention(call: BranchAttention) -> tuple[Tensor, Tensor]:
     """(out[T, Hq, E], lse[Hq, T]) of 16-bit floats, if shapes or the hint say that branches have one row."""
+    q, k, v, prefix_k, prefix_v = call[:5]
+    cu_branch, cu_group, prefix_start, prefix_len, block_table = call.indices
+    max_branch_len, max_prefix_len, window, scale, softcap = call[10:]
     rows, heads, width = q.shape
     if rows != len(cu_branch) - 1 if max_branch_len is None else max_branch_len > 1:
         return NotImplemented

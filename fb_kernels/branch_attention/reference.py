@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fb_kernels import layout as layouts
 from fb_kernels._runtime.precision import accumulation_dtype
+from fb_kernels.branch_attention.arguments import BranchAttention, BranchAttentionBackward
 from fb_kernels.layout import Group, Plan
 from fb_kernels.merge_attention_states.reference import merge_attention_states
 
@@ -45,79 +46,41 @@ class _Layout(NamedTuple):
     sound: Tensor  # [T]
 
 
-def branch_attention(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    cu_branch: Tensor,
-    cu_group: Tensor,
-    prefix_start: Tensor,
-    prefix_len: Tensor,
-    block_table: Tensor | None,
-    max_branch_len: int | None,
-    max_prefix_len: int | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+def branch_attention(call: BranchAttention) -> tuple[Tensor, Tensor]:
     """(out[T, Hq, E], lse[Hq, T])."""
-    layout = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
+    q = call.q
     if not _host_reads(q):
-        masks = _layout(q.shape[0], prefix_k, *layout)
-        out, lse = _exact(q, _masked_pieces(q, k, v, prefix_k, prefix_v, masks, block_table, window), scale, softcap)
+        masks = _layout(call)
+        out, lse = _exact(call, _masked_pieces(call, masks))
         out, lse = out.masked_fill(~masks.sound[:, None, None], torch.nan), lse.masked_fill(~masks.sound, torch.nan)
         return out.to(q.dtype), lse
-    plan = layouts.plan(layout, q.shape[0], prefix_k)
-    if window is None and softcap is None and q.numel():
+    plan = layouts.plan(call.indices, q.shape[0], call.prefix_k)
+    if call.window is None and call.softcap is None and q.numel():
         single = [group for group in plan.groups if group.longest == 1 and q.dtype == accumulation_dtype(q.dtype)]
         if sum(group.last - group.first for group in single) == q.shape[0]:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             lse = torch.empty(q.shape[1], q.shape[0], dtype=q.dtype)
         else:
-            out, lse = _fast(q, k, v, prefix_k, prefix_v, plan, scale)
+            out, lse = _fast(call, plan)
         for group in single:  # the same bits whatever other groups there are
-            _single_rows(q, k, v, prefix_k, prefix_v, plan, group, scale, out, lse)
+            _single_rows(call, plan, group, out, lse)
         return out, lse
-    out, lse = _exact(q, _pieces(q, k, v, prefix_k, prefix_v, plan, window), scale, softcap)
+    out, lse = _exact(call, _pieces(call, plan))
     return out.to(q.dtype), lse
 
 
-def branch_attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_branch: Tensor,
-    cu_group: Tensor,
-    prefix_start: Tensor,
-    prefix_len: Tensor,
-    block_table: Tensor | None,
-    max_branch_len: int | None,
-    max_prefix_len: int | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    prefix_grads: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def branch_attention_backward(call: BranchAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dprefix_k, dprefix_v) with p = exp(s - lse), ds = p (dout . v - dout . out + dlse).
 
     Without k and v their gradients are empty; so are those of the (flat) prefix if they are not needed.
     """
-    layout = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
-    sound = None
+    grad_out, grad_lse, out, lse, forward, prefix_grads = call
+    q, scale, softcap, sound = forward.q, forward.scale, forward.softcap, None
     if _host_reads(q):
-        plan = layouts.plan(layout, q.shape[0], prefix_k)
-        pieces = _pieces(q, k, v, prefix_k, prefix_v, plan, window)
+        pieces = _pieces(forward, layouts.plan(forward.indices, q.shape[0], forward.prefix_k))
     else:
-        masks = _layout(q.shape[0], prefix_k, *layout)
-        pieces, sound = _masked_pieces(q, k, v, prefix_k, prefix_v, masks, block_table, window), masks.sound
+        masks = _layout(forward)
+        pieces, sound = _masked_pieces(forward, masks), masks.sound
     dtype = lse.dtype
     delta = torch.linalg.vecdot(out.to(dtype), grad_out.to(dtype)).T  # [Hq, T]
     if grad_lse is not None:
@@ -125,7 +88,7 @@ def branch_attention_backward(
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     grads = [
         torch.zeros(0 if x is None else x.shape, dtype=dtype, device=q.device)
-        for x in (k, v, *((prefix_k, prefix_v) if prefix_grads else (None, None)))
+        for x in (*forward[1:3], *(forward[3:5] if prefix_grads else (None, None)))
     ]
     finite = sound is None and all(map(_finite, (q, grad_out, lse)))
     for piece in pieces:
@@ -211,12 +174,13 @@ def _finite(x: Tensor) -> bool:
     return bool(x.sum().isfinite()) or bool(x.isfinite().all())  # the sum alone may overflow
 
 
-def _exact(q: Tensor, pieces: Iterable[_Piece], scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+def _exact(call: BranchAttention, pieces: Iterable[_Piece]) -> tuple[Tensor, Tensor]:
     """(out, lse) in the accumulation dtype; rows of no piece are empty."""
+    q = call.q
     out = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=out.dtype, device=q.device)
     for rows, _, _, k, v, visible in pieces:
-        state = _attend(q[rows].to(out.dtype), k, v, scale, softcap, visible)
+        state = _attend(q[rows].to(out.dtype), k, v, call.scale, call.softcap, visible)
         out[rows], lse[:, rows] = merge_attention_states(out[rows], lse[:, rows], *state)
     return out, lse
 
@@ -235,19 +199,12 @@ def _slice(prefix: Tensor, group: Group) -> Tensor:
     return keys[group.start : group.start + group.length]
 
 
-def _pieces(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    plan: Plan,
-    window: int | None,
-) -> Iterator[_Piece]:
+def _pieces(call: BranchAttention, plan: Plan) -> Iterator[_Piece]:
     """Blocks of each group's rows: against its prefix, then against the rows from the start of their first branch."""
+    q, k, v, window = call.q, call.k, call.v, call.window
     dtype = accumulation_dtype(q.dtype)
     for group in plan.groups:
-        keys, values = (_slice(x, group).to(dtype) if group.first < group.last else x for x in (prefix_k, prefix_v))
+        keys, values = (_slice(x, group).to(dtype) if group.first < group.last else x for x in call[3:5])
         step = SCORES // max(1, q.shape[1] * max(group.length, group.longest + ROW_BLOCK))
         step = max(1, min(ROW_BLOCK, step))
         for first in range(group.first, group.last, step):
@@ -282,23 +239,21 @@ def _own_visible(row: Tensor, own: slice, start: Tensor, window: int | None) -> 
     return visible if window is None else visible & (row - key < window)
 
 
-def _fast(
-    q: Tensor, k: Tensor | None, v: Tensor | None, prefix_k: Tensor, prefix_v: Tensor, plan: Plan, scale: float
-) -> tuple[Tensor, Tensor]:
+def _fast(call: BranchAttention, plan: Plan) -> tuple[Tensor, Tensor]:
     """PyTorch's flash attention for the CPU: one call per run of equal branches, one per prefix; (out, lse).
 
     It turns some rows without a finite score into zeros and mixes unseen NaN into a causal block. So it gets finite
     inputs only, and the rows that see anything else are computed exactly.
     """
+    (q, k, v), scale = call[:3], call.scale
     exact_rows = torch.zeros(q.shape[0], dtype=torch.bool)
-    inputs = (q, k, v)
-    if not all(x is None or _finite(x) for x in inputs):
+    if not all(x is None or _finite(x) for x in (q, k, v)):
         exact_rows |= ~q.isfinite().flatten(1).all(1)
         if k is not None and v is not None:
             strange = ~(k.isfinite() & v.isfinite()).flatten(1).all(1)
             count = strange.long().cumsum(0)
             exact_rows |= count > (count - strange.long())[plan.row_start]
-        q, k, v = (None if x is None else x.nan_to_num(0.0, 0.0, 0.0) for x in inputs)  # type: ignore[assignment]
+        q, k, v = (None if x is None else x.nan_to_num(0.0, 0.0, 0.0) for x in (q, k, v))  # type: ignore[assignment]
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype))
     out = torch.zeros(q.shape, dtype=q.dtype)
     if k is not None and v is not None:
@@ -315,7 +270,7 @@ def _fast(
         rows = slice(group.first, group.last)
         if group.first == group.last or not group.length:
             continue
-        keys, values = _slice(prefix_k, group), _slice(prefix_v, group)
+        keys, values = (_slice(x, group) for x in call[3:5])
         if _finite(keys) and _finite(values):
             on_prefix = torch.empty_like(out[rows]), torch.empty_like(lse[:, rows])
             _flash(q[rows], keys, values, None, scale, *on_prefix)
@@ -325,8 +280,7 @@ def _fast(
             exact_rows[rows] = True
     if exact_rows.any():
         groups = [group for group in plan.groups if exact_rows[group.first : group.last].any()]
-        pieces = _pieces(inputs[0], inputs[1], inputs[2], prefix_k, prefix_v, plan._replace(groups=groups), None)
-        exact_out, exact_lse = _exact(inputs[0], pieces, scale, None)
+        exact_out, exact_lse = _exact(call, _pieces(call, plan._replace(groups=groups)))
         out = torch.where(exact_rows[:, None, None], exact_out.to(out.dtype), out)
         lse = torch.where(exact_rows, exact_lse, lse)
     return out, lse
@@ -337,21 +291,11 @@ def _doubtful(lse: Tensor) -> Tensor:
     return ((lse == 0) | (lse == torch.inf)).any(0)
 
 
-def _single_rows(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    plan: Plan,
-    group: Group,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def _single_rows(call: BranchAttention, plan: Plan, group: Group, out: Tensor, lse: Tensor) -> None:
     """Branches of one row: a group's prefix and the row itself in one softmax; writes the group's rows."""
-    heads, dtype = prefix_k.shape[-2], lse.dtype
-    keys, values = (_slice(x, group).to(dtype) for x in (prefix_k, prefix_v))
+    q, k, v = call[:3]
+    heads, dtype = call.prefix_k.shape[-2], lse.dtype
+    keys, values = (_slice(x, group).to(dtype) for x in call[3:5])
     step = max(1, SCORES // (q.shape[1] * (group.length + 1)))
     for first in range(group.first, group.last, step):
         rows = slice(first, min(first + step, group.last))
@@ -360,7 +304,7 @@ def _single_rows(
         if k is not None and v is not None:
             own_k, own_v = (x[rows].to(dtype).transpose(0, 1).repeat(1, q.shape[1] // heads, 1) for x in (k, v))
             scores = torch.cat([scores, torch.linalg.vecdot(query, own_k)[..., None]], -1)
-        total = scores.mul_(scale).logsumexp(-1, keepdim=True)
+        total = scores.mul_(call.scale).logsumexp(-1, keepdim=True)
         p = scores.sub_(total).exp_()
         result = p[..., : group.length] @ values.transpose(0, 1)
         if k is not None and v is not None:
@@ -369,8 +313,7 @@ def _single_rows(
         lse[:, rows] = total.view(q.shape[1], -1)
     rows = slice(group.first, group.last)
     if not _finite(out[rows]):  # no keys, or some are not finite
-        pieces = _pieces(q, k, v, prefix_k, prefix_v, plan._replace(groups=[group]), None)
-        exact_out, exact_lse = _exact(q, pieces, scale, None)
+        exact_out, exact_lse = _exact(call, _pieces(call, plan._replace(groups=[group])))
         out[rows], lse[:, rows] = exact_out[rows].to(q.dtype), exact_lse[:, rows]
 
 
@@ -406,16 +349,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: int | None, scale: float, ou
 # --- the layout on the device -----------------------------------------------------------------------------------------
 
 
-def _layout(
-    rows: int,
-    prefix: Tensor,
-    cu_branch: Tensor,
-    cu_group: Tensor,
-    prefix_start: Tensor,
-    prefix_len: Tensor,
-    block_table: Tensor | None,
-) -> _Layout:
+def _layout(call: BranchAttention) -> _Layout:
     """The layout of every row, found without a sync; rows of an invalid layout are marked unsound."""
+    (cu_branch, cu_group, prefix_start, prefix_len, block_table), prefix = call.indices, call.prefix_k
+    rows, capacity = len(call.q), call.capacity
     row = torch.arange(rows, device=prefix.device)
     starts, of_groups = cu_branch.long(), cu_group.long()
     branches, groups = starts.shape[0] - 1, of_groups.shape[0] - 1
@@ -428,28 +365,19 @@ def _layout(
     row_branch = torch.searchsorted(starts[1:], row, right=True).clamp(max=branches - 1)
     row_group = torch.searchsorted(of_groups[1:], row_branch, right=True).clamp(max=groups - 1)
     start, length = prefix_start.long(), prefix_len.long()
-    size = prefix.shape[0] if block_table is None else prefix.shape[1]
-    capacity = size if block_table is None else size * block_table.shape[1]
     fits = (start >= 0) & (length >= 0) & ((length == 0) | (start <= capacity) & (length <= capacity - start))
     if block_table is not None:
-        bad = (block_table < 0) | (block_table >= prefix.shape[0])  # [G, n]
+        bad, size = (block_table < 0) | (block_table >= prefix.shape[0]), prefix.shape[1]  # [G, n]
         page = torch.arange(block_table.shape[1], device=row.device) * size
         used = (page < (start + length)[:, None]) & (page + size > start[:, None]) & (length > 0)[:, None]
         fits &= ~(bad & used).any(1)
     return _Layout(starts[row_branch], row_group, start, length, sound & fits[row_group])
 
 
-def _masked_pieces(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    layout: _Layout,
-    block_table: Tensor | None,
-    window: int | None,
-) -> Iterator[_Piece]:
+def _masked_pieces(call: BranchAttention, layout: _Layout) -> Iterator[_Piece]:
     """Blocks of all rows against the whole prefix buffer, or each group's pages, and against all rows."""
+    q, k, v, prefix_k, prefix_v = call[:5]
+    block_table, window = call.block_table, call.window
     dtype = accumulation_dtype(q.dtype)
     total = q.shape[0]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fb_kernels._runtime import tuning
 from fb_kernels.branch_attention import triton_layout as branch_layout
+from fb_kernels.branch_attention.arguments import BranchAttention
 from fb_kernels.branch_attention.triton_backward import branch_attention_backward as branch_attention_backward
 from fb_kernels.branch_attention.triton_layout import prefix_slice, read_tile
 from fb_kernels.triton import HAS_GLUON
@@ -447,29 +448,14 @@ def _for_gluon(repeat: int, q: Tensor, *others: Tensor | None) -> bool:
     return fit and 64 % repeat == 0 and HAS_GLUON and tuning.hopper()
 
 
-def branch_attention(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    cu_branch: Tensor,
-    cu_group: Tensor,
-    prefix_start: Tensor,
-    prefix_len: Tensor,
-    block_table: Tensor | None,
-    max_branch_len: int | None,
-    max_prefix_len: int | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+def branch_attention(call: BranchAttention) -> tuple[Tensor, Tensor]:
     """(out[T, Hq, E], lse[Hq, T]); branches of one row allocate the partial results of their splits."""
-    rows, heads, width = q.shape
-    kv_heads = prefix_k.shape[-2]
+    q, k, v, prefix_k, prefix_v = call[:5]
+    cu_branch, cu_group, prefix_start, prefix_len, block_table = indices = call.indices
+    _, max_prefix_len, window, scale, softcap = call[10:]
+    (rows, heads, width), kv_heads = q.shape, prefix_k.shape[-2]
     branches, groups = cu_branch.shape[0] - 1, cu_group.shape[0] - 1
-    page_size = prefix_k.shape[0] if block_table is None else prefix_k.shape[1]
-    capacity = page_size if block_table is None else page_size * block_table.shape[1]
+    page_size, capacity = prefix_k.shape[0 if block_table is None else 1], call.capacity
     if q.dtype == torch.float64 or width > 256 or max(rows * heads, rows + capacity, branches, groups) >= 1 << 30:
         return NotImplemented
     out, lse = q.new_empty(q.shape), q.new_empty((heads, rows), dtype=torch.float32)
@@ -485,7 +471,6 @@ def branch_attention(
     q, own_k, own_v, prefix_k, prefix_v = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
     if max(x.stride(-3) for x in (own_k, own_v, prefix_k, prefix_v)) >= 1 << 23:  # offsets in a block are 32-bit
         return NotImplemented
-    indices = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
     slices = (prefix_start.contiguous(), prefix_len.contiguous(), table)
     sizes = (capacity, max(page_size, 1), prefix_k.shape[0])
     if softcap is None:
@@ -510,7 +495,7 @@ def branch_attention(
     bound = capacity if max_prefix_len is None else min(capacity, max_prefix_len)
     assert launch["CHUNK"] % launch["BLOCK_N"] == 0
     splits = min(max(1, triton.cdiv(bound, launch["CHUNK"])), SPLITS)
-    short = rows == branches if max_branch_len is None else max_branch_len <= 1
+    short = rows == branches if call.max_branch_len is None else call.max_branch_len <= 1
     if short and splits * rows * heads * width <= WORKSPACE:
         partial_out = q.new_empty((splits, rows, heads, width), dtype=torch.float32)
         partial_top, partial_total = q.new_empty((2, splits, rows, heads), dtype=torch.float32)

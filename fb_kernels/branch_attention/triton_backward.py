@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fb_kernels._runtime import tuning
 from fb_kernels.branch_attention import triton_layout as branch_layout
+from fb_kernels.branch_attention.arguments import BranchAttentionBackward
 from fb_kernels.branch_attention.triton_layout import prefix_slice, read_tile
 from fb_kernels.triton.functions import tanh
 
@@ -547,38 +548,19 @@ def _branch_attention_bwd_prefix_kernel(
     tl.store(_places(dprefix_v, offset, ALIGNED, BLOCK_E), v_acc, mask=inside)
 
 
-def branch_attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_branch: Tensor,
-    cu_group: Tensor,
-    prefix_start: Tensor,
-    prefix_len: Tensor,
-    block_table: Tensor | None,
-    max_branch_len: int | None,
-    max_prefix_len: int | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    prefix_grads: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def branch_attention_backward(call: BranchAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dprefix_k, dprefix_v), empty where there is none. Few rows allocate float32 pieces of dq.
 
     The bits depend on values, shapes, alignment and max_prefix_len. A layout that does not fit gives NaN, as does an
     lse of NaN.
     """
-    rows, heads, width = q.shape
-    kv_heads = prefix_k.shape[-2]
+    grad_out, grad_lse, out, lse, forward, prefix_grads = call
+    q, k, v, prefix_k, prefix_v = forward[:5]
+    cu_branch, cu_group, prefix_start, prefix_len, block_table = indices = forward.indices
+    _, max_prefix_len, window, scale, softcap = forward[10:]
+    (rows, heads, width), kv_heads = q.shape, prefix_k.shape[-2]
     branches, groups = cu_branch.shape[0] - 1, cu_group.shape[0] - 1
-    page_size = prefix_k.shape[0] if block_table is None else prefix_k.shape[1]
-    capacity = page_size if block_table is None else page_size * block_table.shape[1]
+    page_size, capacity = prefix_k.shape[0 if block_table is None else 1], forward.capacity
     if q.dtype == torch.float64 or width > 256 or max(rows * heads, rows + capacity, branches, groups) >= 1 << 30:
         return NotImplemented
     dq = q.new_empty(q.shape)
@@ -587,7 +569,6 @@ def branch_attention_backward(
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_(), dprefix_k.zero_(), dprefix_v.zero_()
     repeat, filled = heads // kv_heads, max(1, min(groups, rows))
-    indices = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
     windowed, everything = window is not None, rows + capacity + 1
     window = everything if window is None else min(window, everything)
     table = cu_branch[None] if block_table is None else block_table

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fb_kernels._runtime import checks
 from fb_kernels._runtime.op import Op, signature
+from fb_kernels.branch_attention_qkv.arguments import BranchAttentionQkv, CachedSequences
 
 
 def branch_attention_qkv(
@@ -68,8 +68,8 @@ def branch_attention_qkv(
         ValueError: a wrong shape, device or value, or an argument that requires grad.
     """
     op = "branch_attention_qkv"
-    rest = (cos, sin, positions, k_cache, v_cache, held, slots, block_table)
-    key = signature((qkv, q_weight, k_weight, *rest), (eps, scale), (num_heads, num_kv_heads, window))
+    sequences = CachedSequences(cos, sin, positions, k_cache, v_cache, held, slots, block_table)
+    key = signature((qkv, q_weight, k_weight, *sequences), (eps, scale), (num_heads, num_kv_heads, window))
     run = _branch_attention_qkv.checked.get(key) if key else None
     if run is None:
         checks.floating(op, "qkv", qkv)
@@ -78,7 +78,7 @@ def branch_attention_qkv(
         if num_heads % num_kv_heads:
             raise checks.error(op, "num_heads", f"a multiple of {num_kv_heads}", num_heads, "pass the model's heads")
         checks.shape(op, "qkv", qkv, (None, None), "[N, (Hq + 2 Hkv) E]", "flatten the leading dimensions")
-        check_sequences(op, qkv, *rest, eps, window, scale)
+        check_sequences(op, qkv, sequences, eps, window, scale)
         head_dim = cos.shape[1]
         width, remedy = (num_heads + 2 * num_kv_heads) * head_dim, "concatenate the heads of q, k and v in a row"
         checks.shape(op, "qkv", qkv, (None, width), "[N, (Hq + 2 Hkv) E]", remedy)
@@ -92,47 +92,25 @@ def branch_attention_qkv(
         run = _branch_attention_qkv.passed(key, qkv)
     others = (qkv, q_weight, k_weight, cos, sin, positions, held, slots, block_table)
     if slots is not None and not (key and checks.disjoint((k_cache, v_cache), *others)):
-        check_written(op, *rest, {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight})
+        check_written(op, sequences, {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight})
     scale = cos.shape[1] ** -0.5 if scale is None else scale
-    return run(qkv, q_weight, k_weight, *rest, num_heads, num_kv_heads, eps, window, scale)
+    return run(BranchAttentionQkv(qkv, q_weight, k_weight, sequences, num_heads, num_kv_heads, eps, window, scale))
 
 
-def check_written(
-    op: str,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    held: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor | None,
-    others: dict[str, Tensor | None],
-) -> None:
+def check_written(op: str, sequences: CachedSequences, others: dict[str, Tensor | None]) -> None:
     """Raise unless every element of the caches has memory of its own."""
-    caches = (("k_cache", k_cache), ("v_cache", v_cache))
+    others = others | sequences._asdict()
+    caches = [(name, cache) for name in ("k_cache", "v_cache") if (cache := others.pop(name)) is not None]
     for name, cache in caches:
         checks.writable(op, name, cache)
-    tables = {"cos": cos, "sin": sin, "positions": positions, "held": held, "slots": slots, "block_table": block_table}
-    checks.apart(op, caches, (others | tables).items())
+    checks.apart(op, caches, others.items())
 
 
 def check_sequences(
-    op: str,
-    rows: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    held: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor | None,
-    eps: float,
-    window: int | None,
-    scale: float | None,
+    op: str, rows: Tensor, sequences: CachedSequences, eps: float, window: int | None, scale: float | None
 ) -> None:
     """Raise if the tables and caches do not fit the op's rows; whether memory is shared is for `check_written`."""
+    cos, sin, positions, k_cache, v_cache, held, slots, block_table = sequences
     checks.floating(op, "cos", cos)
     checks.same_device(op, "cos", cos, rows)
     checks.floating(op, "sin", sin, like=cos)
@@ -174,18 +152,12 @@ def check_sequences(
         checks.number(op, "scale", scale, "leave it out for E ** -0.5")
 
 
-def _fake(qkv: Tensor, _q: Tensor | None, _k: Tensor | None, cos: Tensor, *rest: object) -> Tensor:
-    num_heads = rest[7]
-    assert isinstance(num_heads, int | torch.SymInt)
-    return qkv.new_empty((qkv.shape[0], num_heads, cos.shape[1]))
-
-
 _branch_attention_qkv = Op(
     "branch_attention_qkv",
-    "(Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) k_cache, "
-    "Tensor(b!) v_cache, Tensor held, Tensor? slots, Tensor? block_table, SymInt num_heads, SymInt num_kv_heads, "
-    "float eps, SymInt? window, float scale) -> Tensor",
-    fake=_fake,
+    BranchAttentionQkv,
+    "Tensor",
+    fake=lambda call: call.qkv.new_empty((call.qkv.shape[0], call.num_heads, call.sequences.cos.shape[1])),
+    writes=("k_cache", "v_cache"),
     triton=True,
     cuda=True,
     cpu=True,

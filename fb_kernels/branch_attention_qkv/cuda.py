@@ -6,29 +6,15 @@ import torch
 from torch import Tensor
 
 from fb_kernels._runtime import cuda
+from fb_kernels.branch_attention_qkv.arguments import BranchAttentionQkv
 
 TAKES = "float16 and bfloat16"
 
 
-def branch_attention_qkv(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    held: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-    window: int | None,
-    scale: float,
-) -> Tensor:
+def branch_attention_qkv(call: BranchAttentionQkv) -> Tensor:
     """[N, Hq, E] of branches of one token: norm, rotation, attention; keys and values go to their slots."""
+    qkv, q_weight, k_weight, (cos, sin, positions, k_cache, v_cache, held, slots, block_table), *_ = call
+    num_heads, num_kv_heads, eps, window, scale = call[4:]
     library, rows, width, sequences = cuda.library(), qkv.shape[0], cos.shape[-1], held.shape[0]
     floats = [x for x in (qkv, q_weight, k_weight, k_cache, v_cache) if x is not None]
     indices = [x for x in (positions, held, slots, block_table) if x is not None]

@@ -11,7 +11,11 @@ from torch import Tensor
 
 from fb_kernels._runtime import checks
 from fb_kernels._runtime.precision import accumulation_dtype
+from fb_kernels.branch_attention.arguments import BranchAttention
 from fb_kernels.branch_attention.reference import _fold, _unfold, branch_attention
+from fb_kernels.branch_attention_qkv.arguments import BranchAttentionQkv, CachedSequences
+from fb_kernels.layout import Indices
+from fb_kernels.qk_norm_rope.arguments import QkNormRope, QkNormRopeOut
 from fb_kernels.qk_norm_rope.reference import check_positions, check_slots, qk_norm_rope, qk_norm_rope_out
 
 OP = "branch_attention_qkv"
@@ -27,51 +31,23 @@ class Sequence(NamedTuple):
     pages: list[int]  # of the keys from `first` on; none of a flat cache
 
 
-def branch_attention_qkv(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    held: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-    window: int | None,
-    scale: float,
-) -> Tensor:
+def branch_attention_qkv(call: BranchAttentionQkv) -> Tensor:
     """[N, Hq, E]."""
-    if not qkv.shape[0]:
-        return qkv.new_empty(0, num_heads, cos.shape[1])
-    caches = (k_cache, v_cache, held, slots, block_table)
-    given = ((qkv, q_weight, k_weight, cos, sin, positions), *caches, (num_heads, num_kv_heads, eps), window, scale)
-    return _on_host(*given) if _host_reads(qkv) else on_device(_project, _project_out, branch_attention, *given)
+    if not len(call.qkv):
+        return call.qkv.new_empty(0, call.num_heads, call.sequences.cos.shape[1])
+    return _on_host(call) if _host_reads(call.qkv) else on_device(_project, _project_out, branch_attention, call)
 
 
 def on_device(
-    project: Callable[..., Any],
-    project_out: Callable[..., Any],
-    attend: Callable[..., Any],
-    inputs: tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor],
-    k_cache: Tensor,
-    v_cache: Tensor,
-    held: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor | None,
-    options: tuple[int, int, float],
-    window: int | None,
-    scale: float,
+    project: Callable[..., Any], project_out: Callable[..., Any], attend: Callable[..., Any], call: BranchAttentionQkv
 ) -> Tensor:
     """The op by `qk_norm_rope` and its form with caches, and `branch_attention`; without a sync, bad rows are NaN."""
-    sound, slots = sound_slots(inputs[3], inputs[5], k_cache, held, slots, block_table, window)
-    q, k, v = project_and_write(project, project_out, inputs, k_cache, v_cache, slots, options)
-    indices = layout(q, held, block_table, window)
-    state = attend(q, k, v, k_cache, v_cache, *indices, 1, None, None, scale, None)
+    sequences = call.sequences
+    sound, slots = sound_slots(sequences, call.window)
+    q, k, v = project_and_write(project, project_out, call, slots)
+    indices = layout(q, sequences.held, sequences.block_table, call.window)
+    options = 1, None, None, call.scale, None
+    state = attend(BranchAttention(q, k, v, sequences.k_cache, sequences.v_cache, *indices, *options))
     return state if state is NotImplemented else state[0].masked_fill_(~sound[:, None, None], torch.nan)
 
 
@@ -84,16 +60,9 @@ def first_seen(held: Tensor, window: int | None) -> Tensor:
     return torch.zeros_like(held) if window is None else (held - (min(window, LARGEST) - 1)).clamp(min=0)
 
 
-def sound_slots(
-    cos: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    held: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor | None]:
+def sound_slots(sequences: CachedSequences, window: int | None) -> tuple[Tensor, Tensor | None]:
     """(rows whose position, sequence and slot are in range [N], slots with -1 for the others); without a sync."""
+    cos, _, positions, k_cache, _, held, slots, block_table = sequences
     rows, groups = len(positions), len(held)
 
     def of_rows(x: Tensor) -> Tensor:  # [N, ..] of [G, ..]
@@ -122,9 +91,7 @@ def sound_slots(
     return sound, slots.where(sound, -1)
 
 
-def layout(
-    q: Tensor, held: Tensor, block_table: Tensor | None, window: int | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def layout(q: Tensor, held: Tensor, block_table: Tensor | None, window: int | None) -> Indices:
     """The indices of `branch_attention`: each row is a branch, the rows of a sequence are a group over its keys."""
     rows, groups = q.shape[0], held.shape[0]
     bounds = torch.arange(rows + 1, dtype=held.dtype, device=q.device)
@@ -134,26 +101,21 @@ def layout(
 
 
 def project_and_write(
-    project: Callable[..., Any],
-    project_out: Callable[..., Any],
-    inputs: tuple[Tensor | None, ...],
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor | None,
-    options: tuple[Any, ...],
+    project: Callable[..., Any], project_out: Callable[..., Any], call: BranchAttentionQkv, slots: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) by `qk_norm_rope` or, with k and v in their slots, by `qk_norm_rope_out`."""
+    projection = QkNormRope(*call[:3], *call.sequences[:3], *call[4:7])
     if slots is None or not len(slots):
-        return project(*inputs, *options)
-    caches = [k_cache, v_cache]
-    if k_cache.ndim == 4:
+        return project(projection)
+    caches = [call.sequences.k_cache, call.sequences.v_cache]
+    if caches[0].ndim == 4:
         if any(len(x) > 1 and x.stride(0) != x.shape[1] * x.stride(1) for x in caches):
-            q, k, v = project(*inputs, *options)
+            q, k, v = project(projection)
             for cache, rows in zip(caches, (k, v), strict=True):
                 _write_rows(cache, slots, rows)
             return q, k, v
         caches = [x.view(-1, *x.shape[2:]) for x in caches]
-    return project_out(*inputs, *caches, slots, *options)
+    return project_out(QkNormRopeOut(projection, caches[0], caches[1], slots))
 
 
 def _write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
@@ -166,17 +128,9 @@ def _write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     cache[target // page, target % page] = torch.where(any_slot, rows[source], cache[0, 0])
 
 
-def check_sequences(
-    cos: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    held: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor | None,
-    window: int | None,
-    op: str = OP,
-) -> list[Sequence]:
+def check_sequences(given: CachedSequences, window: int | None, op: str = OP) -> list[Sequence]:
     """What each sequence's rows see; all indices are in range (CPU only)."""
+    cos, _, positions, k_cache, _, held, slots, block_table = given
     check_positions(positions, cos.shape[0], op)
     capacity = size = k_cache.shape[0]
     if block_table is not None:
@@ -216,19 +170,10 @@ def _holds(sequence: Sequence, slot: int, page: int | None) -> bool:
     return any(first <= key < held for key in keys)
 
 
-def _on_host(
-    inputs: tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor],
-    k_cache: Tensor,
-    v_cache: Tensor,
-    held: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor | None,
-    options: tuple[int, int, float],
-    window: int | None,
-    scale: float,
-) -> Tensor:
-    sequences = check_sequences(inputs[3], inputs[5], k_cache, held, slots, block_table, window)
-    q, k, v = project_and_write(_project, _project_out, inputs, k_cache, v_cache, slots, options)
+def _on_host(call: BranchAttentionQkv) -> Tensor:
+    sequences, scale = check_sequences(call.sequences, call.window), call.scale
+    _, _, _, k_cache, v_cache, _, slots, block_table = call.sequences
+    q, k, v = project_and_write(_project, _project_out, call, slots)
     if block_table is None:
         first, length, _ = sequences[0]
         adjacent = slots is not None and len(q) == 1 and int(slots) == length  # the row's own key follows the others

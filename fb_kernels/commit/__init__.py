@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from fb_kernels._runtime import checks
 from fb_kernels._runtime.op import Op
+from fb_kernels.commit.arguments import Commit
+from fb_kernels.commit.arguments import DecodeState as DecodeState
 from fb_kernels.commit.reference import Halt as Halt
-
-
-class DecodeState(NamedTuple):
-    """What a captured decode step reads and writes; B rows, all tensors on one device."""
-
-    tokens: Tensor
-    """[B, S] int64: prompt and new tokens; entries from `length` on are free."""
-    length: Tensor
-    """[B] int32: tokens present."""
-    halt: Tensor
-    """[B] int32: a `Halt`; anything but `Halt.NONE` keeps the row as it is."""
-    budget: Tensor
-    """[B] int32: events left; counted down by the host."""
 
 
 def commit_(
@@ -100,7 +87,7 @@ def commit_(
         checks.writable(op, "outcome", outcome)
         written.append(("outcome", outcome))
     checks.apart(op, written, (budget, ("token", token), ("entropy", entropy), *limits))
-    _commit(*state, token, entropy, threshold, eos_ids, max_length, outcome)
+    _commit(Commit(state, token, entropy, threshold, eos_ids, max_length, outcome))
 
 
 def _may_be_pinned(outcome: Tensor) -> bool:
@@ -110,10 +97,11 @@ def _may_be_pinned(outcome: Tensor) -> bool:
 
 _commit = Op(
     "commit_",
-    "(Tensor(a!) tokens, Tensor(b!) length, Tensor(c!) halt, Tensor budget, Tensor token, Tensor entropy, "
-    "Tensor threshold, Tensor eos_ids, Tensor max_length, Tensor(d!)? outcome) -> ()",
+    Commit,
+    "()",
     folder="commit",
-    fake=lambda *_: None,
+    fake=lambda _: None,
+    writes=("tokens", "length", "halt", "outcome"),
     cuda=True,
 )
 _commit.has_no_gradient()

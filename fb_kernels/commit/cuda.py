@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fb_kernels._runtime import cuda
+from fb_kernels.commit.arguments import Commit
 
 TAKES = "all calls"
 
 
-def commit_(
-    tokens: Tensor,
-    length: Tensor,
-    halt: Tensor,
-    budget: Tensor,
-    token: Tensor,
-    entropy: Tensor,
-    threshold: Tensor,
-    eos_ids: Tensor,
-    max_length: Tensor,
-    outcome: Tensor | None,
-) -> None:
+def commit_(call: Commit) -> None:
     """End a decode step in place."""
+    (tokens, length, halt, budget), token, entropy, threshold, eos_ids, max_length, outcome = call
     flat = (length, halt, budget, token, entropy, eos_ids)
     conditions = [tokens.stride(-1) == 1, token.dtype == torch.int64, entropy.dtype == torch.float32]
     conditions += [threshold.dtype == torch.float64, eos_ids.dtype == torch.int64, max_length.dtype == torch.int32]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels._runtime import checks
+from fb_kernels.commit.arguments import Commit
 
 
 class Halt(IntEnum):
@@ -30,37 +31,17 @@ def _host_reads(tokens: Tensor) -> bool:
     return tokens.device.type == "cpu"
 
 
-def commit_(
-    tokens: Tensor,
-    length: Tensor,
-    halt: Tensor,
-    budget: Tensor,
-    token: Tensor,
-    entropy: Tensor,
-    threshold: Tensor,
-    eos_ids: Tensor,
-    max_length: Tensor,
-    outcome: Tensor | None,
-) -> None:
+def commit_(call: Commit) -> None:
     """Append token to running rows or set their halt."""
-    end = _on_host if _host_reads(tokens) else _on_device
-    end(tokens, length, halt, budget, token, entropy, threshold, eos_ids, max_length)
-    if outcome is not None:
-        results = torch.stack([values.to(outcome.dtype) for values in (halt, token, entropy)], 1)
+    end = _on_host if _host_reads(call.state.tokens) else _on_device
+    end(call)
+    if (outcome := call.outcome) is not None:
+        results = torch.stack([x.to(outcome.dtype) for x in (call.state.halt, call.token, call.entropy)], 1)
         outcome.copy_(results, non_blocking=True)  # it may be in pinned memory
 
 
-def _on_device(
-    tokens: Tensor,
-    length: Tensor,
-    halt: Tensor,
-    budget: Tensor,
-    token: Tensor,
-    entropy: Tensor,
-    threshold: Tensor,
-    eos_ids: Tensor,
-    max_length: Tensor,
-) -> None:
+def _on_device(call: Commit) -> None:
+    (tokens, length, halt, budget), token, entropy, threshold, eos_ids, max_length, _ = call
     width = tokens.shape[1]
     running = halt == Halt.NONE
     full = (length >= max_length) | (length >= width) | (length < 0)
@@ -83,18 +64,9 @@ def _on_device(
     halt.copy_(torch.where(running, new_halt, halt))
 
 
-def _on_host(
-    tokens: Tensor,
-    length: Tensor,
-    halt: Tensor,
-    budget: Tensor,
-    token: Tensor,
-    entropy: Tensor,
-    threshold: Tensor,
-    eos_ids: Tensor,
-    max_length: Tensor,
-) -> None:
+def _on_host(call: Commit) -> None:
     """End a step with plain numbers: fewer operations than tensors take for the few rows of a decode step."""
+    (tokens, length, halt, budget), token, entropy, threshold, eos_ids, max_length, _ = call
     lengths, ends, width = length.tolist(), eos_ids.tolist(), tokens.shape[1]
     thresholds, limits = (x.tolist() if x.ndim else [x.item()] * len(lengths) for x in (threshold, max_length))
     if any(math.isnan(limit) for limit in thresholds):

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from fb_kernels._runtime import checks
 from fb_kernels._runtime.op import Op, signature
 from fb_kernels.branch_attention_qkv import check_sequences, check_written
-
-
-class LayerWeights(NamedTuple):
-    """The weights of a layer, all of one dtype and on one device; F is the width of the MLP."""
-
-    input_norm: Tensor
-    """[D]."""
-    qkv: Tensor
-    """[(Hq + 2 Hkv) E, D]: the heads of q, then of k, then of v."""
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    """[E], or None for no norm."""
-    k_norm: Tensor | None
-    o: Tensor
-    """[D, Hq E]."""
-    o_bias: Tensor | None
-    post_norm: Tensor
-    """[D], of the norm before the MLP."""
-    gate_up: Tensor
-    """[2F, D]: the gate's rows, then up's."""
-    gate_up_bias: Tensor | None
-    down: Tensor
-    """[D, F]."""
-    down_bias: Tensor | None
-
+from fb_kernels.branch_attention_qkv.arguments import CachedSequences
+from fb_kernels.decoder_layer.arguments import DecoderLayer
+from fb_kernels.decoder_layer.arguments import LayerWeights as LayerWeights
 
 NEEDED = tuple("None" not in str(kind) for kind in LayerWeights.__annotations__.values())
 
@@ -85,14 +61,14 @@ def decoder_layer(
         ValueError: a wrong shape, device or value, or an argument that requires grad.
     """
     op = "decoder_layer"
-    rest = (cos, sin, positions, k_cache, v_cache, held, slots, block_table)
+    sequences = CachedSequences(cos, sin, positions, k_cache, v_cache, held, slots, block_table)
     whole = type(weights) is LayerWeights
-    key = signature((hidden, *rest, *weights), (eps, scale), (window,)) if whole else None
+    key = signature((hidden, *sequences, *weights), (eps, scale), (window,)) if whole else None
     run = _decoder_layer.checked.get(key) if key else None
     if run is None:
         checks.floating(op, "hidden", hidden)
         checks.shape(op, "hidden", hidden, (None, None), "[N, D]", "flatten the leading dimensions")
-        check_sequences(op, hidden, *rest, eps, window, scale)
+        check_sequences(op, hidden, sequences, eps, window, scale)
         if not isinstance(weights, LayerWeights):
             kind = type(weights).__name__
             raise checks.error(op, "weights", "LayerWeights", kind, "build them from the layer's tensors", TypeError)
@@ -115,8 +91,9 @@ def decoder_layer(
     others = (hidden, *weights, cos, sin, positions, held, slots, block_table)
     if slots is not None and not (key and checks.disjoint((k_cache, v_cache), *others)):
         by_name = {f"weights.{name}": weight for name, weight in weights._asdict().items()}
-        check_written(op, *rest, {"hidden": hidden} | by_name)
-    return run(hidden, *weights, *rest, eps, window, cos.shape[1] ** -0.5 if scale is None else scale)
+        check_written(op, sequences, {"hidden": hidden} | by_name)
+    scale = cos.shape[1] ** -0.5 if scale is None else scale
+    return run(DecoderLayer(hidden, weights, sequences, eps, window, scale))
 
 
 def _sizes(model: int, weights: LayerWeights, kv_heads: int, width: int) -> tuple[tuple[int, ...], ...]:
@@ -129,17 +106,12 @@ def _sizes(model: int, weights: LayerWeights, kv_heads: int, width: int) -> tupl
     )  # fmt: skip
 
 
-def _fake(hidden: Tensor, *_: object) -> Tensor:
-    return hidden.new_empty(hidden.shape)
-
-
 _decoder_layer = Op(
     "decoder_layer",
-    "(Tensor hidden, Tensor input_norm, Tensor qkv, Tensor? qkv_bias, Tensor? q_norm, Tensor? k_norm, Tensor o, "
-    "Tensor? o_bias, Tensor post_norm, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
-    "Tensor cos, Tensor sin, Tensor positions, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor held, Tensor? slots, "
-    "Tensor? block_table, float eps, SymInt? window, float scale) -> Tensor",
-    fake=_fake,
+    DecoderLayer,
+    "Tensor",
+    fake=lambda call: call.hidden.new_empty(call.hidden.shape),
+    writes=("k_cache", "v_cache"),
     cpu=True,
 )
 _decoder_layer.has_no_gradient()

@@ -8,62 +8,26 @@ from torch import Tensor
 
 from fb_kernels.branch_attention_qkv import branch_attention_qkv
 from fb_kernels.branch_attention_qkv import reference as plain_attention
+from fb_kernels.branch_attention_qkv.arguments import BranchAttentionQkv
+from fb_kernels.decoder_layer.arguments import DecoderLayer
 from fb_kernels.skinny_linear import reference as plain_linear
 from fb_kernels.skinny_linear import skinny_linear
 
 
-def decoder_layer(
-    hidden: Tensor,
-    input_norm: Tensor,
-    qkv: Tensor,
-    qkv_bias: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    o: Tensor,
-    o_bias: Tensor | None,
-    post_norm: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    held: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor | None,
-    eps: float,
-    window: int | None,
-    scale: float,
-) -> Tensor:
+def decoder_layer(given: DecoderLayer) -> Tensor:
     """[N, D]."""
+    hidden, weights, sequences, eps, window, scale = given
     plain = hidden.is_cpu
     if plain and plain_attention._host_reads(hidden):
-        indices = (cos, positions, k_cache, held, slots, block_table, window)
-        plain_attention.check_sequences(*indices, "decoder_layer")
-    attend = plain_attention.branch_attention_qkv if plain else branch_attention_qkv
+        plain_attention.check_sequences(sequences, window, "decoder_layer")
     linear = plain_linear.skinny_linear if plain else skinny_linear
     project = partial(linear, norm_weight=None, eps=eps, residual=None, swiglu=False, frozen=True)
-    attended = attend(
-        project(hidden, qkv, qkv_bias, norm_weight=input_norm),
-        q_norm,
-        k_norm,
-        cos,
-        sin,
-        positions,
-        k_cache,
-        v_cache,
-        held,
-        slots,
-        block_table=block_table,
-        num_heads=o.shape[1] // cos.shape[1],
-        num_kv_heads=k_cache.shape[-2],
-        eps=eps,
-        window=window,
-        scale=scale,
-    )
-    hidden = project(attended.flatten(1), o, o_bias, residual=hidden)
-    gated = project(hidden, gate_up, gate_up_bias, norm_weight=post_norm, swiglu=True)
-    return project(gated, down, down_bias, residual=hidden)
+    qkv = project(hidden, weights.qkv, weights.qkv_bias, norm_weight=weights.input_norm)
+    heads, kv_heads = weights.o.shape[1] // sequences.cos.shape[1], sequences.k_cache.shape[-2]
+    call = BranchAttentionQkv(qkv, weights.q_norm, weights.k_norm, sequences, heads, kv_heads, eps, window, scale)
+    named = call._asdict()
+    own = named.pop("sequences")._asdict()
+    attended = plain_attention.branch_attention_qkv(call) if plain else branch_attention_qkv(**named, **own)
+    hidden = project(attended.flatten(1), weights.o, weights.o_bias, residual=hidden)
+    gated = project(hidden, weights.gate_up, weights.gate_up_bias, norm_weight=weights.post_norm, swiglu=True)
+    return project(gated, weights.down, weights.down_bias, residual=hidden)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fb_kernels._runtime import checks, precision
 from fb_kernels._runtime.op import Op, fake_gradients, signature
-from fb_kernels.qk_norm_rope.reference import heads_of
+from fb_kernels.qk_norm_rope.arguments import QkNormRope, QkNormRopeBackward, QkNormRopeOut
 
 
 def qk_norm_rope(
@@ -59,7 +59,7 @@ def qk_norm_rope(
     if kv_out is None:
         key = signature((qkv, q_weight, k_weight, cos, sin, positions), (eps,), (num_heads, num_kv_heads))
         if key and (run := _qk_norm_rope.checked.get(key)):
-            return run(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
+            return run(QkNormRope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps))
     op = "qk_norm_rope"
     if kv_out is None:
         qkv, q_weight, k_weight = precision.promoted(qkv, q_weight, k_weight)
@@ -90,9 +90,9 @@ def qk_norm_rope(
     checks.index(op, "positions", positions, like=qkv)
     checks.shape(op, "positions", positions, (rows,), "[T]", "give one position to each row of qkv")
     checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
+    call = QkNormRope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
     if kv_out is None:
-        run = _qk_norm_rope.passed(key, qkv)
-        return run(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
+        return _qk_norm_rope.passed(key, qkv)(call)
     if not isinstance(kv_out, tuple | list) or len(kv_out) != 3:
         raise checks.error(op, "kv_out", "(k_cache, v_cache, slot)", type(kv_out).__name__, "give all three", TypeError)
     k_cache, v_cache, slot = kv_out
@@ -109,40 +109,32 @@ def qk_norm_rope(
         (("kv_out[0]", k_cache), ("kv_out[1]", v_cache)),
         (*inputs, ("positions", positions), ("kv_out[2]", slot)),
     )
-    return _qk_norm_rope_out(
-        qkv, q_weight, k_weight, cos, sin, positions, k_cache, v_cache, slot, num_heads, num_kv_heads, eps
-    )
+    return _qk_norm_rope_out(QkNormRopeOut(call, k_cache, v_cache, slot))
 
 
-def _heads_fake(qkv: Tensor, head_dim: int, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = heads_of(qkv, head_dim, num_heads, num_kv_heads)
-    q, k, v = (qkv.new_empty((qkv.shape[0], heads, head_dim)) for heads in sizes)
+def _fake(call: QkNormRope) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (call.qkv.new_empty((call.qkv.shape[0], heads, call.cos.shape[1])) for heads in call.heads)
     return q, k, v
 
 
-_INPUTS = "Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor positions"
-_OPTIONS = "SymInt num_heads, SymInt num_kv_heads, float eps"
-
-_qk_norm_rope = Op(
-    "qk_norm_rope",
-    f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    fake=lambda qkv, _q, _k, cos, _s, _p, *options: _heads_fake(qkv, cos.shape[1], *options[:2]),
-    triton=True,
-    cpu=True,
-)
+_THREE = "(Tensor, Tensor, Tensor)"
+_qk_norm_rope = Op("qk_norm_rope", QkNormRope, _THREE, fake=_fake, triton=True, cpu=True)
 _qk_norm_rope_out = Op(
     "qk_norm_rope_out",
-    f"({_INPUTS}, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    QkNormRopeOut,
+    _THREE,
     folder="qk_norm_rope",
-    fake=lambda qkv, _q, _k, cos, _s, _p, _kc, _vc, _sl, *options: _heads_fake(qkv, cos.shape[1], *options[:2]),
+    fake=lambda call: _fake(call.projection),
+    writes=("k_cache", "v_cache"),
     triton=True,
     cpu=True,
 )
 _qk_norm_rope_backward = Op(
     "qk_norm_rope_backward",
-    f"(Tensor grad_q, Tensor grad_k, Tensor grad_v, {_INPUTS}, {_OPTIONS}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    QkNormRopeBackward,
+    _THREE,
     folder="qk_norm_rope",
-    fake=lambda _gq, _gk, _gv, qkv, q_weight, k_weight, *rest: fake_gradients(qkv, (qkv, q_weight, k_weight), rest[-1]),
+    fake=lambda call: fake_gradients(call.forward.qkv, call.forward[:3], call.needs),
     triton=True,
 )
 

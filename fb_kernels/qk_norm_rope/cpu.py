@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from fb_kernels._runtime import cpu
 from fb_kernels.qk_norm_rope import reference
+from fb_kernels.qk_norm_rope.arguments import QkNormRope, QkNormRopeOut
 
 TAKES = "float32 and bfloat16, tables and caches of the same"
 CACHES = ("k_cache", "k_slot", "k_head", "v_cache", "v_slot", "v_head", "size", "slots", "wide_slots")
 NO_CACHES = dict.fromkeys(CACHES, 0)
 
 
-def qk_norm_rope_out(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def qk_norm_rope_out(call: QkNormRopeOut) -> tuple[Tensor, Tensor, Tensor]:
     """`qk_norm_rope`, with k and v also written to their slots of the caches."""
-    k_cache, v_cache, slots = arguments[6:9]
+    projection, k_cache, v_cache, slots = call
     (k_slot, k_head, k_step), (v_slot, v_head, v_step) = k_cache.stride(), v_cache.stride()
-    dtype = arguments[0].dtype
+    dtype = projection.qkv.dtype
     if not (k_cache.dtype is v_cache.dtype is dtype and k_step == v_step == 1 and slots.is_contiguous()):
         return NotImplemented
     caches = {
@@ -29,25 +28,14 @@ def qk_norm_rope_out(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         "v_slot": v_slot, "v_head": v_head, "size": len(k_cache), "slots": slots.data_ptr(),
         "wide_slots": slots.dtype is torch.int64,
     }  # fmt: skip
-    run: Callable[..., Any] = partial(qk_norm_rope, caches=caches)
-    if (made := run(*arguments[:6], *arguments[9:])) is NotImplemented:
+    if (made := qk_norm_rope(projection, caches)) is NotImplemented:
         reference.check_slots(slots, len(k_cache))
     return made
 
 
-def qk_norm_rope(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    heads: int,
-    kv_heads: int,
-    eps: float,
-    caches: Mapping[str, int] = NO_CACHES,
-) -> tuple[Tensor, Tensor, Tensor]:
+def qk_norm_rope(call: QkNormRope, caches: Mapping[str, int] = NO_CACHES) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v), normed where a weight is given, q and k rotated; `caches` are arguments of the library's function."""
+    qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps = call
     library, dtype = cpu.library(), qkv.dtype
     rows, columns = qkv.shape
     length, width = cos.shape
@@ -62,7 +50,7 @@ def qk_norm_rope(
     if q_at < 0 or k_at < 0:
         return NotImplemented
     q, k = qkv.new_empty(rows, heads, width), qkv.new_empty(rows, kv_heads, width)
-    v = qkv.new_empty(rows, reference.heads_of(qkv, width, heads, kv_heads)[2], width)
+    v = qkv.new_empty(rows, call.heads[2], width)
     code = library.fbcpu_qk_norm_rope(
         qkv=qkv.data_ptr(), qkv_stride=stride, q_weight=q_at, k_weight=k_at, cos=cos.data_ptr(), sin=sin.data_ptr(),
         length=length, positions=positions.data_ptr(), wide_positions=positions.dtype is torch.int64, q=q.data_ptr(),

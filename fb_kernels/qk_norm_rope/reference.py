@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fb_kernels._runtime import checks
 from fb_kernels._runtime.precision import accumulation_dtype
+from fb_kernels.qk_norm_rope.arguments import QkNormRope, QkNormRopeBackward, QkNormRopeOut
 from fb_kernels.rms_norm.reference import normalize, normalize_backward
 
 OP = "qk_norm_rope"
 FORMAT = torch.contiguous_format
-
-
-def heads_of(qkv: Tensor, head_dim: int, num_heads: int, num_kv_heads: int) -> tuple[int, int, int]:
-    """Heads of q, k and v, which may have none."""
-    rest = qkv.shape[1] - (num_heads + num_kv_heads) * head_dim
-    return num_heads, num_kv_heads, num_kv_heads if rest or not head_dim else 0
-
-
-def _split(rows: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> list[Tensor]:
-    """q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E] of rows[T, (Hq + 2 Hkv) E]; a v[T, 0, E] where there is none."""
-    sizes = heads_of(rows, head_dim, num_heads, num_kv_heads)
-    return list(rows.reshape(rows.shape[0], sum(sizes), head_dim).split(sizes, 1))
 
 
 def _gather(table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -90,23 +75,12 @@ def check_slots(slots: Tensor, size: int, op: str = OP) -> list[int] | None:
     return values
 
 
-def qk_norm_rope(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-    op: str = OP,
-) -> tuple[Tensor, Tensor, Tensor]:
+def qk_norm_rope(call: QkNormRope, op: str = OP) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v), normed where a weight is given, q and k rotated; `op` is named in errors."""
+    qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps = call
     check_positions(positions, cos.shape[0], op)
     dtype = accumulation_dtype(qkv.dtype)
-    sizes = heads_of(qkv, cos.shape[1], num_heads, num_kv_heads)
-    heads = qkv.reshape(qkv.shape[0], sum(sizes), cos.shape[1])
+    heads = qkv.reshape(qkv.shape[0], sum(call.heads), cos.shape[1])
     both = num_heads + num_kv_heads
     heads, v = heads[:, :both], heads[:, both:]
     heads = heads if heads.dtype == dtype else heads.to(dtype)
@@ -125,13 +99,12 @@ def qk_norm_rope(
     return q.clone(memory_format=FORMAT), k.clone(memory_format=FORMAT), v.clone(memory_format=FORMAT)
 
 
-def qk_norm_rope_out(*arguments: Any, op: str = OP) -> tuple[Tensor, Tensor, Tensor]:
+def qk_norm_rope_out(call: QkNormRopeOut, op: str = OP) -> tuple[Tensor, Tensor, Tensor]:
     """`qk_norm_rope`, with k and v also written to their slots of the caches."""
-    k_cache, v_cache, slots = arguments[6:9]
+    projection, k_cache, v_cache, slots = call
     size = k_cache.shape[0]
     slot_numbers = check_slots(slots, size, op)
-    project: Callable[..., Any] = partial(qk_norm_rope, op=op)
-    q, k, v = project(*arguments[:6], *arguments[9:])
+    q, k, v = qk_norm_rope(projection, op)
     if slot_numbers is not None:
         for cache, rows in ((k_cache, k), (v_cache, v)):
             if len(slot_numbers) == 1 and slot_numbers[0] >= 0:
@@ -152,24 +125,12 @@ def qk_norm_rope_out(*arguments: Any, op: str = OP) -> tuple[Tensor, Tensor, Ten
     return q, k, v
 
 
-def qk_norm_rope_backward(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+def qk_norm_rope_backward(call: QkNormRopeBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients to qkv, q_weight and k_weight; what `needs` leaves out comes back empty."""
+    grad_q, grad_k, grad_v, forward, needs = call
+    qkv, q_weight, k_weight, cos, sin, positions, _, _, eps = forward
     dtype = accumulation_dtype(qkv.dtype)
-    q, k, _ = _split(qkv, num_heads, num_kv_heads, cos.shape[1])
+    q, k, _ = qkv.reshape(len(qkv), sum(forward.heads), cos.shape[1]).split(forward.heads, 1)
     cosine, sine = _gather(cos, positions, dtype), _gather(sin, positions, dtype)
     to_heads, to_weights = [], []
     for x, weight, grad, need in ((q, q_weight, grad_q, needs[1]), (k, k_weight, grad_k, needs[2])):

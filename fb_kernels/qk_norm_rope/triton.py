@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fb_kernels._runtime import tuning
-from fb_kernels.qk_norm_rope.reference import heads_of
+from fb_kernels.qk_norm_rope.arguments import QkNormRope, QkNormRopeBackward, QkNormRopeOut
 from fb_kernels.triton.rows import as_rows
 
 
@@ -185,24 +181,13 @@ def _qk_norm_rope_bwd_kernel(
         tl.store(d_weights + 3 * half, tl.sum(tl.where(is_k[:, None], on_second, 0.0), 0), mask=inside)
 
 
-def qk_norm_rope(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-    kv_out: tuple[Tensor, ...] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def qk_norm_rope(call: QkNormRope, kv_out: tuple[Tensor, ...] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v), normed where a weight is given, q and k rotated; kv_out is (k_cache, v_cache, slots)."""
+    qkv, q_weight, k_weight, cos, sin, positions, _, _, eps = call
     if torch.float64 in (qkv.dtype, cos.dtype):
         return NotImplemented
     rows, cos, sin = as_rows(qkv), as_rows(cos), as_rows(sin)
-    head_dim = cos.shape[1]
-    sizes = heads_of(qkv, head_dim, num_heads, num_kv_heads)
+    head_dim, sizes = cos.shape[1], call.heads
     q, k, v = (qkv.new_empty((len(qkv), heads, head_dim)) for heads in sizes)
     k_cache, v_cache, slots = kv_out or (None, None, None)
     strides = [0] * 6 if kv_out is None else [*kv_out[0].stride(), *kv_out[1].stride()]
@@ -217,34 +202,20 @@ def qk_norm_rope(
     return q, k, v
 
 
-def qk_norm_rope_out(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def qk_norm_rope_out(call: QkNormRopeOut) -> tuple[Tensor, Tensor, Tensor]:
     """`qk_norm_rope`, with k and v also written to their slots of the caches."""
-    run: Callable[..., Any] = partial(qk_norm_rope, kv_out=arguments[6:9])
-    return run(*arguments[:6], *arguments[9:])
+    return qk_norm_rope(call.projection, call[1:])
 
 
-def qk_norm_rope_backward(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+def qk_norm_rope_backward(call: QkNormRopeBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients to qkv, q_weight and k_weight; the weights' are summed per program, then added in order."""
+    grad_q, grad_k, grad_v, forward, needs = call
+    qkv, q_weight, k_weight, cos, sin, positions, _, _, eps = forward
     if torch.float64 in (qkv.dtype, cos.dtype):
         return NotImplemented
     rows, cos, sin = as_rows(qkv), as_rows(cos), as_rows(sin)
-    head_dim = cos.shape[1]
+    head_dim, sizes = cos.shape[1], forward.heads
     launch = tuning.qk_norm_rope_backward(qkv.dtype, len(rows), head_dim)
-    sizes = heads_of(qkv, head_dim, num_heads, num_kv_heads)
     blocks = triton.cdiv(sum(sizes), launch["HEADS"])
     grid = (triton.cdiv(len(rows), launch["ROWS"]) * blocks,)
     d_qkv = qkv.new_empty(qkv.shape if needs[0] else (0,))

@@ -39,6 +39,7 @@ from fb_kernels import BranchLayout, branch_attention
 from fb_kernels._runtime import backend, cuda, tuning
 from fb_kernels.branch_attention import cuda as compiled
 from fb_kernels.branch_attention import reference, triton, triton_backward, triton_layout
+from fb_kernels.branch_attention.arguments import BranchAttention, BranchAttentionBackward
 from fb_kernels.testing import assert_close_to_reference, largest_tensor
 
 STRANGE = (math.nan, math.inf, -math.inf)
@@ -319,10 +320,10 @@ def test_rows_of_no_group_are_nan(way: str, longest: int | None) -> None:
         assert all(x.isnan().all() for x in (*results, *grads[:1]))
 
 
-def operators(case: Case, window: int | None = None) -> tuple:
+def operators(case: Case, window: int | None = None) -> BranchAttention:
     """Its arguments, as the operator takes them."""
-    return (*(case.arguments[name] for name in ("q", "k", "v", "prefix_k", "prefix_v")),
-            *case.arguments["layout"].indices, None, None, window, 0.3, None)  # fmt: skip
+    tensors = (case.arguments[name] for name in ("q", "k", "v", "prefix_k", "prefix_v"))
+    return BranchAttention(*tensors, *case.arguments["layout"].indices, None, None, window, 0.3, None)
 
 
 def test_batched_cache_is_read_in_place() -> None:
@@ -551,10 +552,10 @@ def test_training_rows_over_pieces_of_the_prefix(options: dict[str, Any], monkey
 def test_gradients_of_wide_heads_are_left_to_others() -> None:
     for case in (make([([2], 0, 3)]), single(make([([2], 0, 3)], width=257))):
         given = operators(case)
-        out, lse = reference.branch_attention(*given)
+        out, lse = reference.branch_attention(given)
         for wanted in (False, True):
-            backward = (out, lse, *given[:5], out, lse, *given[5:], wanted)
-            assert triton.branch_attention_backward(*backward) is NotImplemented
+            backward = BranchAttentionBackward(out, lse, out, lse, given, wanted)
+            assert triton.branch_attention_backward(backward) is NotImplemented
 
 
 @pytest.mark.parametrize("changed", [None, "q", "k", "prefix_v", "upstream", "odd width", "column", "expanded"])
@@ -592,9 +593,9 @@ def test_a_compiled_launch_has_no_more_memory_than_it_may() -> None:
     many = 1 << 22
     q, prefix = torch.empty(1, 1, 64).half().expand(many, 1, 64), torch.empty(4, 1, 64).half()
     layout = BranchLayout(torch.arange(many + 1), ids(0, many).long(), ids(0).long(), ids(4).long())
-    given = (q, None, None, prefix, prefix, *layout.indices, None, None, None, 0.3, None)
+    given = BranchAttention(q, None, None, prefix, prefix, *layout.indices, None, None, None, 0.3, None)
     with running("cuda"):
-        assert compiled.branch_attention(*given) is NotImplemented
+        assert compiled.branch_attention(given) is NotImplemented
 
 
 def test_one_compiled_group_has_no_block_without_rows() -> None:

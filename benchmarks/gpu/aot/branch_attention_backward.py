@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.gpu.aot.compiler import Case, Cost
+from fb_kernels.branch_attention.arguments import BranchAttention, BranchAttentionBackward
 from fb_kernels.branch_attention.triton_backward import branch_attention_backward
 
 CANDIDATES = 13
@@ -71,7 +72,9 @@ def _case(
         bytes=2 * groups * seen * kv_heads * size + rows * heads * size,
         flops=8 * rows * heads * width * seen,  # four products
     )
-    trained = page is None
+    trained, scale = page is None, width**-0.5
+    layout = cu_branch, cu_group, start, count, table
+    forward = BranchAttention(q, k, k, keys, keys, *layout, length, prefix, window, scale, softcap)
     tall = length > 1 and width <= 128 and not pad and dtype != torch.float32  # tiles of 64 rows
     many = width <= 128 and not pad and dtype != torch.float32  # tiles of 64 keys
     name = f"G={groups} K={CANDIDATES} L={length} P={prefix} E={width} {str(dtype).removeprefix('torch.')}"
@@ -81,8 +84,7 @@ def _case(
         "branch_attention_backward",
         name,
         lambda: branch_attention_backward(
-            *(q, lse if through_lse else None, q, k, k, keys, keys, q, lse, cu_branch, cu_group, start, count, table),
-            *(length, prefix, window, width**-0.5, softcap, trained),
+            BranchAttentionBackward(q, lse if through_lse else None, q, lse, forward, trained)
         ),
         {KERNEL: cost, PREFIX: on_prefix},
         matmul=(*[KERNEL] * tall, *[PREFIX] * (many and trained)),
