@@ -13,7 +13,8 @@ import fb_kernels
 from benchmarks.gpu.aot.compiler import Case, Cost, Tile
 from fb_kernels import BranchLayout
 from fb_kernels._runtime import tuning
-from fb_kernels.branch_attention import triton as branch_attention
+from fb_kernels.branch_attention.arguments import BranchAttention
+from fb_kernels.branch_attention.triton import branch_attention
 from fb_kernels.triton import HAS_GLUON
 
 TILE, SPLIT, COMBINE, GLUON = (f"_branch_attention_{name}_kernel" for name in ("tile", "split", "combine", "gluon"))
@@ -42,9 +43,11 @@ def case(
 
     q, own = empty(rows, heads[0], width), empty(rows, heads[1], width)
     cache = empty(*((keys,) if page is None else (keys // page, page)), heads[1], width + pad)[..., :width]
-    offsets = [empty(n, of=torch.int32) for n in (len(lengths) + 1, len(groups) + 1, len(groups), len(groups))]
+    sizes = len(lengths) + 1, len(groups) + 1, len(groups), len(groups)
+    cu_branch, cu_group, start, count = (empty(n, of=torch.int32) for n in sizes)
     table = None if page is None else empty(len(groups), prefix // page, of=torch.int32)
-    arguments = (q, own, own, cache, cache, *offsets, table, longest, prefix, window, width**-0.5, softcap)
+    tensors = q, own, own, cache, cache, cu_branch, cu_group, start, count, table
+    given = BranchAttention(*tensors, longest, prefix, window, width**-0.5, softcap)
 
     on_prefix = sum(sum(branches) * p for branches, p in groups)
     on_own = sum(length * (length + 1) // 2 for length in lengths)
@@ -75,10 +78,9 @@ def case(
         return Tile(turns, flops, prefix, False, target, seen / launch["BLOCK_N"], partial(small, launch))
 
     def pipelined(launch: Mapping[str, Any]) -> Tile:
-        keys, flops = max(prefix, longest // 2), 4 * launch["BLOCK_M"] * launch["BLOCK_N"] * launch["HEAD_DIM"]
-        target = 0.7 if prefix >= 2048 else None
-        turns = keys / launch["BLOCK_N"]
-        return Tile(turns, flops, keys, True, target, seen / launch["BLOCK_N"], partial(small, launch))
+        keys, step = max(prefix, longest // 2), launch["BLOCK_N"]
+        flops, target = 4 * launch["BLOCK_M"] * step * launch["HEAD_DIM"], 0.7 if prefix >= 2048 else None
+        return Tile(keys / step, flops, keys, True, target, seen / step, partial(small, launch))
 
     def small(launch: Mapping[str, Any], turns: int) -> int:
         repeat, count = heads[0] // heads[1], turns * launch["BLOCK_N"]
@@ -91,7 +93,7 @@ def case(
 
     def call() -> None:
         with mock.patch.object(tuning, "branch_attention_form", return_value=form):
-            branch_attention.branch_attention(*arguments)
+            branch_attention(given)
 
     return Case(*("branch_attention", shape, call, costs, products, exact), {TILE: tile, SPLIT: tile, GLUON: pipelined})
 

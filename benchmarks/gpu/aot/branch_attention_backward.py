@@ -42,8 +42,6 @@ def _case(
     prefix: int,
     *,
     width: int = 128,
-    heads: int = 16,
-    kv_heads: int = 8,
     dtype: torch.dtype = torch.bfloat16,
     window: int | None = None,
     softcap: float | None = None,
@@ -54,7 +52,7 @@ def _case(
     def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    branches = groups * CANDIDATES
+    branches, heads, kv_heads = groups * CANDIDATES, 16, 8
     rows = branches * length
     q, k = meta(rows, heads, width), meta(rows, kv_heads, width)
     pages = (groups * prefix,) if page is None else (groups * prefix // page, page)
@@ -62,8 +60,7 @@ def _case(
     table = None if page is None else meta(groups, prefix // page, dtype=torch.int32)
     cu_branch, cu_group, start, count = (meta(n, dtype=torch.int32) for n in (branches + 1, groups + 1, groups, groups))
     lse = meta(heads, rows, dtype=torch.float32)
-    seen = prefix if window is None else min(window, prefix)
-    size = 2 * width * dtype.itemsize
+    seen, size = prefix if window is None else min(window, prefix), 2 * width * dtype.itemsize
     cost = Cost(
         bytes=groups * seen * kv_heads * size + rows * (2 * heads + 2 * kv_heads) * size,
         flops=rows * heads * width * (3 * 2 * seen + 8 * 2 * length // 2),  # 3 products; 8 over half of the own keys
@@ -72,9 +69,9 @@ def _case(
         bytes=2 * groups * seen * kv_heads * size + rows * heads * size,
         flops=8 * rows * heads * width * seen,  # four products
     )
-    trained, scale = page is None, width**-0.5
-    layout = cu_branch, cu_group, start, count, table
-    forward = BranchAttention(q, k, k, keys, keys, *layout, length, prefix, window, scale, softcap)
+    trained, tensors = page is None, (q, k, k, keys, keys, cu_branch, cu_group, start, count, table)
+    forward = BranchAttention(*tensors, length, prefix, window, width**-0.5, softcap)
+    given = BranchAttentionBackward(q, lse if through_lse else None, q, lse, forward, trained)
     tall = length > 1 and width <= 128 and not pad and dtype != torch.float32  # tiles of 64 rows
     many = width <= 128 and not pad and dtype != torch.float32  # tiles of 64 keys
     name = f"G={groups} K={CANDIDATES} L={length} P={prefix} E={width} {str(dtype).removeprefix('torch.')}"
@@ -83,9 +80,7 @@ def _case(
     return Case(
         "branch_attention_backward",
         name,
-        lambda: branch_attention_backward(
-            BranchAttentionBackward(q, lse if through_lse else None, q, lse, forward, trained)
-        ),
+        lambda: branch_attention_backward(given),
         {KERNEL: cost, PREFIX: on_prefix},
         matmul=(*[KERNEL] * tall, *[PREFIX] * (many and trained)),
         exact=(KERNEL, ADD, STATE, PREFIX) if dtype == torch.float32 else (),

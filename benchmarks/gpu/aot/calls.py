@@ -6,7 +6,7 @@ A file here has the calls of an op whose launches come in several forms, or whos
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import benchmarks.gpu.aot
 import fb_kernels
 from benchmarks.gpu.aot.compiler import Case, Cost
 from fb_kernels import calls
+from fb_kernels._runtime.backend import flat
 from fb_kernels._runtime.op import Op
 from fb_kernels.calls import Call, Calls
 
@@ -61,9 +62,9 @@ def case(op: str, call: Call) -> Case:
 
 def by_triton(op: Op, *arguments: Any) -> Any:
     """What an operator's launcher returns for tensors without numbers, with the operator's gradient."""
-    launcher: Callable[..., Any] = getattr(import_module(f"fb_kernels.{op.stem}.triton"), op.name)
+    launcher, arguments = getattr(import_module(f"fb_kernels.{op.stem}.triton"), op.name), tuple(flat(arguments))
     if op._function is None or not torch.is_grad_enabled():
-        return launcher(*arguments)
-    forward = staticmethod(lambda *given: launcher(*given))  # `apply` would add the launcher's own defaults
+        return op._packed(launcher)(*arguments)
+    forward = staticmethod(lambda *given: op._packed(launcher)(*given))  # `apply` would add the launcher's own defaults
     function: type[torch.autograd.Function] = type(op.name, (op._function,), {"forward": forward})
     return function.apply(*arguments)
