@@ -452,7 +452,7 @@ Layout layout_of(const Fields& given) {
 
 }  // namespace
 
-extern "C" int fbcpu_abi_version() { return 18; }
+extern "C" int fbcpu_abi_version() { return 19; }
 
 // Whose kernels those of bfloat16 are.
 extern "C" const char* fbcpu_variant() { return kernels.variant; }
@@ -614,16 +614,16 @@ FB_FUNCTION(fbcpu_linear_logprob_backward,
 }
 
 FB_FUNCTION(fbcpu_qk_norm_rope,
-            const void* qkv; int64_t qkv_stride; const void *q_weight, *k_weight, *cos, *sin; int64_t length;
-            const void* positions; int wide_positions; void *q, *k, *v, *k_cache; int64_t k_slot, k_head;
-            void* v_cache; int64_t v_slot, v_head, size; const void* slots; int wide_slots;
+            const void* qkv; int64_t qkv_stride; const void *q_weight, *k_weight, *cos, *sin; int wide_tables;
+            int64_t length; const void* positions; int wide_positions; void *q, *k, *v, *k_cache;
+            int64_t k_slot, k_head; void* v_cache; int64_t v_slot, v_head, size; const void* slots; int wide_slots;
             int64_t rows, heads, kv_heads, width; double eps; int threads, narrow;) {
   return typed(given.narrow, [&](const auto& step, auto one) {
     return step.qk_norm_rope(
-        as(given.qkv, one), given.qkv_stride, as(given.q_weight, one), as(given.k_weight, one), as(given.cos, one),
-        as(given.sin, one), given.length, given.positions, given.wide_positions, as(given.q, one), as(given.k, one),
-        as(given.v, one), as(given.k_cache, one), given.k_slot, given.k_head, as(given.v_cache, one), given.v_slot,
-        given.v_head, given.size, given.slots, given.wide_slots, given.rows, given.heads, given.kv_heads, given.width,
-        narrow(given.eps), given.threads);
+        as(given.qkv, one), given.qkv_stride, as(given.q_weight, one), as(given.k_weight, one), given.cos,
+        given.sin, given.wide_tables, given.length, given.positions, given.wide_positions, as(given.q, one),
+        as(given.k, one), as(given.v, one), as(given.k_cache, one), given.k_slot, given.k_head, as(given.v_cache, one),
+        given.v_slot, given.v_head, given.size, given.slots, given.wide_slots, given.rows, given.heads, given.kv_heads,
+        given.width, narrow(given.eps), given.threads);
   });
 }

@@ -67,6 +67,15 @@ INLINE void store(BFloat16* to, Lanes v, int64_t n) {
   std::memcpy(to, &half, n * sizeof(BFloat16));
 }
 
+INLINE void rounded(float* x, int64_t width) {  // to BFloat16's numbers
+  for (int64_t i = 0; i < width; i += LANES) {
+    const int64_t n = width - i < LANES ? width - i : LANES;
+    const Lanes v = widened(narrowed(some(x + i, n)));
+    if (n == LANES) store(x + i, v);
+    else store(x + i, v, n);
+  }
+}
+
 template <typename From, typename To>
 INLINE void copied(const From* from, int64_t width, To* to) {
   int64_t i = 0;
@@ -1661,7 +1670,8 @@ static int branch_attention_qkv(
 }
 
 // A layer in one parallel region: every thread computes the norms for itself and its share of each product, and waits
-// for the others where the next step needs all of it. Sums have the same order as in the separate ops.
+// for the others where the next step needs all of it. Sums have the same order as in the separate ops, and with tiles the
+// same bits.
 template <typename T>
 static int decoder_layer(
     const T* hidden, int64_t hidden_stride, const LayerWeights<T>& w, const Sequences<T>& in, T* out, int64_t model,
@@ -1691,14 +1701,24 @@ static int decoder_layer(
       const int64_t units = (count + unit - 1) / unit;
       work(units * me / of * unit, std::min(count, units * (me + 1) / of * unit));
     };
+    const float* none = nullptr;
     auto project = [=](const X* x, const T* weight, const T* bias, auto residual, int64_t residual_stride,
                        int64_t width, int64_t outputs, int64_t first, int64_t last, float* to) {
       products_of<F>(x, rows, weight, width, width, outputs, first, last, to, outputs);
-      for (int64_t row = 0; row < rows; ++row)
-        add(bias ? bias + first : bias, residual ? residual + row * residual_stride + first : residual, last - first,
-            to + row * outputs + first);
+      const int64_t count = last - first;
+      for (int64_t row = 0; row < rows; ++row) {
+        auto more = residual ? residual + row * residual_stride + first : residual;
+        float* y = to + row * outputs + first;
+        if constexpr (IN_TILES<F>) {  // rounded where the separate ops round: a decoded row has a scored one's bits
+          add(bias ? bias + first : bias, none, count, y);
+          rounded(y, count);
+          add(none, more, count, y);
+          rounded(y, count);
+        } else {
+          add(bias ? bias + first : bias, more, count, y);
+        }
+      }
     };
-    const float* none = nullptr;
     padded_rows<F>(hidden, hidden_stride, w.input_norm, in.eps, rows, model, (X*)own);
     const X* x = ready((X*)own, model);
     shared(all, OUTPUTS<F>, [=](int64_t first, int64_t last) {
@@ -2193,11 +2213,11 @@ static int linear_logprob_backward(
 #endif
 
 // q, k and v of each row, normed where a weight is given, q and k rotated; k and v also to their slots of the caches,
-// of which there are `size`. Without v a row has none.
+// of which there are `size`. Without v a row has none. The tables are of float where they are wide.
 template <typename T>
 static int qk_norm_rope(
-    const T* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const T* cos, const T* sin, int64_t length,
-    const void* positions, int wide_positions, T* q, T* k, T* v, T* k_cache, int64_t k_slot, int64_t k_head, T* v_cache,
+    const T* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const void* cos, const void* sin, int wide,
+    int64_t length, const void* positions, int wide_positions, T* q, T* k, T* v, T* k_cache, int64_t k_slot, int64_t k_head, T* v_cache,
     int64_t v_slot, int64_t v_head, int64_t size, const void* slots, int wide_slots, int64_t rows, int64_t heads,
     int64_t kv_heads, int64_t width, float eps, int threads) {
   Slots taken;
@@ -2218,8 +2238,12 @@ static int qk_norm_rope(
       const T* x = qkv + row * qkv_stride;
       const int64_t place = entry(positions, wide_positions, row) * width;
       const int64_t slot = slots ? entry(slots, wide_slots, row) : -1;
-      copied(cos + place, width, cosine);
-      copied(sin + place, width, sine);
+      auto at = [=](const void* table, float* to) {
+        if (wide) copied(static_cast<const float*>(table) + place, width, to);
+        else copied(static_cast<const T*>(table) + place, width, to);
+      };
+      at(cos, cosine);
+      at(sin, sine);
       T *to = q + row * heads * width, *key = k + row * kv_heads * width, *value = v + row * kv_heads * width;
       for (int64_t h = 0; h < heads; ++h, x += width, to += width) {
         turned(x, q_weight, eps, cosine, sine, width, 1.0f, buffer, head);

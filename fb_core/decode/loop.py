@@ -259,8 +259,8 @@ class PairLoop(Loop[PairTask]):
             task.waits.append(time.perf_counter() - each.began)
             top = None
             if task.ranking:
-                token = torch.tensor(event.token, device=each.logits.device)
-                top = ranked(rank(each.logits[0], token).tolist())
+                token, row = torch.tensor([event.token], device=each.logits.device), task.step_row
+                top = ranked(rank(self.model, self.step.hidden[row, None], each.logits, token)[0].tolist())
             self.resume(task, event.token, top)
 
     def _events(

@@ -246,7 +246,7 @@ class Loop(Generic[AnyTask]):
                 taken, ids = logits.gather(-1, targets[:, None]), torch.arange(logits.shape[-1], device=own.device)
                 before = (logits > taken) | ((logits == taken) & (ids < targets[:, None]))
                 places = (before.sum(-1) + 1).tolist()
-                ranks = [ranked(row) for row in rank(logits, targets).tolist()]
+                ranks = [ranked(row) for row in rank(self.model, rows, logits, targets).tolist()]
                 task.prompt_ranks += [each._replace(place=place) for each, place in zip(ranks, places, strict=True)]
                 if any(isnan(each.taken) for each in ranks):
                     task.error = not_finite(0, task.row.index)

@@ -13,13 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fb_core.models.experts import Experts
 from fb_core.models.facts import CausalLM, Reading, lm_head, text_config, token_bytes
 from fb_core.models.native import FAMILIES, Layer, NativeDecoder
 from fb_core.models.packed import PrefixKV
 from fb_core.runtime.cuda_graphs import Graphs
 from fb_core.runtime.kv_pages import SIZE, Pages, pages_of
-from fb_kernels import BranchLayout, branch_attention, branch_attention_qkv, decoder_layer, rms_norm, skinny_linear
+from fb_kernels import (
+    BranchLayout,
+    branch_attention,
+    branch_attention_qkv,
+    decoder_layer,
+    linear_logprob,
+    rms_norm,
+    skinny_linear,
+)
 
 CHUNK = 512
 """New tokens of one forward at most."""
@@ -258,6 +265,14 @@ class PagedModel:
         return skinny_linear(hidden, weight, bias, norm_weight=norm.weight, eps=norm.eps, frozen=True)
 
     @torch.no_grad()
+    def logprobs(self, hidden: Tensor, tokens: Tensor, others: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+        """Log-probs in nats of tokens [N], as the scorer computes them, and of others [N, k], from a stream [N, D]."""
+        normed, (weight, bias) = self.normed(hidden), (self.head.weight, self.head.bias)
+        own, total = linear_logprob(normed, weight, tokens, bias, valid_vocab=vocabulary, return_lse=True)
+        logits = torch.linalg.vecdot(normed[:, None].to(own.dtype), weight[others].to(own.dtype))
+        return own, (logits if bias is None else logits + bias[others]) - total[:, None]
+
+    @torch.no_grad()
     def normed(self, hidden: Tensor) -> Tensor:
         """A residual stream [N, D] after the final norm."""
         return rms_norm(hidden, *self.decoder.norm)[0]
@@ -269,9 +284,8 @@ def _mixture_layer(hidden: Tensor, layer: Layer, *where: Any, eps: float, **how:
     norms = (layer.q_norm and layer.q_norm.weight, layer.k_norm and layer.k_norm.weight)
     how |= {"num_heads": layer.heads, "num_kv_heads": layer.kv_heads, "eps": eps}
     attended = branch_attention_qkv(projected, *norms, *where, **how)
-    assert isinstance(layer.mlp, Experts)
-    hidden = skinny_linear(attended.flatten(1), *layer.o, residual=hidden)
-    return hidden + layer.mlp(rms_norm(hidden, *layer.mlp_norm)[0])
+    added, residual = layer.after_attention(attended, hidden)
+    return added if residual is None else added + residual
 
 
 def page_bytes(model: CausalLM) -> int:

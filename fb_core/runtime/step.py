@@ -30,15 +30,16 @@ class Ranked(NamedTuple):
     place: int = 0  # of that token among all, from 1, where it is one of a prompt's
 
 
-def rank(logits: Tensor, token: Tensor) -> Tensor:
-    """Ids and log-probs [..., 2, k + 1] of the likeliest tokens, ties to the lowest, and of the token taken.
+def rank(model: PagedModel, hidden: Tensor, logits: Tensor, token: Tensor) -> Tensor:
+    """Ids and log-probs [N, 2, k + 1] of the likeliest tokens, ties to the lowest, and of the token taken.
 
-    Logits are [..., V], token [...] int64; the result's precision holds both ids and log-probs.
+    From the residual stream [N, D], logits [N, V] and token [N] int64; the result's precision holds ids and log-probs.
     """
-    _, values, ids = topk_entropy(logits, min(RANKED, logits.shape[-1]))
-    values = torch.cat([values, logits.gather(-1, token[..., None]).to(values.dtype)], -1)
-    logprobs = values - logits.to(values.dtype).logsumexp(-1, keepdim=True)
-    return torch.stack([torch.cat([ids, token[..., None]], -1).to(values.dtype), logprobs], -2)
+    _, _, ids = topk_entropy(logits, min(RANKED, logits.shape[-1]))
+    taken, logprobs = model.logprobs(hidden, token, ids, logits.shape[-1])
+    logprobs, order = torch.where(ids == token[:, None], taken[:, None], logprobs).sort(stable=True, descending=True)
+    ids = torch.cat([ids.gather(-1, order), token[:, None]], -1)
+    return torch.stack([ids.to(taken.dtype), torch.cat([logprobs, taken[:, None]], -1)], 1)
 
 
 def ranked(row: list[list[float]]) -> Ranked:
@@ -90,6 +91,7 @@ class DecodeStep:
             # length plus this: a row's last position; its place among all tokens; its place among all slots
             self.offsets = torch.stack([0 * own, own * model.length, own * self.slots.shape[1]]) - 1
             self.logits = model.keys[0].new_zeros(rows, vocabulary)
+            self.hidden = model.keys[0].new_zeros(rows, model.width)
             self.end_ids = ends
             self.ends = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
             exact = torch.promote_types(model.keys[0].dtype, torch.float32)
@@ -173,6 +175,7 @@ class DecodeStep:
             column[to] = column[row]
         self.slots[to] = self.slots[row]
         self.logits[to] = self.logits[row]
+        self.hidden[to] = self.hidden[row]
         self.clear(row)
 
     def wait_for_stream(self) -> None:
@@ -204,7 +207,8 @@ class DecodeStep:
         slot = self.begun % RING
         self._ranked[slot] = ranked
         if ranked:
-            self.ranks[slot, rows].copy_(rank(self.logits[rows], self.token[rows]), non_blocking=True)
+            top = rank(self.model, self.hidden[rows], self.logits[rows], self.token[rows])
+            self.ranks[slot, rows].copy_(top, non_blocking=True)
         if self.ended:
             self.ended[slot].record(torch.cuda.current_stream(self.logits.device))
         self.begun += 1
@@ -262,6 +266,7 @@ class DecodeStep:
     def _commit(self, rows: slice, hidden: Tensor, slot: int, sampled: bool) -> None:
         """Rows append their tokens or halt, from the residual stream [n, D] after the last one."""
         state, logits = DecodeState(*(x[rows] for x in self.state)), self.logits[rows]
+        self.hidden[rows] = hidden
         logits.copy_(self.model.logits(hidden, self.vocabulary))
         entropy, values, ids = topk_entropy(logits, self.top_k)
         token = self.token[rows]

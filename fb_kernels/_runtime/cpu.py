@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fb_kernels._runtime import shared_library
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 ROWS = 16  # maximum of a linear layer without AMX: above it oneDNN is faster
 SHARE = 1 << 17  # minimum products per thread
 ELEMENT = 8  # products that take as long as an element of an elementwise op

@@ -11,7 +11,7 @@ from fb_kernels._runtime import cpu
 from fb_kernels.qk_norm_rope import reference
 from fb_kernels.qk_norm_rope.arguments import QkNormRope, QkNormRopeOut
 
-TAKES = "float32 and bfloat16, tables and caches of the same"
+TAKES = "float32 and bfloat16, caches of the same, tables of the same or float32"
 CACHES = ("k_cache", "k_slot", "k_head", "v_cache", "v_slot", "v_head", "size", "slots", "wide_slots")
 NO_CACHES = dict.fromkeys(CACHES, 0)
 
@@ -41,7 +41,7 @@ def qk_norm_rope(call: QkNormRope, caches: Mapping[str, int] = NO_CACHES) -> tup
     length, width = cos.shape
     if isinstance(library, str) or dtype not in cpu.STEP or not rows * columns:
         return NotImplemented
-    if not (dtype is cos.dtype is sin.dtype and cos.is_contiguous() and sin.is_contiguous()):
+    if not (cos.dtype in (dtype, torch.float32) and cos.is_contiguous() and sin.is_contiguous()):
         return NotImplemented
     stride, step = qkv.stride()
     if step != 1 or not positions.is_contiguous():
@@ -53,8 +53,9 @@ def qk_norm_rope(call: QkNormRope, caches: Mapping[str, int] = NO_CACHES) -> tup
     v = qkv.new_empty(rows, call.heads[2], width)
     code = library.fbcpu_qk_norm_rope(
         qkv=qkv.data_ptr(), qkv_stride=stride, q_weight=q_at, k_weight=k_at, cos=cos.data_ptr(), sin=sin.data_ptr(),
-        length=length, positions=positions.data_ptr(), wide_positions=positions.dtype is torch.int64, q=q.data_ptr(),
-        k=k.data_ptr(), v=v.data_ptr() if v.numel() else 0, **caches, rows=rows, heads=heads, kv_heads=kv_heads,
+        wide_tables=cos.dtype is torch.float32, length=length, positions=positions.data_ptr(),
+        wide_positions=positions.dtype is torch.int64, q=q.data_ptr(), k=k.data_ptr(),
+        v=v.data_ptr() if v.numel() else 0, **caches, rows=rows, heads=heads, kv_heads=kv_heads,
         width=width, eps=eps, threads=cpu.threads(cpu.ELEMENT * rows * columns), narrow=dtype is torch.bfloat16,
     )  # fmt: skip
     if code:

@@ -1,4 +1,4 @@
-"""A scored row has the same bits in any company, where the library's own products run."""
+"""A row has the same bits in any company, scored or written, where the library's own products run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from tiny import tiny
 from ways import narrowed
 
-from fb_core import CompatibilityScorer
+from fb_core import CompatibilityScorer, Engine, RandomChoice, RequestPolicy
+from fb_core.decode.pair import Pair
 from fb_kernels._runtime import cpu
 
 TOKENS = 1000
@@ -51,3 +52,21 @@ def test_a_scored_row_does_not_depend_on_what_else_is_in_the_call(
         for i, own, scores in zip(order, kept, found, strict=True):
             for k, mine in zip(own, scores, strict=True):
                 assert all(torch.equal(one, other) for one, other in zip(mine, alone[i][k], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_an_engine_reports_of_its_tokens_what_the_scorer_says(kind: str, tiles: None) -> None:
+    """Prompts that begin alike or not, sequences that enter and leave while others run, tokens chosen at events too."""
+    made = random.Random(kind)
+    options = {"vocab_size": TOKENS, "head_dim": 16, "max_position_embeddings": 1024, **SIZES}
+    model = tiny(kind, **options).bfloat16().eval()
+    system = drawn(made, 150)
+    prompts = [[*system[: made.choice([0, 130])], *drawn(made, made.choice([1, 5, 64, 129, 200]))] for _ in range(10)]
+    options = {"pool": "slm", "max_batch": 4, "max_length": 512}
+    with Engine(Pair(model, None), RandomChoice(0), RequestPolicy(1.0), **options) as engine:
+        handles = [engine.submit(torch.tensor(prompt), made.choice([1, 9, 40]), ranking=True) for prompt in prompts]
+        tokens = [list(handle) for handle in handles]
+    scorer = CompatibilityScorer(model)
+    for prompt, own in zip(prompts, tokens, strict=True):
+        (said,) = scorer.logprobs(prompt, [[token.id for token in own]])
+        assert torch.equal(torch.tensor([token.ranked.taken for token in own]), said)

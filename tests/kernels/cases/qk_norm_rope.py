@@ -39,9 +39,10 @@ def make(
     normed: tuple[bool, bool] = (True, True),
     index: torch.dtype = torch.int64,
     values: bool = True,
+    wide: bool = False,
     seed: int = 0,
 ) -> Case:
-    """The halves of the tables differ; where no position is they are NaN."""
+    """The halves of the tables, which stay in float32 where wide, differ; where no position is they are NaN."""
     width = 2 * half
     shapes = (
         (rows, (heads[0] + (1 + values) * heads[1]) * width),
@@ -66,7 +67,8 @@ def make(
         "eps": 1e-3,
     }
     names = ("qkv", *(name for name, use in zip(("q_weight", "k_weight"), normed, strict=True) if use))
-    return Case("qk_norm_rope", arguments, gradients=names, outputs=(0, 1, 2))
+    least = dict.fromkeys(TABLES, torch.float32) if wide else {}
+    return Case("qk_norm_rope", arguments, gradients=names, outputs=(0, 1, 2), least=least)
 
 
 def make_written(size: int, slots: Sequence[int], **sizes: Any) -> Case:
@@ -75,7 +77,7 @@ def make_written(size: int, slots: Sequence[int], **sizes: Any) -> Case:
     width, heads = case.arguments["cos"].shape[1], case.arguments["num_kv_heads"]
     caches = normal(1, *[(size, heads, width)] * 2)
     kv_out = (*caches, torch.tensor(slots, dtype=case.arguments["positions"].dtype))
-    return Case("qk_norm_rope", case.arguments | {"kv_out": kv_out}, written=CACHES)
+    return Case("qk_norm_rope", case.arguments | {"kv_out": kv_out}, written=CACHES, least=case.least)
 
 
 def scales(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
@@ -127,6 +129,7 @@ def _sizes(halves: st.SearchStrategy[int]) -> dict[str, st.SearchStrategy]:
         "half": halves,
         "normed": st.tuples(st.booleans(), st.booleans()),
         "index": st.sampled_from([torch.int32, torch.int64]),
+        "wide": st.booleans(),
         "seed": seeds,
     }
 
