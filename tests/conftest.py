@@ -44,7 +44,7 @@ settings.load_profile("futurebridge")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only the first test of every file that is not slow")
-    parser.addoption("--all", action="store_true", help="every case of every sweep, and twice the draws")
+    parser.addoption("--all", action="store_true", help="every case of every sweep, and all draws")
 
 
 def in_part(item: pytest.Item, cases: Counter[str]) -> bool:
@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     for test in {item.obj for item in items if is_hypothesis_test(item.obj)}:  # its cases share what they draw by
         own = test._hypothesis_internal_use_settings
-        part = own.max_examples if config.getoption("--all") else math.ceil(own.max_examples / 2)
+        part = own.max_examples if config.getoption("--all") else math.ceil(own.max_examples / 3)
         draws = settings.default.max_examples if settings.get_current_profile_name() == "many" else part
         test._hypothesis_internal_use_settings = settings(own, max_examples=draws)
 

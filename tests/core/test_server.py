@@ -493,8 +493,9 @@ def hostile(answer):
 
 @pytest.mark.parametrize("asked", ["candidates", "completion"])
 @flavours
-def test_hostile_answers_end_in_an_error_of_one_line_or_in_what_was_asked_for(flavour, asked):
+def test_hostile_answers_end_in_an_error_of_one_line_or_in_what_was_asked_for(flavour, asked, request):
     answers = list(hostile(FITS[flavour] if asked == "candidates" else WRAPPED[flavour]([5, 6, 7])))
+    answers = answers[:: 1 if request.config.getoption("--all") else 3]
     refused = 0
     with scripted(says({})) as there:
         llm = ServerLLM(there.url, flavour, vocabulary=V, timeout=30.0, retries=0)
