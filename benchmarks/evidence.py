@@ -391,11 +391,12 @@ def with_five(cells: Cells) -> str:
     gaps = {world: [gap(some, cell, cell[FIVE], "deployed") for cell in some.of(world)] for world in some.worlds}
     words = ", ".join(f"{100 * np.mean(own):+.2f} in {world}" for world, own in gaps.items())
     count, made = sum(cell[FIVE] == FIFTH for cell in some.records), len(some.records)
-    rest = f" The other {len(cells.records) - made} have not been made with it yet: `train` tests four recipes."
-    return (
-        f"Certified as a fifth recipe, the SLM's own top 8 would be deployed in {count} of {made} runs; five recipes "
-        f"minus four, pp: {words}.{rest if made < len(cells.records) else ''}"
-    )
+    lost = [world for world, own in gaps.items() if np.mean(own) < 0]
+    rest = f"Five lose in {', '.join(lost)}, so `train` keeps four." if lost else "Five lose in no world here."
+    if made < len(cells.records):
+        rest = f"The other {len(cells.records) - made} have not been made with it yet: `train` tests four recipes."
+    said = f"Certified as a fifth recipe, the SLM's own top 8 would be deployed in {count} of {made} runs"
+    return f"{said}; five recipes minus four, pp: {words}. {rest}"
 
 
 def how_often(cells: Cells) -> str:
