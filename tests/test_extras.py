@@ -96,7 +96,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("python", "code", "refused"), CASES.values(), ids=CASES, indirect=["python"])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_what_an_installation_can_do(python: list[str], code: str, refused: str, tmp_path: Path) -> None:
     *start, before = python
     done = subprocess.run([*start, before + code], cwd=tmp_path, capture_output=True, text=True)

@@ -140,4 +140,6 @@ def test_cells_are_made_once_over_one_set_of_trajectories(tmp_path, monkeypatch)
     times = [path.stat().st_mtime_ns for path in found]
     evidence.make("plans", 5, small, tmp_path)
     assert [path.stat().st_mtime_ns for path in found] == times
-    assert "2 runs" in str(evidence.page(Cells(cells), BEFORE))
+    page = str(evidence.page(Cells(cells), BEFORE))
+    assert "2 runs" in page
+    assert "Five lose in " in page  # all cells are there, so that the rule can be applied

@@ -111,7 +111,7 @@ def by_hf(model: PreTrainedModel, words: PreTrainedTokenizerFast, tasks: TaskMan
 
 
 @pytest.mark.parametrize("task", [*CHOICES, "fb_perplexity", "fb_generate"])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 def test_every_task_gives_what_hf_gives(
     model: PreTrainedModel, words: PreTrainedTokenizerFast, tasks: TaskManager, by_hf: Callable, task: str
 ) -> None:

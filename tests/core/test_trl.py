@@ -368,7 +368,7 @@ def test_no_tensor_is_as_large_as_the_logits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_a_run_is_trls_own(settings: dict[str, Any], tmp_path: Path) -> None:
     logs, weights = [], []
     for kind, own in ((SharedPrefixGRPOTrainer, settings), (GRPOTrainer, settings | {"torch_compile": False})):

@@ -306,7 +306,7 @@ MORE_HOSTILE = {
     ids=[*HOSTILE, *MORE_HOSTILE],
 )
 @pytest.mark.parametrize("role", ["answer", "gold"])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_hostile_texts_end_in_a_logged_verdict(
     verifier: Verifier, text: str, role: str, caplog: pytest.LogCaptureFixture
 ) -> None:

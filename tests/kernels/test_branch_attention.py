@@ -128,7 +128,7 @@ def test_what_a_row_does_not_see_does_not_reach_it(options: dict[str, Any], way:
 
 @kernels(ALL, {}, {"page": 5}, {"window": 3, "softcap": 2.0, "page": 5})
 @pytest.mark.parametrize("where", ["q", "k", "v", "prefix_k", "prefix_v", "upstream", "upstream of lse"])
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 def test_strange_values_that_are_seen_count_as_in_a_dense_softmax(
     where: str, options: dict[str, Any], way: str, longest: int | None
 ) -> None:

@@ -169,7 +169,7 @@ def is_the_definition(name: str, way: str, data: st.DataObject) -> None:
 
 
 @promised([(op, way) for op, way in EVERY if declared(op, way)[1].also])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_it_is_the_definition_past_a_block(name: str, way: str, request: pytest.FixtureRequest) -> None:
     """Sizes take turns with dtypes, narrow ones first; with --all each has every one."""
     (op, taken), every = declared(name, way), request.config.getoption("all")
@@ -337,7 +337,7 @@ def test_an_operator_has_a_gradient_or_refuses() -> None:
 
 
 @promised(ONCE)
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(11)
 def test_opcheck(name: str, way: str) -> None:
     """Every operator that a call and its gradients come to, as they call it."""
     op, taken = declared(name, way)

@@ -111,7 +111,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("op", "changes"), [(op, each) for op, some in CHANGES.items() for each in some], ids=str)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_every_launch_is_right(op: str, changes: dict[str, int]) -> None:
     """Also of a tile or a block alone, of fewer blocks than one half is ahead, and with no last tile that is cut."""
     for case in {
@@ -302,7 +302,7 @@ def shared(case: Case, name: str) -> Case:
 
 
 @pytest.mark.parametrize("unfit", OTHERS)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_what_it_was_not_made_for_is_left_to_triton(unfit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = OTHERS[unfit]()
     monkeypatch.setattr(tuning, "hopper", lambda: "another GPU" not in unfit)
@@ -439,7 +439,7 @@ def mistakes(table: dict[str, dict[str, tuple[str, str, str]]]) -> pytest.MarkDe
 
 
 @mistakes(WRONG)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_a_wrong_number_is_seen(op: str, mistake: str) -> None:
     assert outcomes(op, WRONG[op][mistake], 2) == {"wrong"}
 
@@ -457,7 +457,7 @@ def test_a_deadlock_is_seen(op: str, mistake: str) -> None:
 
 
 @mistakes(UNSURE)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_what_may_end_in_any_way_does_not_always_end_well(op: str, mistake: str) -> None:
     found = outcomes(op, UNSURE[op][mistake], 6)
     assert found != {"right"}

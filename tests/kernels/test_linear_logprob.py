@@ -159,7 +159,7 @@ def test_what_is_asked_for_is_what_comes(way: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("rows", [4, 20])
-@pytest.mark.sweep(11)
+@pytest.mark.sweep(22)
 def test_a_log_prob_is_the_largest_exactly_where_it_is(way: str, rows: int, options: dict[str, Any]) -> None:
     """Every id is asked of every row, -100 last; columns 9 and 60 are twins, and win in rows 1 and 2, which are one."""
     valid = 70
@@ -447,7 +447,7 @@ def test_the_forward_keeps_a_gradient_where_it_is_large_and_hidden_alone_is_trai
 
 
 @pytest.mark.parametrize(("way", "dtype", "sizes"), FROZEN, ids=str)
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_the_most_probable_ids(
     way: str, dtype: torch.dtype, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,7 @@ def test_any_strides_of_the_results_gradients(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="kernels run on a GPU here: see tests/gpu")
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_any_strides_of_gradients_for_triton(name: str) -> None:
     op, ways = OPS[name], [way for way in OPS[name].ways if way.startswith("triton")]
     example = op.cast(op.make(**op.typical), torch.float32)

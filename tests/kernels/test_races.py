@@ -144,7 +144,7 @@ def replayed(library: Path, given: list[dict[str, Any]], folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 def test_blocks_wait_for_what_others_write(name: str, tmp_path: Path) -> None:
     given = recorded(name)
     assert given
@@ -199,7 +199,7 @@ SHARING = {  # a small call of each op in which blocks share work
 @pytest.mark.parametrize(
     "mistake", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICKLY)) for each in MISTAKES]
 )
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(14)
 def test_a_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
     name, file, pattern, replacement, seen = MISTAKES[mistake]
     runtime()
