@@ -240,7 +240,8 @@ class Loop(Generic[AnyTask]):
         for task, part, own in zip(tasks, parts, streams, strict=True):
             if not task.prompt_ranking:
                 continue
-            tokens = torch.tensor(task.row.tokens[part.held + 1 :][: len(own)], device=own.device)
+            following = task.row.tokens[part.held + 1 :][: len(own)]
+            tokens = torch.tensor(following, dtype=torch.int64, device=own.device)
             for rows, targets in zip(own[: len(tokens)].split(LOGITS), tokens.split(LOGITS), strict=True):
                 logits = self.model.logits(rows, self.step.vocabulary)
                 taken, ids = logits.gather(-1, targets[:, None]), torch.arange(logits.shape[-1], device=own.device)
