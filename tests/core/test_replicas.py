@@ -1,4 +1,4 @@
-"""Two replicas under Ray Serve, asked over HTTP, beside the same application in one process."""
+"""Two replicas under Ray Serve, asked over HTTP, beside the same application in one process: in `make test-all`."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ def single() -> Iterator[TestClient]:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("method", "path", "status", "options"),
     [
@@ -107,6 +108,7 @@ def test_a_replica_answers_as_one_process_does(replicas, single, method, path, s
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_a_stream_comes_in_pieces(replicas, single):
     with replicas.stream("POST", "/v1/completions", json=PROMPT | {"stream": True}) as said:
         assert said.headers["content-type"].startswith("text/event-stream")
@@ -121,6 +123,7 @@ def test_a_stream_comes_in_pieces(replicas, single):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_two_processes_share_the_requests(process, replicas, single):
     def text(client: Any) -> str:
         return client.post("/v1/completions", json=PROMPT).json()["choices"][0]["text"]

@@ -89,7 +89,7 @@ def log_probs(shape: str) -> Any:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [pytest.param(x, marks=pytest.mark.sweep) if "splits" in x else x for x in SHAPES])
 def test_log_probs_are_the_definition(shape: str, seed: int, executed_kernels: Callable) -> None:
     case = log_probs(shape)
     with gluon("linear_logprob", seed) as done:
