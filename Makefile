@@ -7,7 +7,8 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 RUN := $(VENV)/.run
 STAMP := $(VENV)/.installed
-PIP = $(BIN)/python -m pip install --constraint $(CONSTRAINTS)
+# Bytecode is made of what is imported, then; all of it would take pip two minutes.
+PIP = $(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS)
 # A library whose compiler is missing is left out; that for GPUs is compiled for tests, and for the demo where there is one. The
 # compilers run beside pip, which builds nothing itself.
 COMPILE = FB_BUILD_CUDA=$${FB_BUILD_CUDA:-$(1)} $(PYTHON) -c 'import setup; setup.build_in_place()' & compiler=$$!; \
