@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 RUN := $(VENV)/.run
 STAMP := $(VENV)/.installed
-# Bytecode is made of what is imported, then; all of it would take pip two minutes.
+# Bytecode comes with the first import: that of all 26,000 files would take pip two minutes.
 PIP = $(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS)
 # A library whose compiler is missing is left out; that for GPUs is compiled for tests, and for the demo where there is one. The
 # compilers run beside pip, which builds nothing itself.
