@@ -35,10 +35,16 @@ def rank(model: PagedModel, hidden: Tensor, logits: Tensor, token: Tensor) -> Te
 
     From the residual stream [N, D], logits [N, V] and token [N] int64; the result's precision holds ids and log-probs.
     """
-    _, _, ids = topk_entropy(logits, min(RANKED, logits.shape[-1]))
-    taken, logprobs = model.logprobs(hidden, token, ids, logits.shape[-1])
-    logprobs, order = torch.where(ids == token[:, None], taken[:, None], logprobs).sort(stable=True, descending=True)
-    ids = torch.cat([ids.gather(-1, order), token[:, None]], -1)
+    _, values, ids = topk_entropy(logits, min(RANKED, logits.shape[-1]))
+    if model.head.weight.dtype.itemsize < 4:  # its logits are rounded
+        taken, logprobs = model.logprobs(hidden, token, ids, logits.shape[-1])
+        logprobs = torch.where(ids == token[:, None], taken[:, None], logprobs)
+        logprobs, order = logprobs.sort(stable=True, descending=True)
+        ids = ids.gather(-1, order)
+    else:
+        total = logits.logsumexp(-1)
+        taken, logprobs = logits.gather(-1, token[:, None])[:, 0] - total, values - total[:, None]
+    ids = torch.cat([ids, token[:, None]], -1)
     return torch.stack([ids.to(taken.dtype), torch.cat([logprobs, taken[:, None]], -1)], 1)
 
 
