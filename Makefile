@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 RUN := $(VENV)/.run
 STAMP := $(VENV)/.installed
-# Bytecode comes with the first import: that of all 26,000 files would take pip two minutes.
+# Bytecode is made at the first import: most of the 26,000 files are never imported.
 PIP = $(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS)
 # A library whose compiler is missing is left out; that for GPUs is compiled for tests, and for the demo where there is one. The
 # compilers run beside pip, which builds nothing itself.

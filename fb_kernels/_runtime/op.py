@@ -4,8 +4,8 @@ A call that needs only the result, on plain tensors in eager mode, goes straight
 checks if a call of the same `signature` has passed them. All other calls (gradients, compilation, modes, subclasses,
 autocast, transforms, profiling) are checked and go through torch's dispatcher, and give the same result.
 
-The arguments of an op with many are a NamedTuple, which its implementations take. Its fields, in order and those of
-tuples inside in their place, are the arguments of the operator.
+An op of many arguments has them as a NamedTuple, which its implementations take. The operator's arguments are its
+fields in order; a field that is a NamedTuple itself stands for its own fields.
 
 Under the transforms of torch.func the operators run inside a `torch.autograd.Function`, which their kernel for the
 dispatch key of transforms calls, compiled or not: grad, vjp, jacrev and vmap work (vmap as a loop); forward mode and

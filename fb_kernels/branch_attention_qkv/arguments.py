@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class CachedSequences(NamedTuple):
-    """What the rows come after: the tokens that G sequences hold, with the rotary table."""
+    """G sequences in a cache, and where the rows that continue them stand: rotary table, positions, slots."""
 
     cos: Tensor  # [S, E]
     sin: Tensor

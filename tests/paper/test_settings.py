@@ -1,4 +1,4 @@
-"""The paper's settings, as printed: what a run, a reranker and a decoder do where nothing is said."""
+"""The published settings as literals: what a run, a reranker and a decoder do where nothing is said."""
 
 from __future__ import annotations
 
