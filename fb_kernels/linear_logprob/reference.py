@@ -184,7 +184,7 @@ def _gathered(
     for row in range(0, len(ids), step):
         rows = slice(row, row + step)
         own = ids[rows]
-        heads = weight.index_select(0, own.view(-1)).view(*own.shape, width)
+        heads = weight.index_select(0, own.reshape(-1)).view(*own.shape, width)
         yield rows, x[rows, :, None].to(dtype), own, heads.to(dtype)
 
 

@@ -245,8 +245,10 @@ def row(kind: str) -> dict[str, str]:
 
 def line(kind: str, cells: dict[str, str]) -> str:
     """A row of the table: its reasons stand in the last column, each once."""
-    reasons = dict.fromkeys(reason for cell in cells.values() if (reason := cell.partition(": ")[2]))
-    why = "; ".join(reasons).replace("|", "/").replace("<", "&lt;")
+    found = (
+        re.sub(r" by up to [\d.]+ nats", "", cell.partition(": ")[2]) for cell in cells.values()
+    )  # other ones elsewhere
+    why = "; ".join(dict.fromkeys(filter(None, found))).replace("|", "/").replace("<", "&lt;")
     return f"| {' | '.join([f'`{kind}`', *(cell.partition(':')[0] for cell in cells.values()), why])} |"
 
 
