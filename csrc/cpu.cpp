@@ -129,10 +129,12 @@ struct Heads {  // of every row
   Keys<T> of(int64_t h) const { return {at(0, h), row, nullptr, 0, 0, 0}; }
 };
 
-// How products become scores; softcap 0: none.
+// How products become scores; softcap 0: none. `whole`: a row's sums are the same wherever the prefix ends and whatever
+// rows are beside it.
 struct Scoring {
   float scale, softcap;
   int64_t window;
+  bool whole;
 };
 
 struct Layout {
@@ -221,6 +223,7 @@ struct Sequences {
   Indices table;  // null if the cache is flat: one page with all slots
   int64_t table_row, table_width, count, each, window, heads, kv_heads, width;  // window 0: none
   float eps, scale;
+  bool whole;  // as Scoring's
 
   int64_t first(int64_t s) const { return window ? std::max<int64_t>(0, held[s] - (window - 1)) : 0; }
 
@@ -276,6 +279,12 @@ struct LayerWeights {  // contiguous; biases and the norms of heads may be null
 // How a row's products become logits; softcap 0: none.
 struct Change {
   float scale, softcap, temperature;
+};
+
+// Where a row's gradient of log-sum-exp to x adds up: sums of e^(l - top) slope weight, each row in whole panels; or null.
+struct Pulled {
+  float *sums, *top;  // [rows, stride], [rows]
+  int64_t stride;
 };
 
 constexpr int64_t SHARE = 1 << 17;  // minimum products per thread
@@ -363,7 +372,7 @@ void sort_largest(int64_t k, int64_t* found, int64_t count) {
 // The kernels of a decode step, for one element type.
 template <typename T>
 struct Step {
-  decltype(&plain::skinny_linear<T>) skinny_linear;
+  decltype(&plain::skinny_linear<T>) skinny_linear, linear_in_panels;
   decltype(&plain::branch_attention_qkv<T>) branch_attention_qkv;
   decltype(&plain::decoder_layer<T>) decoder_layer;
   decltype(&plain::topk_entropy<T>) topk_entropy;
@@ -372,6 +381,7 @@ struct Step {
   decltype(&plain::qk_norm_rope<T>) qk_norm_rope;
   decltype(&plain::branch_attention<T>) branch_attention;
   decltype(&plain::branch_attention_backward<T>) branch_attention_backward;
+  decltype(&plain::linear_logprob<T>) linear_logprob;
 };
 
 struct Kernels {
@@ -380,19 +390,17 @@ struct Kernels {
   Step<BFloat16> narrow;
   decltype(&plain::merge_attention_states) merge_attention_states;
   decltype(&plain::candidate_head) candidate_head;
-  decltype(&plain::linear_logprob) linear_logprob;
-  decltype(&plain::linear_logprob_in_panels<BFloat16>) linear_logprob_in_panels;
 };
 
 #define STEP(variant, T) \
-  {variant::skinny_linear<T>, variant::branch_attention_qkv<T>, variant::decoder_layer<T>, variant::topk_entropy<T>, \
-   variant::rms_norm<T>, variant::swiglu<T>, variant::qk_norm_rope<T>, variant::branch_attention<T>, \
-   variant::branch_attention_backward<T>}
+  {variant::skinny_linear<T>, variant::linear_in_panels<T>, variant::branch_attention_qkv<T>, \
+   variant::decoder_layer<T>, variant::topk_entropy<T>, variant::rms_norm<T>, variant::swiglu<T>, \
+   variant::qk_norm_rope<T>, variant::branch_attention<T>, variant::branch_attention_backward<T>, \
+   variant::linear_logprob<T>}
 
 // Those of bfloat16 are of `narrow`.
 #define KERNELS(variant, narrow)                                                                                   \
-  {#narrow, STEP(variant, float), STEP(narrow, BFloat16), variant::merge_attention_states, variant::candidate_head, \
-   variant::linear_logprob, narrow::linear_logprob_in_panels<BFloat16>}
+  {#narrow, STEP(variant, float), STEP(narrow, BFloat16), variant::merge_attention_states, variant::candidate_head}
 
 Kernels fitting() {
 #if WIDEST >= 256
@@ -441,7 +449,8 @@ Sequences<T> sequences_of(const Fields& given, T one) {
           as(given.k_cache, one), given.k_page, given.k_slot, given.k_head, as(given.v_cache, one), given.v_page,
           given.v_slot, given.v_head, given.pages, given.page, {given.held, given.wide_held},
           {given.table, given.wide_table}, given.table_row, given.table_width, given.sequences, given.each,
-          given.window, given.heads, given.kv_heads, given.width, narrow(given.eps), narrow(given.scale)};
+          given.window, given.heads, given.kv_heads, given.width, narrow(given.eps), narrow(given.scale),
+          !!given.whole};
 }
 
 template <typename Fields>
@@ -452,7 +461,7 @@ Layout layout_of(const Fields& given) {
 
 }  // namespace
 
-extern "C" int fbcpu_abi_version() { return 19; }
+extern "C" int fbcpu_abi_version() { return 20; }
 
 // Whose kernels those of bfloat16 are.
 extern "C" const char* fbcpu_variant() { return kernels.variant; }
@@ -461,12 +470,13 @@ extern "C" const char* fbcpu_variant() { return kernels.variant; }
 FB_FUNCTION(fbcpu_skinny_linear,
             const void* x; int64_t x_stride; const void* weight; int64_t weight_stride;
             const void *bias, *norm_weight; double eps; const void* residual; int64_t residual_stride;
-            void* out; int64_t out_stride, rows, width, outputs; int swiglu, threads, narrow;) {
+            void* out; int64_t out_stride, rows, width, outputs; int swiglu, threads, narrow, in_panels;) {
   return typed(given.narrow, [&](const auto& step, auto one) {
-    return step.skinny_linear(as(given.x, one), given.x_stride, as(given.weight, one), given.weight_stride,
-                              as(given.bias, one), as(given.norm_weight, one), narrow(given.eps),
-                              as(given.residual, one), given.residual_stride, as(given.out, one), given.out_stride,
-                              given.rows, given.width, given.outputs, given.swiglu, given.threads);
+    const auto run = given.in_panels ? step.linear_in_panels : step.skinny_linear;
+    return run(as(given.x, one), given.x_stride, as(given.weight, one), given.weight_stride, as(given.bias, one),
+               as(given.norm_weight, one), narrow(given.eps), as(given.residual, one), given.residual_stride,
+               as(given.out, one), given.out_stride, given.rows, given.width, given.outputs, given.swiglu,
+               given.threads);
   });
 }
 
@@ -475,7 +485,7 @@ FB_FUNCTION(fbcpu_skinny_linear,
   const float *cos, *sin; int64_t length; const void* positions; int wide_positions;                              \
   void* k_cache; int64_t k_page, k_slot, k_head; void* v_cache; int64_t v_page, v_slot, v_head, pages, page;      \
   const void* held; int wide_held; const void* table; int wide_table; int64_t table_row, table_width;             \
-  const void* slots; int wide_slots; int64_t sequences, each, window, heads, kv_heads, width; double eps, scale;
+  const void* slots; int wide_slots; int64_t sequences, each, window, heads, kv_heads, width; double eps, scale; int whole;
 
 FB_FUNCTION(fbcpu_branch_attention_qkv,
             const void* qkv; int64_t qkv_stride; const void *q_weight, *k_weight; SEQUENCES
@@ -510,7 +520,7 @@ FB_FUNCTION(fbcpu_decoder_layer,
   const int64_t *branch, *group, *start, *length, *table; int64_t branches, groups, columns, pages, page;         \
   int64_t rows, heads, kv_heads, width; double scale, softcap; int64_t window; int threads, narrow;
 
-FB_FUNCTION(fbcpu_branch_attention, ATTENTION void* out; float* lse; unsigned char* done;) {
+FB_FUNCTION(fbcpu_branch_attention, ATTENTION int whole; void* out; float* lse; unsigned char* done;) {
   const Layout layout = layout_of(given);
   if (!layout.fits(given.rows)) return OTHER_LAYOUT;
   return typed(given.narrow, [&](const auto& step, auto one) {
@@ -519,7 +529,7 @@ FB_FUNCTION(fbcpu_branch_attention, ATTENTION void* out; float* lse; unsigned ch
         {as(given.v, one), given.v_row, given.v_head, 0},
         {as(given.prefix_k, one), given.prefix_k_row, given.prefix_k_head, given.prefix_k_page},
         {as(given.prefix_v, one), given.prefix_v_row, given.prefix_v_head, given.prefix_v_page}, layout,
-        {narrow(given.scale), narrow(given.softcap), given.window}, as(given.out, one), given.lse, given.done,
+        {narrow(given.scale), narrow(given.softcap), given.window, !!given.whole}, as(given.out, one), given.lse, given.done,
         given.rows, given.heads, given.kv_heads, given.width, given.threads);
   });
 }
@@ -536,7 +546,7 @@ FB_FUNCTION(fbcpu_branch_attention_backward,
         {as(given.v, one), given.v_row, given.v_head, 0},
         {as(given.prefix_k, one), given.prefix_k_row, given.prefix_k_head, given.prefix_k_page},
         {as(given.prefix_v, one), given.prefix_v_row, given.prefix_v_head, given.prefix_v_page}, layout,
-        {narrow(given.scale), narrow(given.softcap), given.window}, given.lse, given.dlse, given.dq, given.dk,
+        {narrow(given.scale), narrow(given.softcap), given.window, false}, given.lse, given.dlse, given.dq, given.dk,
         given.dv, given.dprefix_k, given.dprefix_v, given.done, given.rows, given.heads, given.kv_heads, given.width,
         given.threads);
   });
@@ -582,17 +592,19 @@ FB_FUNCTION(fbcpu_candidate_head,
                                 given.rows, given.groups, given.width);
 }
 
+// `pulled` [rows, pull_stride], of float32 alone, gets the gradient of log-sum-exp to x; `top` [rows] -inf. Or both null.
 FB_FUNCTION(fbcpu_linear_logprob,
             const void* x; int64_t x_stride; const void* weight; int64_t weight_stride; const void *bias, *target;
             int wide; int64_t ignore_index; double scale, softcap, temperature;
-            float *logprob, *lse, *entropy, *largest; int64_t rows, width, vocabulary; int threads, narrow;) {
-  const Change change = {narrow(given.scale), narrow(given.softcap), narrow(given.temperature)};
-  const auto run = [&](auto kernel, auto one) {
-    return kernel(as(given.x, one), given.x_stride, as(given.weight, one), given.weight_stride, as(given.bias, one),
-                  given.target, given.wide, given.ignore_index, change, given.logprob, given.lse, given.entropy,
-                  given.largest, given.rows, given.width, given.vocabulary, given.threads);
-  };
-  return given.narrow ? run(kernels.linear_logprob_in_panels, BFloat16{}) : run(kernels.linear_logprob, 0.0f);
+            float *logprob, *lse, *entropy, *largest, *pulled, *top; int64_t pull_stride, rows, width, vocabulary;
+            int threads, narrow;) {
+  return typed(given.narrow, [&](const auto& step, auto one) {
+    return step.linear_logprob(
+        as(given.x, one), given.x_stride, as(given.weight, one), given.weight_stride, as(given.bias, one), given.target,
+        given.wide, given.ignore_index, {narrow(given.scale), narrow(given.softcap), narrow(given.temperature)},
+        given.logprob, given.lse, given.entropy, given.largest, {given.pulled, given.top, given.pull_stride}, given.rows,
+        given.width, given.vocabulary, given.threads);
+  });
 }
 
 // Of bfloat16 alone, and by tiles alone. Upstream, of each row: what a target's logit gets, what e^(logit - shift) of every

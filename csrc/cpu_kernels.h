@@ -582,6 +582,154 @@ INLINE void tiled(
       row_products<F, 1>(x + row * stride, weight + output * weight_stride, 0, width, out + row * out_stride + output);
 }
 
+// Rows of x, and their places, lie so far apart.
+template <typename X>
+struct Factor {
+  const X* data;
+  int64_t row, place;
+};
+
+// out[r][c] = x[r] . column c of a panel over `count` places, or added to it; each sum in the order of its terms.
+template <typename F, bool ADDED, int R>
+INLINE void panel_products(
+    const Factor<typename F::X>& x, int64_t first, int64_t count, const float* panel, int64_t panel_stride, float* out,
+    int64_t out_stride) {
+  const typename F::X* of = x.data + first * x.row;
+  out += first * out_stride;
+  constexpr int64_t TAKEN = F::STEP / LANES;
+  Lanes low[R] = {}, high[R] = {};
+  for (int r = 0; ADDED && r < R; ++r) {
+    low[r] = load(out + r * out_stride);
+    high[r] = load(out + r * out_stride + LANES);
+  }
+  for (int64_t k = 0; k < count; k += TAKEN, panel += panel_stride) {
+    const auto b = (typename F::Vector)load(panel), c = (typename F::Vector)load(panel + LANES);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const auto a = F::everywhere(of + r * x.row + k * x.place);
+      F::add(a, b, low[r]);
+      F::add(a, c, high[r]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    store(out + r * out_stride, low[r]);
+    store(out + r * out_stride + LANES, high[r]);
+  }
+}
+
+// The same of any number of rows.
+template <typename F, bool ADDED>
+INLINE void panel_rows(
+    const Factor<typename F::X>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
+    int64_t out_stride) {
+  int64_t row = 0;
+  for (; row + PANEL_ROWS<F> <= rows; row += PANEL_ROWS<F>)
+    panel_products<F, ADDED, PANEL_ROWS<F>>(x, row, count, panel, panel_stride, out, out_stride);
+  for (; row + FEW<F> <= rows; row += FEW<F>)
+    panel_products<F, ADDED, FEW<F>>(x, row, count, panel, panel_stride, out, out_stride);
+  for (; row < rows; ++row) panel_products<F, ADDED, 1>(x, row, count, panel, panel_stride, out, out_stride);
+}
+
+#ifdef TILES
+// Of tiles: x lies in memory for 16 rows more, `out` need not.
+template <bool ADDED>
+INLINE void rows_in_tiles(
+    const Factor<BFloat16>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
+    int64_t out_stride) {
+  int64_t row = 0;
+  for (; row + 32 <= rows; row += 32)
+    tile_products<ADDED, 2>(x.data + row * x.row, x.row, count, panel, panel_stride, out + row * out_stride, out_stride);
+  for (; row < rows; row += 16) {
+    alignas(64) float last[16 * PANEL];
+    const int64_t some = std::min<int64_t>(16, rows - row);
+    float* to = out + row * out_stride;
+    for (int64_t r = 0; ADDED && r < some; ++r) std::memcpy(last + r * PANEL, to + r * out_stride, PANEL * sizeof *to);
+    tile_products<ADDED, 1>(x.data + row * x.row, x.row, count, panel, panel_stride, last, PANEL);
+    for (int64_t r = 0; r < some; ++r) std::memcpy(to + r * out_stride, last + r * PANEL, PANEL * sizeof *to);
+  }
+}
+
+template <>
+inline __attribute__((always_inline)) void panel_rows<Factors<BFloat16>, false>(
+    const Factor<BFloat16>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
+    int64_t out_stride) {
+  rows_in_tiles<false>(x, rows, count, panel, panel_stride, out, out_stride);
+}
+
+template <>
+inline __attribute__((always_inline)) void panel_rows<Factors<BFloat16>, true>(
+    const Factor<BFloat16>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
+    int64_t out_stride) {
+  rows_in_tiles<true>(x, rows, count, panel, panel_stride, out, out_stride);
+}
+#endif
+
+// Of R rows the products with `count` rows of a weight, in the order of a panel, which is made in registers.
+template <typename F, int R>
+static void few_in_order(
+    const typename F::X* x, int64_t x_stride, const typename F::W* weight, int64_t weight_stride, int64_t count,
+    int64_t width, float* out, int64_t out_stride) {
+  constexpr int64_t TAKEN = F::STEP / LANES;
+  for (int64_t first = 0; first < count; first += LANES) {
+    const int64_t some = std::min<int64_t>(LANES, count - first);
+    const typename F::W* from = weight + first * weight_stride;
+    Lanes sum[R] = {};
+    for (int64_t k = 0; k < width; k += F::STEP) {
+      const int64_t places = std::min(F::STEP, width - k);
+      Lanes v[LANES];
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; ++i) {
+        v[i] = i < some ? (Lanes)F::of(from + i * weight_stride + k, places) : Lanes{};
+        __builtin_prefetch(from + (i + LANES) * weight_stride + k);  // of the next rows: the processor does not foresee them
+      }
+      transposed(v);
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; ++i)
+        for (int r = 0; r < R; ++r)
+          F::add(F::everywhere(x + r * x_stride + k + i * TAKEN), (typename F::Vector)v[i], sum[r]);
+    }
+    for (int r = 0; r < R; ++r) store(out + r * out_stride + first, sum[r], some);
+  }
+}
+
+// The same where there are few rows; whether there are.
+template <typename F>
+INLINE bool few_products(
+    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t count,
+    int64_t width, float* out, int64_t out_stride) {
+  if constexpr (!IN_TILES<F>) {
+    auto multiply = rows == 1   ? few_in_order<F, 1>
+                    : rows == 2 ? few_in_order<F, 2>
+                    : rows == 3 ? few_in_order<F, 3>
+                                : few_in_order<F, 4>;
+    if (rows <= 4) multiply(x, stride_of<F>(width), weight, weight_stride, count, width, out, out_stride);
+    return rows <= 4;
+  }
+  return false;
+}
+
+// out[row][t] = x[row] . weight[t] as `products_of`, but each sum in the order of the columns, whatever the number of rows;
+// room[ordered_floats].
+template <typename F>
+INLINE int64_t ordered_floats(int64_t rows, int64_t width) { return (stride_of<F>(width) + in_fews<F>(rows)) * PANEL; }
+
+template <typename F>
+INLINE void products_in_order(
+    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width,
+    int64_t output, int64_t stop, float* out, int64_t out_stride, float* room) {
+  const int64_t stride = stride_of<F>(width);
+  float* block = room + stride * PANEL;
+  for (; output < stop; output += PANEL) {
+    const int64_t count = std::min<int64_t>(PANEL, stop - output);
+    const typename F::W* w = weight + output * weight_stride;
+    if (few_products<F>(x, rows, w, weight_stride, count, width, out + output, out_stride)) continue;
+    packed<F>([=](int64_t i) { return w + i * weight_stride; }, count, width, room);
+    panel_rows<F, false>({x, stride, 1}, in_fews<F>(rows), stride, room, PANEL, block, PANEL);
+    for (int64_t row = 0; row < rows; ++row)
+      std::memcpy(out + row * out_stride + output, block + row * PANEL, count * sizeof(float));
+  }
+}
+
 // Outputs of a weight of which a thread takes whole numbers.
 template <typename F>
 constexpr int64_t OUTPUTS = IN_TILES<F> ? 32 : TILE;
@@ -721,87 +869,54 @@ static int skinny_linear(
   return 0;
 }
 
-// Rows of x, and their places, lie so far apart.
-template <typename X>
-struct Factor {
-  const X* data;
-  int64_t row, place;
-};
-
-// out[r][c] = x[r] . column c of a panel over `count` places, or added to it; each sum in the order of its terms.
-template <typename F, bool ADDED, int R>
-INLINE void panel_products(
-    const Factor<typename F::X>& x, int64_t first, int64_t count, const float* panel, int64_t panel_stride, float* out,
-    int64_t out_stride) {
-  const typename F::X* of = x.data + first * x.row;
-  out += first * out_stride;
-  constexpr int64_t TAKEN = F::STEP / LANES;
-  Lanes low[R] = {}, high[R] = {};
-  for (int r = 0; ADDED && r < R; ++r) {
-    low[r] = load(out + r * out_stride);
-    high[r] = load(out + r * out_stride + LANES);
+// skinny_linear of any number of rows, whose sums run over the columns one after the other: a row's bits depend on no
+// other, and large calls are as fast as the libraries'.
+template <typename T>
+static int linear_in_panels(
+    const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const T* norm_weight,
+    float eps, const T* residual, int64_t residual_stride, T* out, int64_t out_stride, int64_t rows, int64_t width,
+    int64_t outputs, int swiglu, int threads) {
+  typedef Factors<T> F;
+  const int64_t stride = stride_of<F>(width), inner = swiglu ? outputs / 2 : 0, columns = swiglu ? inner : outputs;
+  if (!rows) return 0;
+  constexpr int64_t CACHE = 1 << 20;  // floats of rows that meet a panel
+  const int64_t most = std::max<int64_t>(96, CACHE / stride), blocks = (rows + most - 1) / most;
+  const int64_t taken = (rows + blocks - 1) / blocks, held = in_fews<F>(taken), owned = (stride + 3 * held) * PANEL;
+  const Scratch scratch(padded(held * stride) + threads * owned);
+  float* memory = scratch.data();
+  if (!memory) return OUT_OF_MEMORY;
+  auto input = (typename F::X*)(memory + threads * owned);
+  const T* none = nullptr;
+  for (int64_t first = 0; first < rows; first += taken) {
+    const int64_t n = std::min(rows - first, taken);
+    share(n, 1, (int)std::min<int64_t>(threads, n), [=](int64_t row, int64_t stop) {
+      padded_rows<F>(x + (first + row) * x_stride, x_stride, norm_weight, eps, stop - row, width, input + row * stride);
+    });
+    share(columns, PANEL, threads, [=](int64_t at, int64_t stop) {
+      float *panel = memory + (threads > 1 ? part() : 0) * owned, *low = panel + ordered_floats<F>(held, width);
+      for (float* high = low + held * PANEL; at < stop; at += PANEL) {
+        const int64_t count = std::min<int64_t>(PANEL, stop - at);
+        auto multiply = [=](int64_t output, float* block) {
+          products_in_order<F>(input, n, weight + output * weight_stride, weight_stride, width, 0, count, block, PANEL, panel);
+        };
+        multiply(at, low);
+        if (swiglu) multiply(inner + at, high);
+        for (int64_t row = 0; row < n; ++row) {
+          float *y = low + row * PANEL, *up = high + row * PANEL;
+          T* to = out + (first + row) * out_stride + at;
+          add(bias ? bias + at : bias, residual ? residual + (first + row) * residual_stride + at : none, count, y);
+          if (!swiglu) {
+            copied(y, count, to);
+            continue;
+          }
+          add(bias ? bias + inner + at : bias, none, count, up);
+          gated(y, up, count, to);
+        }
+      }
+    });
   }
-  for (int64_t k = 0; k < count; k += TAKEN, panel += panel_stride) {
-    const auto b = (typename F::Vector)load(panel), c = (typename F::Vector)load(panel + LANES);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const auto a = F::everywhere(of + r * x.row + k * x.place);
-      F::add(a, b, low[r]);
-      F::add(a, c, high[r]);
-    }
-  }
-  for (int r = 0; r < R; ++r) {
-    store(out + r * out_stride, low[r]);
-    store(out + r * out_stride + LANES, high[r]);
-  }
+  return 0;
 }
-
-// The same of any number of rows.
-template <typename F, bool ADDED>
-INLINE void panel_rows(
-    const Factor<typename F::X>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
-    int64_t out_stride) {
-  int64_t row = 0;
-  for (; row + PANEL_ROWS<F> <= rows; row += PANEL_ROWS<F>)
-    panel_products<F, ADDED, PANEL_ROWS<F>>(x, row, count, panel, panel_stride, out, out_stride);
-  for (; row + FEW<F> <= rows; row += FEW<F>)
-    panel_products<F, ADDED, FEW<F>>(x, row, count, panel, panel_stride, out, out_stride);
-  for (; row < rows; ++row) panel_products<F, ADDED, 1>(x, row, count, panel, panel_stride, out, out_stride);
-}
-
-#ifdef TILES
-// Of tiles: x lies in memory for 16 rows more, `out` need not.
-template <bool ADDED>
-INLINE void rows_in_tiles(
-    const Factor<BFloat16>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
-    int64_t out_stride) {
-  int64_t row = 0;
-  for (; row + 32 <= rows; row += 32)
-    tile_products<ADDED, 2>(x.data + row * x.row, x.row, count, panel, panel_stride, out + row * out_stride, out_stride);
-  for (; row < rows; row += 16) {
-    alignas(64) float last[16 * PANEL];
-    const int64_t some = std::min<int64_t>(16, rows - row);
-    float* to = out + row * out_stride;
-    for (int64_t r = 0; ADDED && r < some; ++r) std::memcpy(last + r * PANEL, to + r * out_stride, PANEL * sizeof *to);
-    tile_products<ADDED, 1>(x.data + row * x.row, x.row, count, panel, panel_stride, last, PANEL);
-    for (int64_t r = 0; r < some; ++r) std::memcpy(to + r * out_stride, last + r * PANEL, PANEL * sizeof *to);
-  }
-}
-
-template <>
-inline __attribute__((always_inline)) void panel_rows<Factors<BFloat16>, false>(
-    const Factor<BFloat16>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
-    int64_t out_stride) {
-  rows_in_tiles<false>(x, rows, count, panel, panel_stride, out, out_stride);
-}
-
-template <>
-inline __attribute__((always_inline)) void panel_rows<Factors<BFloat16>, true>(
-    const Factor<BFloat16>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
-    int64_t out_stride) {
-  rows_in_tiles<true>(x, rows, count, panel, panel_stride, out, out_stride);
-}
-#endif
 
 constexpr int64_t KEYS = 256;                  // keys that a block of rows takes at a time
 constexpr int64_t KEY_STRIDE = KEYS + LANES;   // of rows of scores: not of one set of the cache
@@ -886,7 +1001,7 @@ INLINE void key_products(
     const typename F::X* x, int64_t stride, int64_t rows, const At& keys, int64_t begin, int64_t count, int64_t width,
     const typename F::X* few, const Spans& seen, float* panel, float* score) {
   if constexpr (!IN_TILES<F>)
-    if (few) return tiled<F>(few, rows, keys(0), keys.row, width, 0, count, score, KEY_STRIDE);
+    if (few) return tiled<F>(few, rows, keys(0), keys.step(0, count), width, 0, count, score, KEY_STRIDE);
   for (int64_t j = begin; j < count; j += PANEL) {
     auto [from, to] = seen.rows(rows, j, j + PANEL);
     if (from == to) continue;
@@ -1061,12 +1176,12 @@ struct Attended {
 };
 
 // The keys that a block of a group's rows sees, in pieces that are the same in every block: of the prefix, then of each
-// branch; if WHOLE, in pieces of the sequence of both, wherever the prefix ends, so that its sums are the same. Of the one
+// branch; if how.whole, in pieces of the sequence of both, wherever the prefix ends, so that its sums are the same. Of the one
 // that it ends in, all rows multiply with the whole tiles of keys before that end, then each branch with the rest; once
 // weighed, they gather the values in that order.
 // meet(piece, from, to, few, seen): rows `from` to `to` meet these keys, `few` where their branch is short, of which
 // seen[0] and so on say what their query heads see.
-template <bool WHOLE, typename Meet>
+template <typename Meet>
 INLINE void each_piece(
     const Layout& layout, const Scoring& how, bool own, int64_t g, int64_t first, int64_t stop, int64_t repeat,
     const Meet& meet) {
@@ -1089,7 +1204,7 @@ INLINE void each_piece(
     }
     std::fill_n(of + (to - from), MOST_SPARE, Span{KEYS, 0});
   };
-  const int64_t left = WHOLE && own ? length % KEYS : 0, ends = length - left;  // that many with the branch's own
+  const int64_t left = how.whole && own ? length % KEYS : 0, ends = length - left;  // that many with the branch's own
   const int64_t common = left / PANEL * PANEL;
   for (int64_t at = std::max<int64_t>(0, least) / KEYS * KEYS; at < ends; at += KEYS) {
     const int64_t count = std::min(KEYS, ends - at);
@@ -1132,24 +1247,23 @@ INLINE void attend(
     Attended<Factors<T>>& of, const Heads<T>& q, const Heads<T>& k, const Heads<T>& v, const Heads<T>& prefix_k,
     const Heads<T>& prefix_v, const Layout& layout, const Scoring& how, int64_t h, int64_t g, int64_t first,
     int64_t stop, int64_t repeat, bool* sound) {
-  constexpr bool TILED = IN_TILES<Factors<T>>;
   const int64_t width = of.width;
   std::fill_n(sound, stop - first, true);
   of.begin(q.queries(first, h, repeat), (stop - first) * repeat);
   const Keys<T> shared_k = layout.keys(prefix_k, g, h), shared_v = layout.keys(prefix_v, g, h);
-  each_piece<TILED>(layout, how, k.data, g, first, stop, repeat, [&](
+  each_piece(layout, how, k.data, g, first, stop, repeat, [&](
       const Piece& piece, int64_t from, int64_t to, bool few, const Spans& seen) {
     const int64_t at = piece.own_at, count = piece.own, begin = (from - first) * repeat, n = (to - from) * repeat;
     const Keys<T> before_k = shared_k.from(piece.at), before_v = shared_v.from(piece.at);
     const Keys<T> own_k = count ? k.of(h).from(at) : before_k, own_v = count ? v.of(h).from(at) : before_v;
     bool strange = !count;
-    if constexpr (TILED) {
+    if (how.whole) {
       int64_t low = piece.shared + count;
       for (int64_t row = 0; row < to - from; ++row) low = std::min(low, seen.of[row].low);
       Piece given = piece;
       if (low == piece.shared + count) given.steps &= ~GATHER;  // nobody sees any
       const Joined<T> keys{before_k, own_k, piece.shared, low}, values{before_v, own_v, piece.shared, low};
-      if (of.meet(begin, n, keys, values, given, few, seen, how)) return;
+      if (of.meet(begin, n, keys, values, given, false, seen, how)) return;
       for (int64_t j = std::max(piece.begin, low); count && j < piece.shared; ++j)
         strange = strange || !all_finite(before_v(j), width);
     } else if (of.meet(begin, n, own_k, own_v, piece, few, seen, how)) {
@@ -1171,10 +1285,11 @@ INLINE void attend(
 // Attention of branches of any length. `done`: rows that saw nothing but finite values.
 template <typename T>
 static int branch_attention(
-    Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> prefix_k, Heads<T> prefix_v, const Layout& layout, const Scoring& how,
+    Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> prefix_k, Heads<T> prefix_v, const Layout& layout, Scoring how,
     T* out, float* lse, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width,
     int threads) {
   typedef Factors<T> F;
+  how.whole = how.whole || IN_TILES<F>;
   if (rows) std::memset(done, 1, rows);
   if (!rows || !heads) return 0;
   const int64_t repeat = heads / kv_heads, fitting = std::max<int64_t>(1, QUERIES / repeat);
@@ -1318,7 +1433,7 @@ static int branch_attention_backward(
         }
     };
     wait();
-    each_piece<false>(layout, how, k.data, g, first, stop, repeat, [&](
+    each_piece(layout, how, k.data, g, first, stop, repeat, [&](
         const Piece& piece, int64_t from, int64_t to, bool few, const Spans& all) {
       const bool own = piece.own;
       const int64_t at = own ? piece.own_at : piece.at, count = own ? piece.own : piece.shared;
@@ -1524,7 +1639,7 @@ INLINE int64_t scratch_of(const Sequences<T>& in, int64_t rows) {  // floats, fo
   typedef Factors<T> F;
   const int64_t repeat = in.heads / in.kv_heads, stride = padded(in.width);
   auto in_lanes = [&](int64_t n) { return (1 + 2 * rows + 2 * n) * stride + n * padded(in.most_seen() + 1); };
-  if constexpr (!IN_TILES<F>) return in_lanes(rows * repeat);
+  if (!IN_TILES<F> && !in.whole) return in_lanes(rows * repeat);
   const int64_t own = padded(2 * in.table_width) + (2 + rows * (repeat + 2)) * stride;
   return std::max(in_lanes(repeat), own + Attended<F>::floats(rows * repeat + FEW<F>, in.width));
 }
@@ -1594,7 +1709,7 @@ INLINE void attended_in_lanes(
 // The same by the kernel of branch attention, where rows are branches behind what their sequence holds; by the one above
 // for those that met what is not finite.
 template <typename X, typename T, typename Out>
-INLINE void attended_in_tiles(
+INLINE void attended_as_branches(
     const X* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequences<T>& in, int64_t row,
     int64_t rows, int64_t g, float* buffer, Out* out, int64_t out_stride) {
   typedef Factors<T> F;
@@ -1611,7 +1726,7 @@ INLINE void attended_in_tiles(
                          in.pages, in.page};
   const Heads<T> held_k = {in.k + g * in.k_head, in.k_slot, 0, in.k_page};
   const Heads<T> held_v = {in.v + g * in.v_head, in.v_slot, 0, in.v_page};
-  const Scoring how = {in.scale, 0, in.window ? in.window : INT64_MAX};
+  const Scoring how = {in.scale, 0, in.window ? in.window : INT64_MAX, true};
   bool sound[BLOCK] = {};
   Attended<F> of(own + (n + 2 * rows) * stride, n + FEW<F>, width);
   if (in.scale > 0)  // the largest score is found before they are scaled
@@ -1628,9 +1743,11 @@ INLINE void attended_in_tiles(
 }
 
 template <typename X, typename T, typename... Rest>
-INLINE void attended(const X* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Rest&... rest) {
-  if constexpr (IN_TILES<Factors<T>>) attended_in_tiles(qkv, qkv_stride, q_weight, k_weight, rest...);
-  else attended_in_lanes(qkv, qkv_stride, q_weight, k_weight, rest...);
+INLINE void attended(
+    const X* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequences<T>& in,
+    const Rest&... rest) {
+  if (IN_TILES<Factors<T>> || in.whole) attended_as_branches(qkv, qkv_stride, q_weight, k_weight, in, rest...);
+  else attended_in_lanes(qkv, qkv_stride, q_weight, k_weight, in, rest...);
 }
 
 // Calls work(row, rows, key head) for the share of thread `me`, divided by the keys seen; rows are of one sequence.
@@ -1684,18 +1801,21 @@ static int decoder_layer(
   const int64_t heads_stride = stride_of<F>(attention), inner_stride = stride_of<F>(inner);
   const int64_t together = rows_together(in, threads);
   const int64_t most = std::max({model, attention, inner}), panels = arranged_floats<F>(rows, most);
-  const int64_t owned = padded(std::max(rows * stride_of<F>(model), scratch_of(in, together))) + panels;
-  const Scratch scratch(rows * (all + 2 * model + 2 * inner + heads_stride + inner_stride) + threads * owned);
+  const bool whole = in.whole, ordered = whole && !IN_TILES<F>;
+  const int64_t for_order = ordered ? ordered_floats<F>(rows, most) : 0;
+  const int64_t padded_row = in_fews<F>(rows);  // as many rows of x are read
+  const int64_t owned = padded(std::max(padded_row * stride_of<F>(model), scratch_of(in, together))) + panels + for_order;
+  const Scratch scratch(rows * (all + 2 * model + 2 * inner) + padded_row * (heads_stride + inner_stride) + threads * owned);
   float* qkv = scratch.data();
   if (!qkv) return OUT_OF_MEMORY;
   float *stream = qkv + rows * all, *sum = stream + rows * model, *gates = sum + rows * model;
   float* of_threads = gates + rows * 2 * inner;
-  X *heads = (X*)(of_threads + threads * owned), *active = heads + rows * heads_stride;
+  X *heads = (X*)(of_threads + threads * owned), *active = heads + padded_row * heads_stride;
 #pragma omp parallel num_threads(threads)
   {
     [[maybe_unused]] const Registers registers;
     const int64_t me = part(), of = parts();
-    float *own_panels = of_threads + me * owned, *own = own_panels + panels;
+    float *own_panels = of_threads + me * owned, *room = own_panels + panels, *own = room + for_order;
     auto ready = [=](const X* x, int64_t width) { return arranged<F>(x, rows, width, own_panels); };
     auto shared = [=](int64_t count, int64_t unit, auto work) {  // work(first, last) of this thread's share
       const int64_t units = (count + unit - 1) / unit;
@@ -1704,12 +1824,13 @@ static int decoder_layer(
     const float* none = nullptr;
     auto project = [=](const X* x, const T* weight, const T* bias, auto residual, int64_t residual_stride,
                        int64_t width, int64_t outputs, int64_t first, int64_t last, float* to) {
-      products_of<F>(x, rows, weight, width, width, outputs, first, last, to, outputs);
+      if (ordered) products_in_order<F>(x, rows, weight, width, width, first, last, to, outputs, room);
+      else products_of<F>(x, rows, weight, width, width, outputs, first, last, to, outputs);
       const int64_t count = last - first;
       for (int64_t row = 0; row < rows; ++row) {
         auto more = residual ? residual + row * residual_stride + first : residual;
         float* y = to + row * outputs + first;
-        if constexpr (IN_TILES<F>) {  // rounded where the separate ops round: a decoded row has a scored one's bits
+        if (sizeof(T) < sizeof *y && (IN_TILES<F> || whole)) {  // where the separate ops round, for a scored row's bits
           add(bias ? bias + first : bias, none, count, y);
           rounded(y, count);
           add(none, more, count, y);
@@ -1719,7 +1840,12 @@ static int decoder_layer(
         }
       }
     };
+    auto settled = [=](X* x, int64_t stride, int64_t count, int64_t first, int64_t width) {  // as the separate ops leave it
+      if constexpr (sizeof(X) > sizeof(T))
+        for (int64_t row = 0; row < count && whole; ++row) rounded(x + row * stride + first, width);
+    };
     padded_rows<F>(hidden, hidden_stride, w.input_norm, in.eps, rows, model, (X*)own);
+    settled((X*)own, stride_of<F>(model), rows, 0, model);
     const X* x = ready((X*)own, model);
     shared(all, OUTPUTS<F>, [=](int64_t first, int64_t last) {
       project(x, w.qkv, w.qkv_bias, none, 0, model, all, first, last, qkv);
@@ -1727,6 +1853,7 @@ static int decoder_layer(
 #pragma omp barrier
     share_heads(in, together, me, of, [=, &in](int64_t row, int64_t count, int64_t g) {
       attended(qkv, all, w.q_norm, w.k_norm, in, row, count, g, own, heads, heads_stride);
+      settled(heads + row * heads_stride, heads_stride, count, in.heads / in.kv_heads * in.width * g, attention / in.kv_heads);
       for (int64_t last = row + count; g == 0 && row < last; ++row) pad<F>(heads + row * heads_stride, attention);
     });
 #pragma omp barrier
@@ -1736,6 +1863,7 @@ static int decoder_layer(
     });
 #pragma omp barrier
     padded_rows<F>(stream, model, w.post_norm, in.eps, rows, model, (X*)own);
+    settled((X*)own, stride_of<F>(model), rows, 0, model);
     x = ready((X*)own, model);
     shared(inner, OUTPUTS<F>, [=](int64_t first, int64_t last) {
       for (int64_t up : {int64_t(0), inner})
@@ -1745,6 +1873,7 @@ static int decoder_layer(
         gated(gate, gate + inner, last - first, active + row * inner_stride + first);
         if (last == inner) pad<F>(active + row * inner_stride, inner);
       }
+      settled(active, inner_stride, rows, first, last - first);
     });
 #pragma omp barrier
     x = ready(active, inner);
@@ -2004,67 +2133,69 @@ INLINE bool targets_fit(const void* target, int wide, int64_t ignore_index, int6
   return true;
 }
 
-// Log-prob of the target, log-sum-exp, entropy and largest log-prob of each row; without a weight, x holds the
-// products.
-static int linear_logprob(
-    const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias, const void* target,
-    int wide, int64_t ignore_index, Change change, float* logprob, float* lse, float* entropy, float* largest,
-    int64_t rows, int64_t width, int64_t vocabulary, int threads) {
-  if (!targets_fit(target, wide, ignore_index, rows, vocabulary)) return OUT_OF_RANGE;
-  const int64_t columns = padded(vocabulary), stride = padded(width);
-  const Scratch scratch(weight ? rows * (stride + columns) : columns);
-  float* input = scratch.data();
-  if (!input) return OUT_OF_MEMORY;
-  float* logit = weight ? input + rows * stride : input;
-  if (weight) {
-    padded_rows<Widened<float>>(x, x_stride, nullptr, 0, rows, width, input);
-    projected<Widened<float>>(input, rows, weight, weight_stride, width, vocabulary, logit, columns, threads);
-    x = logit;
-    x_stride = columns;
-  }
-  for (int64_t row = 0; row < rows; ++row, x += x_stride, logit += weight ? columns : 0) {
-    const int64_t id = entry(target, wide, row);
-    if (id == ignore_index) {
-      logprob[row] = lse[row] = entropy[row] = largest[row] = 0;
-      continue;
-    }
-    const Statistics of = to_logits(x, bias, change, vocabulary, logit);
-    of.write(logit[id], logprob + row, lse + row, entropy + row, largest + row);
-  }
-  return 0;
-}
 
-constexpr int64_t CHUNK = 16 * LANES;            // logits of a row in memory, and of HELD rows
+constexpr int64_t CHUNK = 16 * LANES;  // logits of a row in memory, and of HELD rows
 constexpr int64_t HELD = 40 * 12;
 
-// The same for many rows over a large vocabulary; the logits never exist as a whole. Threads take stretches of the
-// vocabulary, which depend only on its size, and so do the sums.
+// To `to` what so many logits of n rows pull, which become e^(l - top) slope, with their rows of the weight.
+INLINE void add_pull(
+    const Pulled& to, const Change& change, float* logit, int64_t n, int64_t columns, const float* weight,
+    int64_t weight_stride, int64_t width, int64_t first, float* panel) {
+  float *of = to.sums + first * to.stride, *top = to.top + first;
+  for (int64_t row = 0; row < n; ++row, logit += CHUNK) {
+    const float before = top[row];
+    Lanes most = Lanes{} + before;
+    for (int64_t i = 0; i < columns; i += LANES) {  // -inf after the last
+      const Lanes l = load(logit + i);
+      most = l > most ? l : most;
+    }
+    top[row] = largest(most);
+    const float shift = top[row] == -INFINITY ? 0 : top[row], kept = std::exp(before - shift);
+    for (int64_t e = 0; e < to.stride && before < top[row]; e += LANES)
+      store(of + row * to.stride + e, load(of + row * to.stride + e) * kept);
+    for (int64_t i = 0; i < columns; i += LANES) {
+      const Lanes l = load(logit + i), t = change.softcap == 0 ? Lanes{} : l * (change.temperature / change.softcap);
+      store(logit + i, exponential(l - shift) * (1.0f - t * t));
+    }
+  }
+  logit -= n * CHUNK;
+  for (int64_t e = 0; e < width; e += PANEL) {
+    for (int64_t i = 0; i < columns; ++i) {
+      std::memset(panel + i * PANEL, 0, PANEL * sizeof *panel);
+      copied(weight + i * weight_stride + e, std::min(PANEL, width - e), panel + i * PANEL);
+    }
+    panel_rows<Widened<float>, true>({logit, CHUNK, 1}, n, columns, panel, PANEL, of + e, to.stride);
+  }
+}
+
+// Log-prob of the target, log-sum-exp, entropy and largest log-prob of each row; the logits never exist as a whole.
+// Threads take stretches of the vocabulary, which depend only on its size, and so do the sums; with `pulled` rows.
 template <typename T>
-static int linear_logprob_in_panels(
+static int linear_logprob(
     const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const void* target, int wide,
-    int64_t ignore_index, Change change, float* logprob, float* lse, float* entropy, float* largest, int64_t rows,
-    int64_t width, int64_t vocabulary, int threads) {
+    int64_t ignore_index, Change change, float* logprob, float* lse, float* entropy, float* largest, const Pulled pulled,
+    int64_t rows, int64_t width, int64_t vocabulary, int threads) {
   typedef Factors<T> F;
   typedef typename F::X X;
   if (!targets_fit(target, wide, ignore_index, rows, vocabulary)) return OUT_OF_RANGE;
   const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK, stretch = (chunks + 15) / 16;  // chunks
   const int64_t stretches = (chunks + stretch - 1) / stretch, stride = stride_of<F>(width);
-  const int64_t held = in_fews<F>(std::min<int64_t>(rows, HELD));
-  const int64_t owned = padded(held * (stride + CHUNK)) + stride * PANEL;
-  threads = (int)std::min<int64_t>(threads, stretches);
+  const int64_t held = in_fews<F>(std::min<int64_t>(rows, HELD)), places = std::max(stride, CHUNK);
+  const int64_t owned = padded(held * (stride + CHUNK)) + places * PANEL;
+  threads = (int)std::min<int64_t>(threads, pulled.sums ? rows : stretches);
   const Scratch scratch(threads * owned + rows * (1 + stretches * (sizeof(Statistics) / sizeof(float))));
   float* memory = scratch.data();
   if (!memory) return OUT_OF_MEMORY;
   auto statistics = (Statistics*)(memory + threads * owned);  // [stretches, rows]
   auto picked = (float*)(statistics + stretches * rows);
-  share(stretches, 1, threads, [=](int64_t at, int64_t last) {
+  auto work = [=](int64_t row, int64_t end, int64_t begin, int64_t last) {  // rows, stretches
     [[maybe_unused]] const Registers registers;
-    float *panel = memory + (threads > 1 ? part() : 0) * owned, *logit = panel + stride * PANEL;
+    float *panel = memory + (threads > 1 ? part() : 0) * owned, *logit = panel + places * PANEL;
     X* input = (X*)(logit + held * CHUNK);
-    for (int64_t first = 0; first < rows; first += HELD) {
-      const int64_t n = std::min<int64_t>(rows - first, HELD);
+    for (int64_t first = row; first < end; first += HELD) {
+      const int64_t n = std::min<int64_t>(end - first, HELD);
       padded_rows<F>(x + first * x_stride, x_stride, nullptr, 0, n, width, input);
-      for (int64_t s = at; s < last; ++s) {
+      for (int64_t s = begin; s < last; ++s) {
         Statistics* of = statistics + s * rows + first;
         for (int64_t row = 0; row < n; ++row) of[row] = Statistics();
         const int64_t stop = std::min(vocabulary, (s + 1) * stretch * CHUNK);
@@ -2072,7 +2203,9 @@ static int linear_logprob_in_panels(
           const int64_t columns = std::min<int64_t>(vocabulary - chunk, CHUNK);
           for (int64_t column = 0; column < columns; column += PANEL) {
             const T* w = weight + (chunk + column) * weight_stride;
-            packed<F>([=](int64_t i) { return w + i * weight_stride; }, columns - column, width, panel);
+            const int64_t count = std::min(PANEL, columns - column);
+            if (few_products<F>(input, n, w, weight_stride, count, width, logit + column, CHUNK)) continue;
+            packed<F>([=](int64_t i) { return w + i * weight_stride; }, count, width, panel);
             panel_rows<F, false>({input, stride, 1}, in_fews<F>(n), stride, panel, PANEL, logit + column, CHUNK);
           }
           for (int64_t row = 0; row < n; ++row) {
@@ -2081,18 +2214,25 @@ static int linear_logprob_in_panels(
             const int64_t id = entry(target, wide, first + row) - chunk;
             if (id >= 0 && id < columns) picked[first + row] = of_row[id];
           }
+          if constexpr (std::is_same_v<T, float>)
+            if (pulled.sums)
+              add_pull(pulled, change, logit, n, columns, weight + chunk * weight_stride, weight_stride, width, first,
+                       panel);
         }
       }
     }
-  });
+  };
+  if (pulled.sums) share(rows, FEW<F>, threads, [=](int64_t row, int64_t end) { work(row, end, 0, stretches); });
+  else share(stretches, 1, threads, [=](int64_t at, int64_t last) { work(0, rows, at, last); });
   for (int64_t row = 0; row < rows; ++row) {
-    if (entry(target, wide, row) == ignore_index) {
-      logprob[row] = lse[row] = entropy[row] = largest[row] = 0;
-      continue;
-    }
     Statistics of;
     for (int64_t s = 0; s < stretches; ++s) of.add(statistics[s * rows + row]);
     of.write(picked[row], logprob + row, lse + row, entropy + row, largest + row);
+    if (pulled.sums) {
+      const float scale = std::exp(pulled.top[row] - lse[row]) * (change.scale / change.temperature);
+      for (int64_t e = 0; e < width; ++e) pulled.sums[row * pulled.stride + e] *= scale;
+    }
+    if (entry(target, wide, row) == ignore_index) logprob[row] = lse[row] = entropy[row] = largest[row] = 0;
   }
   return 0;
 }

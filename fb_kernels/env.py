@@ -22,6 +22,7 @@ import torch
 
 import fb_kernels
 from fb_kernels._runtime import backend, cpu, cuda, devices
+from fb_kernels._runtime.cpu import batch_invariant as batch_invariant
 
 
 def report() -> str:
@@ -76,7 +77,7 @@ def _state(kernels: ModuleType) -> str:
     library = kernels.library()
     if isinstance(library, str):
         return library
-    instructions = f", by {cpu.variant()}" if kernels is cpu else ""
+    instructions = f", by {cpu.variant()}{', batch-invariant' * batch_invariant()}" if kernels is cpu else ""
     return f"loaded, with version {kernels.ABI_VERSION} of its C interface{instructions}"
 
 

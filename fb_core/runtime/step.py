@@ -33,11 +33,11 @@ class Ranked(NamedTuple):
 def rank(model: PagedModel, hidden: Tensor, logits: Tensor, token: Tensor) -> Tensor:
     """Ids and log-probs [N, 2, k + 1] of the likeliest tokens, ties to the lowest, and of the token taken.
 
-    From logits [N, V] and token [N] int64; of a 16-bit model the log-probs are computed from its residual stream
-    hidden [N, D]. The result's precision holds ids and log-probs.
+    From logits [N, V] and token [N] int64; of a 16-bit model, and in batch-invariant mode, the log-probs are computed
+    from its residual stream hidden [N, D]. The result's precision holds ids and log-probs.
     """
     _, values, ids = topk_entropy(logits, min(RANKED, logits.shape[-1]))
-    if model.head.weight.dtype.itemsize < 4:  # its logits are rounded
+    if model.invariant or model.head.weight.dtype.itemsize < 4:  # its logits are rounded
         taken, logprobs = model.logprobs(hidden, token, ids, logits.shape[-1])
         logprobs = torch.where(ids == token[:, None], taken[:, None], logprobs)
         logprobs, order = logprobs.sort(stable=True, descending=True)

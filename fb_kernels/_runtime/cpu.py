@@ -3,10 +3,10 @@
 The library is plain C, lies in the package's folder (setup.py builds it if there is a C++ compiler) and needs no torch.
 It takes float32; the ops of a model's forward, branch attention and log-probs also take bfloat16. It is made for small
 inputs, such as the rows of a decode step and the candidates of a training step, where torch's overhead exceeds the
-arithmetic, and for ops that torch would make of several. Linear layers and log-probs at which torch's threads are
-faster are left to an op's reference, but for bfloat16 linear layers with AMX, which have one order of sums at all
-sizes. Threads are torch's, by the OpenMP runtime that it has loaded (threads of its own if that is another one);
-`merge_attention_states` and `candidate_head` run on one.
+arithmetic, and for ops that torch would make of several. Linear layers of more rows are left to an op's reference, but
+for those in bfloat16 with AMX and for the batch-invariant mode, which have one order of sums at all sizes. Threads are
+torch's, by the OpenMP runtime that it has loaded (threads of its own if that is another one); `merge_attention_states`
+and `candidate_head` run on one.
 
 `fb_kernels/<op>/cpu.py` calls its functions.
 """
@@ -14,6 +14,7 @@ sizes. Threads are torch's, by the OpenMP runtime that it has loaded (threads of
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from pathlib import Path
 
@@ -22,12 +23,15 @@ from torch import Tensor
 
 from fb_kernels._runtime import shared_library
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 ROWS = 16  # maximum of a linear layer without AMX: above it oneDNN is faster
 SHARE = 1 << 17  # minimum products per thread
 ELEMENT = 8  # products that take as long as an element of an elementwise op
 STEP = (torch.float32, torch.bfloat16)  # dtypes of the ops of a model's forward
 LIBRARY = Path(__file__).parents[1] / "libfb_cpu.so"
+
+VARIABLE = "FB_KERNELS_BATCH_INVARIANT"
+INVARIANT = os.environ.get(VARIABLE, "0") == "1"
 
 FUNCTIONS = (
     "skinny_linear",
@@ -44,6 +48,14 @@ FUNCTIONS = (
     "linear_logprob_backward",
     "qk_norm_rope",
 )
+
+
+def batch_invariant() -> bool:
+    """Whether on CPUs a row has the same bits whatever other rows its call has, as FB_KERNELS_BATCH_INVARIANT=1 asks.
+
+    Then linear layers, attention and log-probs are the compiled kernels' at every size, with one order of sums each.
+    """
+    return INVARIANT
 
 
 def threads(products: int) -> int:

@@ -22,7 +22,9 @@ def branch_attention(call: BranchAttention) -> tuple[Tensor, Tensor]:
     q = call.q
     results = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     done = torch.empty(len(q), dtype=torch.bool)
-    if not _run("branch_attention", call, {}, {"out": results[0], "lse": results[1], "done": done}):
+    if not _run(
+        "branch_attention", call, {}, {"out": results[0], "lse": results[1], "done": done}, whole=cpu.batch_invariant()
+    ):
         return NotImplemented
     if done.all():
         return results
@@ -53,7 +55,7 @@ def branch_attention_backward(call: BranchAttentionBackward) -> tuple[Tensor, Te
 
 
 def _run(
-    name: str, call: BranchAttention, upstream: Mapping[str, Tensor], outputs: Mapping[str, Tensor | None]
+    name: str, call: BranchAttention, upstream: Mapping[str, Tensor], outputs: Mapping[str, Tensor | None], **more: bool
 ) -> bool:
     """Write the outputs, of which `done` marks the valid rows; returns whether the kernel takes the call."""
     library, q, prefix_k, table = cpu.library(), call.q, call.prefix_k, call.block_table
@@ -80,6 +82,6 @@ def _run(
         columns=-1 if table is None else table.shape[1], pages=prefix_k.shape[0],
         page=prefix_k.shape[1] if paged else 0, rows=rows, heads=heads, kv_heads=prefix_k.shape[-2], width=width,
         scale=call.scale, softcap=call.softcap or 0.0, window=ALL if call.window is None else call.window,
-        threads=torch.get_num_threads(), narrow=q.dtype == torch.bfloat16,
+        threads=torch.get_num_threads(), narrow=q.dtype == torch.bfloat16, **more,
     )  # fmt: skip
     return not code

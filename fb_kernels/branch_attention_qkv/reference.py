@@ -46,7 +46,10 @@ def on_device(
     sound, slots = sound_slots(sequences, call.window)
     q, k, v = project_and_write(project, project_out, call, slots)
     indices = layout(q, sequences.held, sequences.block_table, call.window)
-    options = 1, None, None, call.scale, None
+    scale = call.scale
+    if scale <= 0:  # kernels find the largest score before they scale
+        q, scale = (-q, -scale) if scale else (q * 0, 1.0)
+    options = 1, None, None, scale, None
     state = attend(BranchAttention(q, k, v, sequences.k_cache, sequences.v_cache, *indices, *options))
     return state if state is NotImplemented else state[0].masked_fill_(~sound[:, None, None], torch.nan)
 

@@ -21,7 +21,11 @@ def decoder_layer(call: DecoderLayer) -> Tensor:
     rows, model = hidden.shape
     attention, inner = weights.o.shape[1], weights.down.shape[1]
     width, kv_heads = sequences.cos.shape[1], sequences.k_cache.shape[-2]
-    if isinstance(library, str) or not 0 < rows <= ROWS or not (model and attention and inner):
+    if (
+        isinstance(library, str)
+        or not 0 < rows <= (rows if cpu.batch_invariant() else ROWS)
+        or not (model and attention and inner)
+    ):
         return NotImplemented
     for weight in weights:
         if weight is not None and not weight.is_contiguous():

@@ -12,7 +12,7 @@ from torch import Tensor
 from fb_kernels._runtime import checks, precision
 from fb_kernels._runtime.op import Op, fake_gradients, signature
 from fb_kernels._runtime.precision import accumulation_dtype
-from fb_kernels.linear_logprob.options import SCHEMA, SMALL, Options
+from fb_kernels.linear_logprob.options import SCHEMA, Options
 
 
 @overload
@@ -288,11 +288,8 @@ def _check(
 
 
 def _keeps(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the forward keeps the gradient of lse to hidden, so that the backward has no product.
-
-    Not where the CPU's library runs the forward.
-    """
-    if hidden.is_cpu and (hidden.dtype is torch.bfloat16 or hidden.shape[:-1].numel() * len(weight) <= SMALL):
+    """Whether the forward keeps the gradient of lse to hidden, so that the backward has no product."""
+    if hidden.is_cpu and hidden.dtype is torch.bfloat16:  # whose kernel keeps none
         return False
     trained = [x is not None and x.requires_grad for x in (hidden, weight, bias)]
     return torch.is_grad_enabled() and trained == [True, False, False]
@@ -372,6 +369,7 @@ _frozen = Op(
         *_statistics_fake(1, hidden, hidden),
     ),
     triton=True,
+    cpu=True,
 )
 _top_k = Op(
     "linear_top_k",

@@ -1,7 +1,7 @@
 """The compiled kernels of `linear_logprob` for CPU tensors.
 
-The bfloat16 kernel reads the head as it is, multiplies in bfloat16 if the processor can, and sums in float32. Its
-backward is for AMX.
+The kernel reads the head as it is, multiplies in bfloat16 if that is its dtype and the processor can, and sums in
+float32. Its backward is for AMX.
 """
 
 from __future__ import annotations
@@ -11,46 +11,64 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from fb_kernels._runtime import cpu
 from fb_kernels._runtime.op import fake_gradients
 from fb_kernels.linear_logprob import reference
-from fb_kernels.linear_logprob.options import SMALL, Options
+from fb_kernels.linear_logprob.options import Options
 
 LEAST = 1e-30  # minimum soft-cap: float32 is exact enough above it
-TAKES = f"bfloat16; float32 with up to {reference.FEW_ROWS} rows, {reference.VOCAB_BLOCK:,} tokens and {SMALL:,} logits"
+TAKES = "float32 and bfloat16; keeps gradients in float32"
+PANEL = 32  # columns that are pulled together: a whole number of any processor's
 
 
 def linear_logprob(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(log-prob, lse, entropy, largest log-prob), each of target's shape."""
-    library, dtype, options = cpu.library(), hidden.dtype, Options(*rest)
+    return _forward(hidden, weight, target, bias, Options(*rest), None)
+
+
+def linear_logprob_frozen(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    """The same, then the gradient of lse to hidden [..., D]."""
+    rows, width = target.numel(), weight.shape[1]
+    if hidden.dtype is not torch.float32 or not width:
+        return NotImplemented
+    pull = hidden.new_zeros(rows, width + -width % PANEL)
+    results = _forward(hidden, weight, target, bias, Options(*rest), pull)
+    if results is NotImplemented:
+        return NotImplemented
+    return *results, pull[:, :width].contiguous().view(hidden.shape)
+
+
+def _forward(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options, pull: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four results; to `pull` [N, n], of zeros, it adds the gradient of lse."""
+    library, dtype = cpu.library(), hidden.dtype
     rows, width, valid = target.numel(), weight.shape[1], options.rows(weight)
-    narrow = dtype is torch.bfloat16
-    if isinstance(library, str) or not (rows > 0 and valid > 0 and (narrow or _few(hidden, rows, valid))):
+    if isinstance(library, str) or dtype not in cpu.STEP or not (rows > 0 and valid > 0):
         return NotImplemented
     if weight.dtype is not dtype or not target.is_contiguous() or (options.softcap or 1.0) < LEAST:
         return NotImplemented
     bias_at = cpu.address(bias, dtype)
-    if bias_at < 0:
-        return NotImplemented
     x = hidden if hidden.ndim == 2 else hidden.reshape(rows, width)
-    (x_stride, x_step), (weight_stride, weight_step), weight_at = x.stride(), weight.stride(), weight.data_ptr()
-    along = x_step == weight_step == 1
-    if narrow and width and not along:
+    (x_stride, x_step), (weight_stride, weight_step) = x.stride(), weight.stride()
+    if bias_at < 0 or (width > 1 and not x_step == weight_step == 1):
         return NotImplemented
-    if not narrow and not (width and along and rows <= cpu.ROWS):
-        x, x_stride, weight_at = linear(x, weight[:valid]), valid, 0  # the products, contiguous
     logprob = torch.empty_like(target, dtype=torch.float32)  # faster than from a shape
     lse, entropy, largest = torch.empty_like(logprob), torch.empty_like(logprob), torch.empty_like(logprob)
+    top = None if pull is None else logprob.new_full((rows,), -torch.inf)
     code = library.fbcpu_linear_logprob(
-        x=x.data_ptr(), x_stride=x_stride, weight=weight_at, weight_stride=weight_stride, bias=bias_at,
+        x=x.data_ptr(), x_stride=x_stride, weight=weight.data_ptr(), weight_stride=weight_stride, bias=bias_at,
         target=target.data_ptr(), wide=target.dtype is torch.int64, ignore_index=options.ignore_index,
         scale=options.logit_scale, softcap=options.softcap or 0.0, temperature=options.temperature,
         logprob=logprob.data_ptr(), lse=lse.data_ptr(), entropy=entropy.data_ptr(), largest=largest.data_ptr(),
-        rows=rows, width=width, vocabulary=valid, threads=cpu.threads(rows * width * valid), narrow=narrow,
+        pulled=0 if pull is None else pull.data_ptr(), top=0 if top is None else top.data_ptr(),
+        pull_stride=0 if pull is None else pull.shape[1], rows=rows, width=width, vocabulary=valid,
+        threads=cpu.threads(rows * width * valid), narrow=dtype is torch.bfloat16,
     )  # fmt: skip
     if code:
         reference.check_targets("linear_logprob", target, options.ignore_index, valid)
@@ -86,9 +104,3 @@ def _project_back(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
         if not code:
             return dx, dweight, dbias
     return partial(reference._project_back, normed=True)(*given)
-
-
-def _few(hidden: Tensor, rows: int, valid: int) -> bool:
-    """Whether a float32 call is small enough to be faster on few threads."""
-    few = rows <= reference.FEW_ROWS and valid <= reference.VOCAB_BLOCK and rows * valid <= SMALL
-    return few and hidden.dtype is torch.float32

@@ -29,5 +29,4 @@ class Options(NamedTuple):
         return self.logit_scale / self.softcap, 1 / self.softcap, self.softcap / self.temperature
 
 
-SMALL = 1 << 16  # logits of a call in float32 for the CPU's library; with more torch's threads are faster
 SCHEMA = "float logit_scale, float? softcap, float temperature, SymInt ignore_index, SymInt? valid_vocab"

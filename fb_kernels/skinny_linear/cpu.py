@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fb_kernels._runtime import cpu
 
-TAKES = f"float32 and bfloat16, up to {cpu.ROWS} rows; any number of bfloat16 with AMX"
+TAKES = f"float32 and bfloat16, up to {cpu.ROWS} rows; any number of bfloat16 with AMX, or batch-invariant"
 
 
 def skinny_linear(
@@ -26,7 +26,8 @@ def skinny_linear(
     outputs = weight.shape[0]
     if isinstance(library, str) or not width:
         return NotImplemented
-    if rows > cpu.ROWS and not (dtype is torch.bfloat16 and cpu.variant() == "amx"):
+    in_tiles = dtype is torch.bfloat16 and cpu.variant() == "amx"
+    if rows > cpu.ROWS and not (in_tiles or cpu.batch_invariant()):
         return NotImplemented
     threads = cpu.threads(rows * width * outputs)
     (x_stride, x_step), (weight_stride, weight_step) = x.stride(), weight.stride()
@@ -47,6 +48,6 @@ def skinny_linear(
         x=x.data_ptr(), x_stride=x_stride, weight=weight.data_ptr(), weight_stride=weight_stride, bias=bias_at,
         norm_weight=norm_at, eps=eps, residual=residual_at, residual_stride=residual_stride, out=out.data_ptr(),
         out_stride=columns, rows=rows, width=width, outputs=outputs, swiglu=swiglu, threads=threads,
-        narrow=dtype is torch.bfloat16,
+        narrow=dtype is torch.bfloat16, in_panels=cpu.batch_invariant() and not in_tiles,
     )  # fmt: skip
     return NotImplemented if code else out

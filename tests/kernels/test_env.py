@@ -14,6 +14,11 @@ from fb_kernels import env
 from fb_kernels._runtime import backend, cpu, cuda
 
 
+@pytest.fixture(scope="module", autouse=True)
+def opened() -> None:
+    env.report()  # the libraries, before a test hides what opens them
+
+
 def lines(report: str) -> dict[str, str]:
     return {words[0]: words[1] for words in (line.split(maxsplit=1) for line in report.splitlines()) if len(words) == 2}
 
@@ -33,7 +38,7 @@ def test_report_names_software_devices_and_ops() -> None:
         found["linear_logprob_partials"] == "cpu: reference (kernels are for CUDA tensors)"
     )  # the folder's cpu.py has none
     why = cpu.why_not()
-    here = "cpu kernel for float32 and bfloat16, up to 16 rows; any number of bfloat16 with AMX"
+    here = "cpu kernel for float32 and bfloat16, up to 16 rows; any number of bfloat16 with AMX, or batch-invariant"
     assert found["skinny_linear"] == (f"cpu: reference ({why})" if why else f"cpu: {here}")
     assert {name for name, _ in env._ops()} <= set(fb_kernels.__all__) & set(found)
 

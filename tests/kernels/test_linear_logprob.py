@@ -203,20 +203,18 @@ def test_the_largest_log_prob_of_strange_rows(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", [name for name in names(OP) if name.startswith("cpu")])
-def test_small_products_on_the_cpu_are_its_own(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """A row's bits know neither the others nor the threads; what lies otherwise in memory is torch's product."""
+def test_products_on_the_cpu_are_its_own(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """A row's bits know neither the others nor the threads."""
     case = single(11, 37, 70, valid_vocab=67)
-    hidden, weight, target = (case.tensors[name] for name in ("hidden", "weight", "target"))
+    hidden, target = case.tensors["hidden"], case.tensors["target"]
     with running_small(OP, way):
         alone = [case.run(hidden=hidden[i : i + 1], target=target[i : i + 1] % 67) for i in range(11)]
-        columns = case.run(weight=weight.T.contiguous().T, target=target % 67)
         monkeypatch.setattr(cpu, "SHARE", 1)
         for threads in (1, 3, 8):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
             together = case.run(target=target % 67)
             for place, values in enumerate(together):
                 assert torch.equal(values, torch.cat([one[place] for one in alone]))
-    torch.testing.assert_close(columns, together)
 
 
 @every_way_of_shards
@@ -397,13 +395,15 @@ def test_a_vocabulary_of_nothing_has_no_partials(way: str) -> None:
 
 FROZEN = [
     (way, dtype, sizes)
-    for way in ("reference", "triton linear_logprob_form=chunked")
+    for way in ("reference", "cpu 256", "cpu 512", "triton linear_logprob_form=chunked")
     for dtype in (each for each in OP.way(way).dtypes if each is not torch.float16)
+    if way[:3] != "cpu" or dtype is torch.float32
     for sizes in (
         {},
         {"bias": False, "several": 3},
         {"rows": (2, 9), "options": {"logit_scale": -1.7, "softcap": 2.0, "temperature": 0.6}},
         {"rows": (3,), "width": 5, "vocabulary": 290, "padding": 0, "options": {}},
+        {"rows": (70,), "width": 35, "vocabulary": 700},
     )
 ]
 
@@ -427,7 +427,7 @@ def test_a_frozen_head_has_its_gradient_from_the_forward(
             trained, _ = evaluate(case)
         used += [operator._schema.name for operator, _ in seen.calls]
         check(OP, frozen, results, grads)
-        if way == "reference":
+        if way == "reference" or way[:3] == "cpu":
             assert all(
                 torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(results, trained, strict=True)
             )

@@ -17,12 +17,18 @@ TOKENS = 1000
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-@pytest.fixture
-def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's kernels as they run with AMX, whose tiles are emulated."""
-    library = narrowed("tiles")
-    monkeypatch.setattr(cpu, "library", lambda: library)
-    assert cpu.variant() == "amx"
+@pytest.fixture(params=["tiles", "float32, invariant", "bfloat16, invariant"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """That of a model: in bfloat16 as with AMX, whose tiles are emulated, or in the mode that is for all CPUs."""
+    if request.param == "tiles":
+        library = narrowed("tiles")
+        monkeypatch.setattr(cpu, "library", lambda: library)
+        assert cpu.variant() == "amx"
+        return torch.bfloat16
+    if cpu.why_not():
+        pytest.skip(cpu.why_not())
+    monkeypatch.setattr(cpu, "INVARIANT", True)
+    return torch.float32 if request.param.startswith("float32") else torch.bfloat16
 
 
 def drawn(made: random.Random, count: int) -> list[int]:
@@ -32,11 +38,11 @@ def drawn(made: random.Random, count: int) -> list[int]:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.sweep(2)
 def test_a_scored_row_does_not_depend_on_what_else_is_in_the_call(
-    kind: str, tiles: None, request: pytest.FixtureRequest
+    kind: str, dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
     """In any number, order and budget; some begin alike, and share rows of whichever is there."""
     made = random.Random(kind)
-    model = tiny(kind, vocab_size=TOKENS, head_dim=16, max_position_embeddings=1024, **SIZES).bfloat16().eval()
+    model = tiny(kind, vocab_size=TOKENS, head_dim=16, max_position_embeddings=1024, **SIZES).to(dtype).eval()
     scorer, requests = CompatibilityScorer(model), []
     system = drawn(made, 40)
     for length in (3, 17, 64, 130, 250, 1, 300, 280):
@@ -55,11 +61,11 @@ def test_a_scored_row_does_not_depend_on_what_else_is_in_the_call(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
-def test_an_engine_reports_of_its_tokens_what_the_scorer_says(kind: str, tiles: None) -> None:
+def test_an_engine_reports_of_its_tokens_what_the_scorer_says(kind: str, dtype: torch.dtype) -> None:
     """Prompts that begin alike or not, sequences that enter and leave while others run, tokens chosen at events too."""
     made = random.Random(kind)
     options = {"vocab_size": TOKENS, "head_dim": 16, "max_position_embeddings": 1024, **SIZES}
-    model = tiny(kind, **options).bfloat16().eval()
+    model = tiny(kind, **options).to(dtype).eval()
     system = drawn(made, 150)
     prompts = [[*system[: made.choice([0, 130])], *drawn(made, made.choice([1, 5, 64, 129, 200]))] for _ in range(10)]
     options = {"pool": "slm", "max_batch": 4, "max_length": 512}

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 import arm64
@@ -27,8 +28,9 @@ from fb_kernels._runtime import backend, cpu, cuda, tuning
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")
 FLAGS += ("-Wno-psabi",)  # of emulated tiles, which are made of vectors that the processor may not have
-# Of the CPU, bits; then with dot products of bfloat16, and with emulated tiles.
-VECTORS = {"128": 128, "256": 256, "512": 512, "dots": 513, "tiles": 514}
+# Of the CPU, bits; then with dot products of bfloat16, with emulated tiles, and in the batch-invariant mode.
+VECTORS = {"128": 128, "256": 256, "512": 512, "dots": 513, "tiles": 514, "invariant": 513}
+INVARIANT = ("branch_attention", "branch_attention_qkv", "linear_logprob", "skinny_linear")  # ops with such a mode
 READING = ("branch_attention", "branch_attention_qkv", "commit", "qk_norm_rope")  # ops whose reference does on the CPU
 NARROWED = """
 #include <cstdlib>
@@ -72,7 +74,8 @@ def narrowed(widest: str) -> ctypes.CDLL:
 def names(op: Op) -> list[str]:
     """The implementations of an op, the CPU's once for each kind of vectors."""
     narrow = "cpu" in op.ways and torch.bfloat16 in op.ways["cpu"].dtypes
-    widths = [f"cpu {each}" for each in VECTORS if narrow or each not in ("dots", "tiles")] if "cpu" in op.ways else []
+    absent = [() if narrow else ("dots", "tiles"), () if op.name in INVARIANT else ("invariant",)]
+    widths = [f"cpu {each}" for each in VECTORS if each not in chain(*absent)] if "cpu" in op.ways else []
     return [name for name in op.ways if name != "cpu"] + widths
 
 
@@ -103,6 +106,7 @@ def running(way: str) -> Iterator[None]:
         if kind == "cpu":
             library = stack.enter_context(arm64.library()) if which == "arm64" else narrowed(which)
             patch.setattr(cpu, "library", lambda: library)
+            patch.setattr(cpu, "INVARIANT", which == "invariant")
         if kind == "triton" and which:
             name, _, choice = which.partition("=")
             patch.setattr(tuning, name, lambda *_: choice)

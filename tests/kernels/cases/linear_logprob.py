@@ -30,7 +30,6 @@ from cases.base import (
     single,
 )
 from fb_kernels.linear_logprob import reference
-from fb_kernels.linear_logprob.options import SMALL
 from fb_kernels.linear_logprob.triton import HAS_GLUON
 from fb_kernels.testing import magnitude
 
@@ -268,6 +267,7 @@ OP = Op(
             apart=("weight",),
             also=[
                 {"rows": (3,), "width": 0, "vocabulary": 5},
+                {"rows": (500,), "width": 33, "vocabulary": 600},
                 *(
                     {
                         "rows": (9,),
@@ -282,9 +282,6 @@ OP = Op(
                 lambda: single(make((2,), 3, 5)).with_(bias=torch.ones(10)[::2]),
                 lambda: single(plain((2,), 3, 5, options={"softcap": 1e-60})),
                 lambda: single(plain((0,), 3, 5)),
-                lambda: single(plain((reference.FEW_ROWS + 1,), 3, 5)),
-                lambda: single(plain((2,), 1, reference.VOCAB_BLOCK + 1)),
-                lambda: single(plain((40,), 1, SMALL // 40 + 1)),
             ],
         ),
     },
