@@ -287,6 +287,13 @@ struct Pulled {
   int64_t stride;
 };
 
+// The gradient of a logit l, e^f (on_all - on_entropy f) with f = l - shift, and on_target more for the target.
+struct Pull {
+  const float *on_target, *on_all, *on_entropy, *shift;  // [rows]; on_entropy may be null
+
+  bool none(int64_t row) const { return on_target[row] == 0 && on_all[row] == 0 && (!on_entropy || on_entropy[row] == 0); }
+};
+
 constexpr int64_t SHARE = 1 << 17;  // minimum products per thread
 constexpr int64_t BLOCK = 64;  // query heads that share each read of a prefix
 
@@ -390,6 +397,7 @@ struct Kernels {
   Step<BFloat16> narrow;
   decltype(&plain::merge_attention_states) merge_attention_states;
   decltype(&plain::candidate_head) candidate_head;
+  decltype(&plain::linear_logprob_backward) linear_logprob_backward;
 };
 
 #define STEP(variant, T) \
@@ -400,7 +408,8 @@ struct Kernels {
 
 // Those of bfloat16 are of `narrow`.
 #define KERNELS(variant, narrow)                                                                                   \
-  {#narrow, STEP(variant, float), STEP(narrow, BFloat16), variant::merge_attention_states, variant::candidate_head}
+  {#narrow, STEP(variant, float), STEP(narrow, BFloat16), variant::merge_attention_states, variant::candidate_head, \
+   variant::linear_logprob_backward}
 
 Kernels fitting() {
 #if WIDEST >= 256
@@ -607,20 +616,22 @@ FB_FUNCTION(fbcpu_linear_logprob,
   });
 }
 
-// Of bfloat16 alone, and by tiles alone. Upstream, of each row: what a target's logit gets, what e^(logit - shift) of every
-// one is multiplied by, and by -(logit - shift).
+// Of bfloat16 by tiles alone. Upstream, of each row: what a target's logit gets, what e^(logit - shift) of every one is
+// multiplied by, and by -(logit - shift).
 FB_FUNCTION(fbcpu_linear_logprob_backward,
             const void* x; int64_t x_stride; const void* weight; int64_t weight_stride; const void *bias, *target;
             int wide; double scale, softcap, temperature; const float *on_target, *on_all, *on_entropy, *shift;
-            void *dx, *dweight, *dbias; int64_t rows, width, vocabulary; int threads;) {
+            void *dx, *dweight, *dbias; int64_t rows, width, vocabulary; int threads, narrow;) {
+  const Change change = {narrow(given.scale), narrow(given.softcap), narrow(given.temperature)};
+  const Pull by = {given.on_target, given.on_all, given.on_entropy, given.shift};
+  const auto run = [&](auto kernel, auto one) {
+    return kernel(as(given.x, one), given.x_stride, as(given.weight, one), given.weight_stride, as(given.bias, one),
+                  given.target, given.wide, change, by, as(given.dx, one), as(given.dweight, one), as(given.dbias, one),
+                  given.rows, given.width, given.vocabulary, given.threads);
+  };
+  if (!given.narrow) return run(kernels.linear_logprob_backward, 0.0f);
 #ifdef TILES
-  const BFloat16 one = {};
-  if (!std::strcmp(kernels.variant, "amx"))
-    return amx::linear_logprob_backward(
-        as(given.x, one), given.x_stride, as(given.weight, one), given.weight_stride, as(given.bias, one), given.target,
-        given.wide, {narrow(given.scale), narrow(given.softcap), narrow(given.temperature)},
-        {given.on_target, given.on_all, given.on_entropy, given.shift}, as(given.dx, one), as(given.dweight, one),
-        as(given.dbias, one), given.rows, given.width, given.vocabulary, given.threads);
+  if (!std::strcmp(kernels.variant, "amx")) return run(amx::linear_logprob_backward_in_tiles, BFloat16{});
 #endif
   return OTHER_LAYOUT;
 }

@@ -2137,6 +2137,21 @@ INLINE bool targets_fit(const void* target, int wide, int64_t ignore_index, int6
 constexpr int64_t CHUNK = 16 * LANES;  // logits of a row in memory, and of HELD rows
 constexpr int64_t HELD = 40 * 12;
 
+// To out[r][c] x[r] . column c of a panel, by stretches of places, so that long sums lose no more than short; `room` holds
+// a panel's columns for all rows.
+INLINE void added_products(
+    const Factor<float>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
+    int64_t out_stride, float* room) {
+  constexpr int64_t STRETCH = 512;
+  for (int64_t k = 0; k < count; k += STRETCH) {
+    panel_rows<Widened<float>, false>({x.data + k * x.place, x.row, x.place}, rows, std::min(STRETCH, count - k),
+                                      panel + k * panel_stride, panel_stride, room, PANEL);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < PANEL; c += LANES)
+        store(out + r * out_stride + c, load(out + r * out_stride + c) + load(room + r * PANEL + c));
+  }
+}
+
 // To `to` what so many logits of n rows pull, which become e^(l - top) slope, with their rows of the weight.
 INLINE void add_pull(
     const Pulled& to, const Change& change, float* logit, int64_t n, int64_t columns, const float* weight,
@@ -2164,7 +2179,7 @@ INLINE void add_pull(
       std::memset(panel + i * PANEL, 0, PANEL * sizeof *panel);
       copied(weight + i * weight_stride + e, std::min(PANEL, width - e), panel + i * PANEL);
     }
-    panel_rows<Widened<float>, true>({logit, CHUNK, 1}, n, columns, panel, PANEL, of + e, to.stride);
+    added_products({logit, CHUNK, 1}, n, columns, panel, PANEL, of + e, to.stride, panel + CHUNK * PANEL);
   }
 }
 
@@ -2180,7 +2195,7 @@ static int linear_logprob(
   if (!targets_fit(target, wide, ignore_index, rows, vocabulary)) return OUT_OF_RANGE;
   const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK, stretch = (chunks + 15) / 16;  // chunks
   const int64_t stretches = (chunks + stretch - 1) / stretch, stride = stride_of<F>(width);
-  const int64_t held = in_fews<F>(std::min<int64_t>(rows, HELD)), places = std::max(stride, CHUNK);
+  const int64_t held = in_fews<F>(std::min<int64_t>(rows, HELD)), places = std::max(stride, CHUNK) + held;
   const int64_t owned = padded(held * (stride + CHUNK)) + places * PANEL;
   threads = (int)std::min<int64_t>(threads, pulled.sums ? rows : stretches);
   const Scratch scratch(threads * owned + rows * (1 + stretches * (sizeof(Statistics) / sizeof(float))));
@@ -2237,19 +2252,12 @@ static int linear_logprob(
   return 0;
 }
 
-#ifdef TILES
-// The gradient of a logit l, e^f (on_all - on_entropy f) with f = l - shift, and on_target more for the target.
-struct Pull {
-  const float *on_target, *on_all, *on_entropy, *shift;  // [rows]; on_entropy may be null
-
-  bool none(int64_t row) const { return on_target[row] == 0 && on_all[row] == 0 && (!on_entropy || on_entropy[row] == 0); }
-};
-
 // From a row's products with `count` of PANEL outputs the gradient to them, to which id of them the target is; that to
 // the bias is added.
+template <typename T>
 INLINE void pulled(
-    const float* product, const BFloat16* bias, const Change& change, const Pull& by, int64_t row, int64_t id,
-    int64_t count, float* onto_bias, BFloat16* to) {
+    const float* product, const T* bias, const Change& change, const Pull& by, int64_t row, int64_t id, int64_t count,
+    float* onto_bias, T* to) {
   for (int64_t i = 0; i < PANEL; i += LANES) {
     const int64_t n = std::max<int64_t>(0, std::min<int64_t>(LANES, count - i));
     Lanes slope = Lanes{} + 1.0f, g = {};
@@ -2271,6 +2279,71 @@ INLINE void pulled(
 // Gradients to x, weight and bias, as far as they are not null. A chunk of the vocabulary at a time: threads make the
 // gradient to the products with panels of the weight, and from it that to those, then take panels of x's columns.
 static int linear_logprob_backward(
+    const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias, const void* target,
+    int wide, const Change& change, const Pull& by, float* dx, float* dweight, float* dbias, int64_t rows,
+    int64_t width, int64_t vocabulary, int threads) {
+  typedef Widened<float> F;
+  constexpr int64_t ROWS_AT_ONCE = 480, KEPT_PULLS = 1 << 21;
+  const int64_t stride = (width + PANEL - 1) / PANEL * PANEL, high = in_fews<F>(rows);
+  const int64_t whole = (vocabulary + PANEL - 1) / PANEL * PANEL;
+  const int64_t chunk = std::min(whole, std::max(PANEL * threads, KEPT_PULLS / high / PANEL * PANEL));
+  const int64_t owned = padded(PANEL * (std::max(stride, chunk) + std::min(high, ROWS_AT_ONCE) + PANEL + 1));
+  const int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+  const Scratch scratch(high * (2 * stride + chunk) + threads * owned);
+  float* sums = scratch.data();  // [high, stride], as x
+  if (!sums) return OUT_OF_MEMORY;
+  float *input = sums + high * stride, *pulls = input + high * stride, *of_threads = pulls + high * chunk;
+  std::memset(sums, 0, 2 * high * stride * sizeof *sums);
+  for (int64_t r = 0; r < rows; ++r)  // what has no gradient may be inf or NaN
+    if (!by.none(r)) copied(x + r * x_stride, width, input + r * stride);
+  for (int64_t first = 0; first < vocabulary; first += chunk) {
+    const int64_t outputs = std::min(chunk, vocabulary - first);
+    share((outputs + PANEL - 1) / PANEL, 1, threads, [=, &change, &by](int64_t at, int64_t last) {
+      float *panel = of_threads + (threads > 1 ? part() : 0) * owned, *block = panel + PANEL * std::max(stride, chunk);
+      float *onto_bias = block + PANEL * PANEL, *product = onto_bias + PANEL;
+      for (; at < last; ++at) {
+        const int64_t output = first + at * PANEL, count = std::min(PANEL, vocabulary - output);
+        const float* w = weight + output * weight_stride;
+        float* to = pulls + at * PANEL;
+        std::memset(onto_bias, 0, PANEL * sizeof *onto_bias);
+        packed<F>([=](int64_t i) { return w + i * weight_stride; }, count, width, panel);
+        for (int64_t row = 0; row < rows; row += ROWS_AT_ONCE) {
+          const int64_t n = std::min(ROWS_AT_ONCE, rows - row);
+          panel_rows<F, false>({input + row * stride, stride, 1}, in_fews<F>(n), stride_of<F>(width), panel, PANEL, product,
+                               PANEL);
+          for (int64_t r = row; r < row + n; ++r)
+            pulled(product + (r - row) * PANEL, bias ? bias + output : bias, change, by, r,
+                   entry(target, wide, r) - output, count, onto_bias, to + r * chunk);
+        }
+        if (dbias) copied(onto_bias, count, dbias + output);
+        for (int64_t e = 0; dweight && e < width; e += PANEL) {
+          panel_rows<F, false>({to, 1, chunk}, PANEL, rows, input + e, stride, block, PANEL);
+          for (int64_t o = 0; o < count; ++o)
+            copied(block + o * PANEL, std::min(PANEL, width - e), dweight + (output + o) * width + e);
+        }
+      }
+    });
+    share(dx ? stride / PANEL * blocks : 0, 1, threads, [=](int64_t at, int64_t last) {
+      float* panel = of_threads + (threads > 1 ? part() : 0) * owned;
+      for (int64_t held = -1; at < last; ++at) {
+        const int64_t e = at / blocks * PANEL, row = at % blocks * ROWS_AT_ONCE, some = std::min(PANEL, width - e);
+        for (int64_t j = 0; e != held && j < outputs; ++j) {
+          std::memset(panel + j * PANEL, 0, PANEL * sizeof *panel);
+          copied(weight + (first + j) * weight_stride + e, some, panel + j * PANEL);
+        }
+        held = e;
+        added_products({pulls + row * chunk, chunk, 1}, std::min(ROWS_AT_ONCE, rows - row), outputs, panel, PANEL,
+                       sums + row * stride + e, stride, panel + (std::max(stride, chunk) + PANEL + 1) * PANEL);
+      }
+    });
+  }
+  for (int64_t row = 0; dx && row < rows; ++row) copied(sums + row * stride, width, dx + row * width);
+  return 0;
+}
+
+#ifdef TILES
+// The same by tiles.
+static int linear_logprob_backward_in_tiles(
     const BFloat16* x, int64_t x_stride, const BFloat16* weight, int64_t weight_stride, const BFloat16* bias,
     const void* target, int wide, const Change& change, const Pull& by, BFloat16* dx, BFloat16* dweight,
     BFloat16* dbias, int64_t rows, int64_t width, int64_t vocabulary, int threads) {

@@ -12,7 +12,7 @@ from torch import Tensor
 from fb_kernels._runtime import checks, precision
 from fb_kernels._runtime.op import Op, fake_gradients, signature
 from fb_kernels._runtime.precision import accumulation_dtype
-from fb_kernels.linear_logprob.options import SCHEMA, Options
+from fb_kernels.linear_logprob.options import SCHEMA, SMALL, Options
 
 
 @overload
@@ -289,8 +289,8 @@ def _check(
 
 def _keeps(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the forward keeps the gradient of lse to hidden, so that the backward has no product."""
-    if hidden.is_cpu and hidden.dtype is torch.bfloat16:  # whose kernel keeps none
-        return False
+    if hidden.is_cpu and (hidden.dtype is torch.bfloat16 or hidden.shape[:-1].numel() * len(weight) <= SMALL):
+        return False  # the kernel keeps none in bfloat16
     trained = [x is not None and x.requires_grad for x in (hidden, weight, bias)]
     return torch.is_grad_enabled() and trained == [True, False, False]
 

@@ -77,18 +77,18 @@ def _forward(
 
 
 def linear_logprob_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to hidden, weight and bias: by tiles where bfloat16 has AMX, else the reference's."""
+    """Gradients to hidden, weight and bias; those of bfloat16 without AMX are the reference's."""
     return reference.gradient(_project_back, *arguments)
 
 
 def _project_back(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference's."""
     library, (hidden, weight, target, _, bias, *upstream, options, needs) = cpu.library(), given
-    rows, width, valid = target.numel(), weight.shape[1], options.rows(weight)
-    x, bias_at = hidden.reshape(rows, width), cpu.address(bias, torch.bfloat16)
+    rows, width, valid, dtype = target.numel(), weight.shape[1], options.rows(weight), hidden.dtype
+    x, bias_at, narrow = hidden.reshape(rows, width), cpu.address(bias, hidden.dtype), dtype is torch.bfloat16
+    taken = weight.dtype is dtype and (cpu.variant() == "amx" if narrow else dtype is torch.float32)
     along = x.stride(1) == weight.stride(1) == 1 and bias_at >= 0 and (options.softcap or 1.0) >= LEAST
-    taken = along and rows * width * valid and weight.dtype is torch.bfloat16 and cpu.variant() == "amx"
-    if taken and not isinstance(library, str):
+    if taken and along and rows * width * valid and not isinstance(library, str):
         target, grads = target.contiguous(), fake_gradients(weight, (hidden, weight, bias), needs)
         dx, dweight, dbias = grads
         dweight[valid:], dbias[valid:] = 0, 0
@@ -99,7 +99,7 @@ def _project_back(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
             x=x.data_ptr(), x_stride=x.stride(0), weight=weight.data_ptr(), weight_stride=weight.stride(0),
             bias=bias_at, target=target.data_ptr(), wide=target.dtype is torch.int64, scale=options.logit_scale,
             softcap=options.softcap or 0.0, temperature=options.temperature, **dict(zip(names, numbers, strict=True)),
-            rows=rows, width=width, vocabulary=valid, threads=cpu.threads(rows * width * valid),
+            rows=rows, width=width, vocabulary=valid, threads=cpu.threads(rows * width * valid), narrow=narrow,
         )  # fmt: skip
         if not code:
             return dx, dweight, dbias

@@ -29,4 +29,5 @@ class Options(NamedTuple):
         return self.logit_scale / self.softcap, 1 / self.softcap, self.softcap / self.temperature
 
 
+SMALL = 1 << 16  # logits of a call on a CPU that are computed again in the backward
 SCHEMA = "float logit_scale, float? softcap, float temperature, SymInt ignore_index, SymInt? valid_vocab"
