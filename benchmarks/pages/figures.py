@@ -50,11 +50,15 @@ ONCE = {  # rows that ran once in each world
     "pool-slm-wide": "**no LLM call**: a reranker trained on the SLM's own 8 likeliest tokens, in the same runs",
 }
 SHOWN = {settings: world for world, settings in SETTINGS.items()} | {"run-small": "small", "run-control": "control"}
-PRETRAINED = "SmolLM2-135M"  # its rows show every alternative, others the fastest
+PRETRAINED = speedups.PRETRAINED  # its rows show every alternative, others the fastest
+NARROW = f"{PRETRAINED} in bfloat16"
 SPEED = (  # label, result file, op, part of the shape
+    ("48 prompts at once, prompt and 48 tokens, per token", "engine", "generate_many", f"{NARROW}, 48 few-shot"),
+    ("1 prompt, the same", "engine", "generate_many", f"{NARROW}, 1 few-shot"),
+    ("first token of a prompt of 64", "engine", "first_token", f"{NARROW}, a prompt of 64"),
+    ("score 32 groups; vLLM by design without its prefix cache", "scorer", "score_group", f"{NARROW}, G=32"),
     ("48 prompts at once, prompt and 48 tokens, per token", "engine", "generate_many", f"{PRETRAINED}, 48 few-shot"),
-    ("1 prompt, the same", "engine", "generate_many", f"{PRETRAINED}, 1 few-shot"),
-    ("score 32 groups; vLLM by design without its prefix cache", "scorer", "score_group", f"{PRETRAINED}, G=32"),
+    ("score 32 groups", "scorer", "score_group", f"{PRETRAINED}, G=32"),
     ("score candidates", "scorer", "score_group", "H=128"),
     ("log-probs of an LM head", "linear_logprob", "linear_logprob", ""),
     ("rerank at an event", "decode", "rerank_event", "(deployed)"),
@@ -480,6 +484,8 @@ def main(root: Annotated[Path, typer.Option(help="Folder of the repository.")] =
         speedups.plot(grpo, root / "docs" / "shared_prefix.svg")
     if load_test := load(root, "cpu").get("serving"):
         serving.plot(load_test, root / "docs" / "serving.svg")
+    if served := speedups.draw_served(load(root, "cpu")):
+        (root / "docs" / "peers.svg").write_text(alone(served))
     if (root / event.EVENT).is_file():
         event.draw(root)
     if (root / TABLES).is_file():

@@ -1,4 +1,4 @@
-"""What a shared prefix saves: the tables and the plot of docs/scoring.md, from their result files."""
+"""What a shared prefix saves, and alternatives beside ours: the tables and plots of docs/scoring.md and README."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from benchmarks.gpu.roofline import COLOURS, GREY, MARKERS, STYLE, save
 from benchmarks.harness import OURS
+from benchmarks.pages.theme import Theme, pictured
 from fb_core.apps.pipeline.page import markdown_table
 
 Result = Mapping[str, Any]
 Sizes = tuple[int, int, int]  # G, P, R
+PRETRAINED = "SmolLM2-135M"
+SERVED = {  # op: what is timed, with the first number of its shape
+    "first_token": "first token, prompt of {}",
+    "generate_many": "prompts at once: {}",
+    "score_group": "groups scored: {}",
+}
 PASSES = {"grpo_no_grad": "no gradients", "grpo_gradient": "gradients"}
 
 
@@ -99,3 +108,36 @@ def plot(result: Result, path: Path) -> Path:
         axes[0, 0].set_ylabel("times as fast as TRL")
         axes[0, 0].legend()
         return save(figure, path)
+
+
+@pictured
+def draw_served(results: Mapping[str, Result], theme: Theme) -> Figure | None:
+    """How many times ours each alternative takes on a CPU with a pretrained model, a panel per dtype; ours is 1."""
+    found: dict[str, dict[str, dict[str, float]]] = {}  # {dtype: {what: {peer: ratio}}}
+    for op, label in SERVED.items():
+        cases = [case for made in results.values() for case in made["cases"] if case["op"] == op and case["median_us"]]
+        cases = [case for case in cases if re.match(rf"{PRETRAINED}( in \w+)?,", case["shape"])]
+        for ours in (case for case in cases if case["impl"] == OURS):
+            (size,) = re.findall(r"\d+", ours["shape"].partition(", ")[2])[:1]
+            row = found.setdefault(ours["dtype"], {}).setdefault(label.format(size), {})
+            for case in cases:
+                if case["shape"] == ours["shape"] and not case["impl"].startswith(OURS):
+                    row[case["impl"].partition(",")[0]] = case["median_us"] / ours["median_us"]
+    if not found:
+        return None
+    names = list(dict.fromkeys(peer for rows in found.values() for row in rows.values() for peer in row))
+    labels = list(dict.fromkeys(label for rows in found.values() for label in rows))[::-1]
+    figure = Figure(figsize=(8.4, 0.36 * len(labels) + 1.2), layout="constrained")
+    axes = figure.subplots(1, len(found), sharex=True, sharey=True, squeeze=False)[0]
+    for axis, (dtype, rows) in zip(axes, sorted(found.items()), strict=True):
+        axis.axvline(1, color=theme.ours, linewidth=2)
+        for name, marker, shade in zip(
+            names, MARKERS, (theme.others, theme.ink, theme.faint, theme.faint), strict=False
+        ):
+            at = [(row[name], labels.index(label)) for label, row in rows.items() if name in row]
+            axis.plot(*zip(*at, strict=True), marker, color=shade, label=name, markersize=6)
+        axis.set(title=dtype, xscale="log", xlabel="its time / ours", yticks=range(len(labels)), yticklabels=labels)
+        axis.set_xticks(ticks := (0.5, 1, 2, 4, 8), [f"{tick:g}x" for tick in ticks])
+        axis.minorticks_off()
+    axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
