@@ -54,11 +54,8 @@ PRETRAINED = speedups.PRETRAINED  # its rows show every alternative, others the 
 NARROW = f"{PRETRAINED} in bfloat16"
 SPEED = (  # label, result file, op, part of the shape
     ("48 prompts at once, prompt and 48 tokens, per token", "engine", "generate_many", f"{NARROW}, 48 few-shot"),
-    ("1 prompt, the same", "engine", "generate_many", f"{NARROW}, 1 few-shot"),
     ("first token of a prompt of 64", "engine", "first_token", f"{NARROW}, a prompt of 64"),
     ("score 32 groups; vLLM by design without its prefix cache", "scorer", "score_group", f"{NARROW}, G=32"),
-    ("48 prompts at once, prompt and 48 tokens, per token", "engine", "generate_many", f"{PRETRAINED}, 48 few-shot"),
-    ("score 32 groups", "scorer", "score_group", f"{PRETRAINED}, G=32"),
     ("score candidates", "scorer", "score_group", "H=128"),
     ("log-probs of an LM head", "linear_logprob", "linear_logprob", ""),
     ("rerank at an event", "decode", "rerank_event", "(deployed)"),
