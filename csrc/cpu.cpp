@@ -389,6 +389,7 @@ struct Step {
   decltype(&plain::branch_attention<T>) branch_attention;
   decltype(&plain::branch_attention_backward<T>) branch_attention_backward;
   decltype(&plain::linear_logprob<T>) linear_logprob;
+  decltype(&plain::linear_logprob_backward<T>) linear_logprob_backward;
 };
 
 struct Kernels {
@@ -397,19 +398,17 @@ struct Kernels {
   Step<BFloat16> narrow;
   decltype(&plain::merge_attention_states) merge_attention_states;
   decltype(&plain::candidate_head) candidate_head;
-  decltype(&plain::linear_logprob_backward) linear_logprob_backward;
 };
 
 #define STEP(variant, T) \
   {variant::skinny_linear<T>, variant::linear_in_panels<T>, variant::branch_attention_qkv<T>, \
    variant::decoder_layer<T>, variant::topk_entropy<T>, variant::rms_norm<T>, variant::swiglu<T>, \
    variant::qk_norm_rope<T>, variant::branch_attention<T>, variant::branch_attention_backward<T>, \
-   variant::linear_logprob<T>}
+   variant::linear_logprob<T>, variant::linear_logprob_backward<T>}
 
 // Those of bfloat16 are of `narrow`.
 #define KERNELS(variant, narrow)                                                                                   \
-  {#narrow, STEP(variant, float), STEP(narrow, BFloat16), variant::merge_attention_states, variant::candidate_head, \
-   variant::linear_logprob_backward}
+  {#narrow, STEP(variant, float), STEP(narrow, BFloat16), variant::merge_attention_states, variant::candidate_head}
 
 Kernels fitting() {
 #if WIDEST >= 256
@@ -601,7 +600,7 @@ FB_FUNCTION(fbcpu_candidate_head,
                                 given.rows, given.groups, given.width);
 }
 
-// `pulled` [rows, pull_stride], of float32 alone, gets the gradient of log-sum-exp to x; `top` [rows] -inf. Or both null.
+// `pulled` [rows, pull_stride] gets the gradient of log-sum-exp to x; `top` [rows] -inf. Or both null.
 FB_FUNCTION(fbcpu_linear_logprob,
             const void* x; int64_t x_stride; const void* weight; int64_t weight_stride; const void *bias, *target;
             int wide; int64_t ignore_index; double scale, softcap, temperature;
@@ -616,24 +615,19 @@ FB_FUNCTION(fbcpu_linear_logprob,
   });
 }
 
-// Of bfloat16 by tiles alone. Upstream, of each row: what a target's logit gets, what e^(logit - shift) of every one is
-// multiplied by, and by -(logit - shift).
+// Upstream, of each row: what a target's logit gets, what e^(logit - shift) of every one is multiplied by, and by
+// -(logit - shift).
 FB_FUNCTION(fbcpu_linear_logprob_backward,
             const void* x; int64_t x_stride; const void* weight; int64_t weight_stride; const void *bias, *target;
             int wide; double scale, softcap, temperature; const float *on_target, *on_all, *on_entropy, *shift;
             void *dx, *dweight, *dbias; int64_t rows, width, vocabulary; int threads, narrow;) {
-  const Change change = {narrow(given.scale), narrow(given.softcap), narrow(given.temperature)};
-  const Pull by = {given.on_target, given.on_all, given.on_entropy, given.shift};
-  const auto run = [&](auto kernel, auto one) {
-    return kernel(as(given.x, one), given.x_stride, as(given.weight, one), given.weight_stride, as(given.bias, one),
-                  given.target, given.wide, change, by, as(given.dx, one), as(given.dweight, one), as(given.dbias, one),
-                  given.rows, given.width, given.vocabulary, given.threads);
-  };
-  if (!given.narrow) return run(kernels.linear_logprob_backward, 0.0f);
-#ifdef TILES
-  if (!std::strcmp(kernels.variant, "amx")) return run(amx::linear_logprob_backward_in_tiles, BFloat16{});
-#endif
-  return OTHER_LAYOUT;
+  return typed(given.narrow, [&](const auto& step, auto one) {
+    return step.linear_logprob_backward(
+        as(given.x, one), given.x_stride, as(given.weight, one), given.weight_stride, as(given.bias, one), given.target,
+        given.wide, {narrow(given.scale), narrow(given.softcap), narrow(given.temperature)},
+        {given.on_target, given.on_all, given.on_entropy, given.shift}, as(given.dx, one), as(given.dweight, one),
+        as(given.dbias, one), given.rows, given.width, given.vocabulary, given.threads);
+  });
 }
 
 FB_FUNCTION(fbcpu_qk_norm_rope,

@@ -2137,31 +2137,48 @@ INLINE bool targets_fit(const void* target, int wide, int64_t ignore_index, int6
 constexpr int64_t CHUNK = 16 * LANES;  // logits of a row in memory, and of HELD rows
 constexpr int64_t HELD = 40 * 12;
 
-// To out[r][c] x[r] . column c of a panel, by stretches of places, so that long sums lose no more than short; `room` holds
-// a panel's columns for all rows.
-INLINE void added_products(
-    const Factor<float>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
-    int64_t out_stride, float* room) {
+// `width` of so many rows of a weight, at most PANEL, as places of a panel; zeros beyond, and up to whole ones.
+template <typename F>
+INLINE void weight_columns(const typename F::W* weight, int64_t stride, int64_t rows, int64_t width, float* panel) {
+  if constexpr (F::STEP == LANES)
+    for (int64_t row = 0; row < rows; ++row, panel += PANEL) {
+      std::memset(panel, 0, PANEL * sizeof *panel);
+      copied(weight + row * stride, width, panel);
+    }
+  else pair_panels([=](int64_t row) { return row < rows ? weight + row * stride : nullptr; }, whole<F>(rows), width, 0, panel);
+}
+
+// To out[r][c] x[r] . column c of such a panel; long sums in float32 by stretches, to lose no more than short ones:
+// `room` holds a panel's columns for all rows.
+template <typename F>
+INLINE void add_products(
+    const Factor<typename F::X>& x, int64_t rows, int64_t count, const float* panel, float* out, int64_t out_stride,
+    float* room) {
   constexpr int64_t STRETCH = 512;
+  if constexpr (F::STEP > LANES) return panel_rows<F, true>(x, rows, whole<F>(count), panel, PANEL, out, out_stride);
   for (int64_t k = 0; k < count; k += STRETCH) {
-    panel_rows<Widened<float>, false>({x.data + k * x.place, x.row, x.place}, rows, std::min(STRETCH, count - k),
-                                      panel + k * panel_stride, panel_stride, room, PANEL);
+    panel_rows<F, false>({x.data + k * x.place, x.row, x.place}, rows, std::min(STRETCH, count - k), panel + k * PANEL,
+                         PANEL, room, PANEL);
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < PANEL; c += LANES)
         store(out + r * out_stride + c, load(out + r * out_stride + c) + load(room + r * PANEL + c));
   }
 }
 
-// To `to` what so many logits of n rows pull, which become e^(l - top) slope, with their rows of the weight.
+// To `to` what so many logits of n rows pull, which become e^(l - top) slope as products take it, with their rows of the
+// weight.
+template <typename F>
 INLINE void add_pull(
-    const Pulled& to, const Change& change, float* logit, int64_t n, int64_t columns, const float* weight,
+    const Pulled& to, const Change& change, float* logit, int64_t n, int64_t columns, const typename F::W* weight,
     int64_t weight_stride, int64_t width, int64_t first, float* panel) {
+  typedef typename F::X X;
   float *of = to.sums + first * to.stride, *top = to.top + first;
-  for (int64_t row = 0; row < n; ++row, logit += CHUNK) {
+  for (int64_t row = 0; row < n; ++row) {
+    float* l_of = logit + row * CHUNK;
     const float before = top[row];
     Lanes most = Lanes{} + before;
     for (int64_t i = 0; i < columns; i += LANES) {  // -inf after the last
-      const Lanes l = load(logit + i);
+      const Lanes l = load(l_of + i);
       most = l > most ? l : most;
     }
     top[row] = largest(most);
@@ -2169,17 +2186,15 @@ INLINE void add_pull(
     for (int64_t e = 0; e < to.stride && before < top[row]; e += LANES)
       store(of + row * to.stride + e, load(of + row * to.stride + e) * kept);
     for (int64_t i = 0; i < columns; i += LANES) {
-      const Lanes l = load(logit + i), t = change.softcap == 0 ? Lanes{} : l * (change.temperature / change.softcap);
-      store(logit + i, exponential(l - shift) * (1.0f - t * t));
+      const Lanes l = load(l_of + i), t = change.softcap == 0 ? Lanes{} : l * (change.temperature / change.softcap);
+      store((X*)l_of + i, exponential(l - shift) * (1.0f - t * t));
     }
+    if (F::STEP > LANES) std::memset((X*)l_of + columns, 0, (whole<F>(columns) - columns) * sizeof(X));
   }
-  logit -= n * CHUNK;
   for (int64_t e = 0; e < width; e += PANEL) {
-    for (int64_t i = 0; i < columns; ++i) {
-      std::memset(panel + i * PANEL, 0, PANEL * sizeof *panel);
-      copied(weight + i * weight_stride + e, std::min(PANEL, width - e), panel + i * PANEL);
-    }
-    added_products({logit, CHUNK, 1}, n, columns, panel, PANEL, of + e, to.stride, panel + CHUNK * PANEL);
+    weight_columns<F>(weight + e, weight_stride, columns, std::min(PANEL, width - e), panel);
+    add_products<F>({(X*)logit, CHUNK * (int64_t)(sizeof(float) / sizeof(X)), 1}, n, columns, panel, of + e, to.stride,
+                    panel + CHUNK * PANEL);
   }
 }
 
@@ -2229,10 +2244,9 @@ static int linear_logprob(
             const int64_t id = entry(target, wide, first + row) - chunk;
             if (id >= 0 && id < columns) picked[first + row] = of_row[id];
           }
-          if constexpr (std::is_same_v<T, float>)
-            if (pulled.sums)
-              add_pull(pulled, change, logit, n, columns, weight + chunk * weight_stride, weight_stride, width, first,
-                       panel);
+          if (pulled.sums)
+            add_pull<F>(pulled, change, logit, n, columns, weight + chunk * weight_stride, weight_stride, width, first,
+                        panel);
         }
       }
     }
@@ -2254,10 +2268,10 @@ static int linear_logprob(
 
 // From a row's products with `count` of PANEL outputs the gradient to them, to which id of them the target is; that to
 // the bias is added.
-template <typename T>
+template <typename T, typename X>
 INLINE void pulled(
     const float* product, const T* bias, const Change& change, const Pull& by, int64_t row, int64_t id, int64_t count,
-    float* onto_bias, T* to) {
+    float* onto_bias, X* to) {
   for (int64_t i = 0; i < PANEL; i += LANES) {
     const int64_t n = std::max<int64_t>(0, std::min<int64_t>(LANES, count - i));
     Lanes slope = Lanes{} + 1.0f, g = {};
@@ -2278,33 +2292,40 @@ INLINE void pulled(
 
 // Gradients to x, weight and bias, as far as they are not null. A chunk of the vocabulary at a time: threads make the
 // gradient to the products with panels of the weight, and from it that to those, then take panels of x's columns.
+template <typename T>
 static int linear_logprob_backward(
-    const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias, const void* target,
-    int wide, const Change& change, const Pull& by, float* dx, float* dweight, float* dbias, int64_t rows,
-    int64_t width, int64_t vocabulary, int threads) {
-  typedef Widened<float> F;
-  constexpr int64_t ROWS_AT_ONCE = 480, KEPT_PULLS = 1 << 21;
-  const int64_t stride = (width + PANEL - 1) / PANEL * PANEL, high = in_fews<F>(rows);
-  const int64_t whole = (vocabulary + PANEL - 1) / PANEL * PANEL;
-  const int64_t chunk = std::min(whole, std::max(PANEL * threads, KEPT_PULLS / high / PANEL * PANEL));
-  const int64_t owned = padded(PANEL * (std::max(stride, chunk) + std::min(high, ROWS_AT_ONCE) + PANEL + 1));
-  const int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-  const Scratch scratch(high * (2 * stride + chunk) + threads * owned);
-  float* sums = scratch.data();  // [high, stride], as x
+    const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const void* target, int wide,
+    const Change& change, const Pull& by, T* dx, T* dweight, T* dbias, int64_t rows, int64_t width, int64_t vocabulary,
+    int threads) {
+  typedef Factors<T> F;
+  typedef typename F::X X;
+  constexpr int64_t ROWS_AT_ONCE = 480, KEPT_PULLS = (1 << 23) / sizeof(X), TAKEN = F::STEP / LANES;
+  const int64_t stride = (width + PANEL - 1) / PANEL * PANEL, high = (rows + PANEL - 1) / PANEL * PANEL;
+  const int64_t all = (vocabulary + PANEL - 1) / PANEL * PANEL, terms = TAKEN == 1 ? rows : whole<F>(rows);
+  const int64_t chunk = std::min(all, std::max(PANEL * threads, KEPT_PULLS / high / PANEL * PANEL));
+  const int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, held = in_fews<F>(std::min(rows, ROWS_AT_ONCE));
+  const int64_t a_panel = std::max(stride, chunk) / TAKEN * PANEL, per_float = sizeof(float) / sizeof(X);
+  const int64_t owned = padded(a_panel + PANEL * (held + PANEL + 1 + (TAKEN == 2 ? high / per_float : 0)));
+  const int64_t inputs = high * stride / per_float, paired_floats = TAKEN == 2 ? high * stride / TAKEN : 0;
+  const Scratch scratch(high * stride + inputs + paired_floats + high * chunk / per_float + threads * owned);
+  float* sums = scratch.data();  // [high, stride]
   if (!sums) return OUT_OF_MEMORY;
-  float *input = sums + high * stride, *pulls = input + high * stride, *of_threads = pulls + high * chunk;
-  std::memset(sums, 0, 2 * high * stride * sizeof *sums);
+  float *paired = sums + high * stride + inputs, *of_threads = paired + paired_floats + high * chunk / per_float;
+  X *input = (X*)(sums + high * stride), *pulls = (X*)(paired + paired_floats);  // [high, stride], [high, chunk]
+  std::memset(sums, 0, (high * stride + inputs) * sizeof *sums);
   for (int64_t r = 0; r < rows; ++r)  // what has no gradient may be inf or NaN
     if (!by.none(r)) copied(x + r * x_stride, width, input + r * stride);
+  if constexpr (TAKEN == 2) pair_panels([=](int64_t r) { return input + r * stride; }, high, stride, high / 2 * PANEL, paired);
   for (int64_t first = 0; first < vocabulary; first += chunk) {
     const int64_t outputs = std::min(chunk, vocabulary - first);
     share((outputs + PANEL - 1) / PANEL, 1, threads, [=, &change, &by](int64_t at, int64_t last) {
-      float *panel = of_threads + (threads > 1 ? part() : 0) * owned, *block = panel + PANEL * std::max(stride, chunk);
-      float *onto_bias = block + PANEL * PANEL, *product = onto_bias + PANEL;
+      [[maybe_unused]] const Registers registers;
+      float *panel = of_threads + (threads > 1 ? part() : 0) * owned, *product = panel + a_panel;
+      float *block = product + held * PANEL, *onto_bias = block + PANEL * PANEL;
       for (; at < last; ++at) {
         const int64_t output = first + at * PANEL, count = std::min(PANEL, vocabulary - output);
-        const float* w = weight + output * weight_stride;
-        float* to = pulls + at * PANEL;
+        const T* w = weight + output * weight_stride;
+        X* to = pulls + at * PANEL;
         std::memset(onto_bias, 0, PANEL * sizeof *onto_bias);
         packed<F>([=](int64_t i) { return w + i * weight_stride; }, count, width, panel);
         for (int64_t row = 0; row < rows; row += ROWS_AT_ONCE) {
@@ -2315,115 +2336,42 @@ static int linear_logprob_backward(
             pulled(product + (r - row) * PANEL, bias ? bias + output : bias, change, by, r,
                    entry(target, wide, r) - output, count, onto_bias, to + r * chunk);
         }
+        for (int64_t r = rows; r < high; ++r) std::memset(to + r * chunk, 0, PANEL * sizeof *to);
         if (dbias) copied(onto_bias, count, dbias + output);
+        Factor<X> across{to, 1, chunk};
+        if constexpr (TAKEN == 2) {
+          across = {(X*)(onto_bias + PANEL), high, 1};
+          for (int64_t r = 0; dweight && r < high; r += LANES)
+            for (int64_t o = 0; o < PANEL; o += LANES) {
+              Lanes v[LANES];
+              for (int i = 0; i < LANES; ++i) v[i] = load(to + (r + i) * chunk + o);
+              transposed(v);
+              for (int i = 0; i < LANES; ++i) store((X*)(onto_bias + PANEL) + (o + i) * high + r, v[i]);
+            }
+        }
         for (int64_t e = 0; dweight && e < width; e += PANEL) {
-          panel_rows<F, false>({to, 1, chunk}, PANEL, rows, input + e, stride, block, PANEL);
+          const float* of = TAKEN == 2 ? paired + e / PANEL * (high / 2 * PANEL) : (const float*)input + e;
+          panel_rows<F, false>(across, PANEL, terms, of, TAKEN == 2 ? PANEL : stride, block, PANEL);
           for (int64_t o = 0; o < count; ++o)
             copied(block + o * PANEL, std::min(PANEL, width - e), dweight + (output + o) * width + e);
         }
       }
     });
     share(dx ? stride / PANEL * blocks : 0, 1, threads, [=](int64_t at, int64_t last) {
+      [[maybe_unused]] const Registers registers;
       float* panel = of_threads + (threads > 1 ? part() : 0) * owned;
-      for (int64_t held = -1; at < last; ++at) {
+      for (int64_t made = -1; at < last; ++at) {
         const int64_t e = at / blocks * PANEL, row = at % blocks * ROWS_AT_ONCE, some = std::min(PANEL, width - e);
-        for (int64_t j = 0; e != held && j < outputs; ++j) {
-          std::memset(panel + j * PANEL, 0, PANEL * sizeof *panel);
-          copied(weight + (first + j) * weight_stride + e, some, panel + j * PANEL);
-        }
-        held = e;
-        added_products({pulls + row * chunk, chunk, 1}, std::min(ROWS_AT_ONCE, rows - row), outputs, panel, PANEL,
-                       sums + row * stride + e, stride, panel + (std::max(stride, chunk) + PANEL + 1) * PANEL);
+        if (e != made) weight_columns<F>(weight + first * weight_stride + e, weight_stride, outputs, some, panel);
+        made = e;
+        add_products<F>({pulls + row * chunk, chunk, 1}, std::min(ROWS_AT_ONCE, rows - row), outputs, panel,
+                        sums + row * stride + e, stride, panel + a_panel);
       }
     });
   }
   for (int64_t row = 0; dx && row < rows; ++row) copied(sums + row * stride, width, dx + row * width);
   return 0;
 }
-
-#ifdef TILES
-// The same by tiles.
-static int linear_logprob_backward_in_tiles(
-    const BFloat16* x, int64_t x_stride, const BFloat16* weight, int64_t weight_stride, const BFloat16* bias,
-    const void* target, int wide, const Change& change, const Pull& by, BFloat16* dx, BFloat16* dweight,
-    BFloat16* dbias, int64_t rows, int64_t width, int64_t vocabulary, int threads) {
-  typedef Factors<BFloat16> F;
-  constexpr int64_t ROWS_AT_ONCE = 480, KEPT_PULLS = 1 << 22;
-  const int64_t stride = stride_of<F>(width), high = (rows + PANEL - 1) / PANEL * PANEL, panels = stride / PANEL;
-  const int64_t whole = (vocabulary + PANEL - 1) / PANEL * PANEL;
-  const int64_t chunk = std::min(whole, std::max(PANEL * threads, KEPT_PULLS / high / PANEL * PANEL));
-  const int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-  const int64_t pulls_floats = high * chunk / 2, own = PANEL * (stride / 2 + ROWS_AT_ONCE + high / 2 + PANEL + 1);
-  const int64_t owned = padded(std::max(own, chunk / 2 * PANEL));
-  const Scratch scratch(2 * (high * stride) + pulls_floats + threads * owned);
-  float* sums = scratch.data();  // [high, stride]
-  if (!sums) return OUT_OF_MEMORY;
-  float *paired = sums + high * stride, *of_threads = paired + high * stride / 2;
-  auto input = (BFloat16*)of_threads, pulls = input + high * stride;  // [high, stride], [high, chunk]
-  of_threads += high * stride / 2 + pulls_floats;
-  std::memset(sums, 0, high * stride * sizeof *sums);
-  std::memset(input, 0, high * stride * sizeof *input);
-  padded_rows<F>(x, x_stride, nullptr, 0, rows, width, input);
-  pair_panels([&](int64_t r) { return r < rows && !by.none(r) ? input + r * stride : nullptr; }, high, stride,
-              high / 2 * PANEL, paired);
-  for (int64_t first = 0; first < vocabulary; first += chunk) {
-    const int64_t outputs = std::min(chunk, vocabulary - first);
-    share((outputs + PANEL - 1) / PANEL, 1, threads, [=, &change, &by](int64_t at, int64_t last) {
-      const Registers registers;
-      float *panel = of_threads + (threads > 1 ? part() : 0) * owned, *product = panel + stride / 2 * PANEL;
-      float *block = product + ROWS_AT_ONCE * PANEL, *onto_bias = block + PANEL * PANEL;
-      auto across = (BFloat16*)(onto_bias + PANEL);  // [PANEL, high]
-      for (; at < last; ++at) {
-        const int64_t output = first + at * PANEL, count = std::min(PANEL, vocabulary - output);
-        const BFloat16* w = weight + output * weight_stride;
-        BFloat16* to = pulls + at * PANEL;
-        std::memset(onto_bias, 0, PANEL * sizeof *onto_bias);
-        packed<F>([=](int64_t i) { return w + i * weight_stride; }, count, width, panel);
-        for (int64_t row = 0; row < high; row += ROWS_AT_ONCE) {
-          const int64_t n = std::min(ROWS_AT_ONCE, high - row);
-          panel_rows<F, false>({input + row * stride, stride, 1}, n, stride, panel, PANEL, product, PANEL);
-          for (int64_t r = row; r < row + n; ++r) {
-            if (r < rows)
-              pulled(product + (r - row) * PANEL, bias ? bias + output : bias, change, by, r,
-                     entry(target, wide, r) - output, count, onto_bias, to + r * chunk);
-            else
-              std::memset(to + r * chunk, 0, PANEL * sizeof *to);
-          }
-        }
-        if (dbias) copied(onto_bias, count, dbias + output);
-        for (int64_t r = 0; dweight && r < high; r += LANES)
-          for (int64_t o = 0; o < PANEL; o += LANES) {
-            Lanes v[LANES];
-            for (int i = 0; i < LANES; ++i) v[i] = load(to + (r + i) * chunk + o);
-            transposed(v);
-            for (int i = 0; i < LANES; ++i) store(across + (o + i) * high + r, v[i]);
-          }
-        for (int64_t e = 0; dweight && e < width; e += PANEL) {
-          tile_products<false, 2>(across, high, high, paired + e / PANEL * (high / 2 * PANEL), PANEL, block, PANEL);
-          for (int64_t o = 0; o < count; ++o)
-            copied(block + o * PANEL, std::min(PANEL, width - e), dweight + (output + o) * width + e);
-        }
-      }
-    });
-    const int64_t places = (outputs + PANEL - 1) / PANEL * PANEL;
-    share(dx ? panels * blocks : 0, 1, threads, [=](int64_t at, int64_t last) {
-      const Registers registers;
-      float* panel = of_threads + (threads > 1 ? part() : 0) * owned;
-      for (int64_t held = -1; at < last; ++at) {
-        const int64_t e = at / blocks * PANEL, row = at % blocks * ROWS_AT_ONCE;
-        if (e != held)
-          pair_panels([=](int64_t j) { return j < outputs ? weight + (first + j) * weight_stride + e : nullptr; },
-                      places, std::min(PANEL, width - e), 0, panel);
-        held = e;
-        panel_rows<F, true>({pulls + row * chunk, chunk, 1}, std::min(ROWS_AT_ONCE, high - row), places, panel, PANEL,
-                            sums + row * stride + e, stride);
-      }
-    });
-  }
-  for (int64_t row = 0; dx && row < rows; ++row) copied(sums + row * stride, width, dx + row * width);
-  return 0;
-}
-#endif
 
 // q, k and v of each row, normed where a weight is given, q and k rotated; k and v also to their slots of the caches,
 // of which there are `size`. Without v a row has none. The tables are of float where they are wide.

@@ -289,8 +289,8 @@ def _check(
 
 def _keeps(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the forward keeps the gradient of lse to hidden, so that the backward has no product."""
-    if hidden.is_cpu and (hidden.dtype is torch.bfloat16 or hidden.shape[:-1].numel() * len(weight) <= SMALL):
-        return False  # the kernel keeps none in bfloat16
+    if hidden.is_cpu and hidden.shape[:-1].numel() * len(weight) <= SMALL:
+        return False
     trained = [x is not None and x.requires_grad for x in (hidden, weight, bias)]
     return torch.is_grad_enabled() and trained == [True, False, False]
 

@@ -1,7 +1,7 @@
 """The compiled kernels of `linear_logprob` for CPU tensors.
 
-The kernel reads the head as it is, multiplies in bfloat16 if that is its dtype and the processor can, and sums in
-float32. Its backward is for AMX.
+They read the head as it is, multiply in bfloat16 if that is its dtype and the processor can, and sum in float32. Where
+they multiply in bfloat16, the gradient to the logits is rounded to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fb_kernels.linear_logprob import reference
 from fb_kernels.linear_logprob.options import Options
 
 LEAST = 1e-30  # minimum soft-cap: float32 is exact enough above it
-TAKES = "float32 and bfloat16; keeps gradients in float32"
+TAKES = "float32 and bfloat16"
 PANEL = 32  # columns that are pulled together: a whole number of any processor's
 
 
@@ -34,9 +34,9 @@ def linear_logprob_frozen(
 ) -> tuple[Tensor, ...]:
     """The same, then the gradient of lse to hidden [..., D]."""
     rows, width = target.numel(), weight.shape[1]
-    if hidden.dtype is not torch.float32 or not width:
+    if hidden.dtype not in cpu.STEP or not width:
         return NotImplemented
-    pull = hidden.new_zeros(rows, width + -width % PANEL)
+    pull = hidden.new_zeros(rows, width + -width % PANEL, dtype=torch.float32)
     results = _forward(hidden, weight, target, bias, Options(*rest), pull)
     if results is NotImplemented:
         return NotImplemented
@@ -77,7 +77,7 @@ def _forward(
 
 
 def linear_logprob_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to hidden, weight and bias; those of bfloat16 without AMX are the reference's."""
+    """Gradients to hidden, weight and bias."""
     return reference.gradient(_project_back, *arguments)
 
 
@@ -85,10 +85,9 @@ def _project_back(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference's."""
     library, (hidden, weight, target, _, bias, *upstream, options, needs) = cpu.library(), given
     rows, width, valid, dtype = target.numel(), weight.shape[1], options.rows(weight), hidden.dtype
-    x, bias_at, narrow = hidden.reshape(rows, width), cpu.address(bias, hidden.dtype), dtype is torch.bfloat16
-    taken = weight.dtype is dtype and (cpu.variant() == "amx" if narrow else dtype is torch.float32)
+    x, bias_at = hidden.reshape(rows, width), cpu.address(bias, dtype)
     along = x.stride(1) == weight.stride(1) == 1 and bias_at >= 0 and (options.softcap or 1.0) >= LEAST
-    if taken and along and rows * width * valid and not isinstance(library, str):
+    if weight.dtype is dtype in cpu.STEP and along and rows * width * valid and not isinstance(library, str):
         target, grads = target.contiguous(), fake_gradients(weight, (hidden, weight, bias), needs)
         dx, dweight, dbias = grads
         dweight[valid:], dbias[valid:] = 0, 0
@@ -99,7 +98,8 @@ def _project_back(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
             x=x.data_ptr(), x_stride=x.stride(0), weight=weight.data_ptr(), weight_stride=weight.stride(0),
             bias=bias_at, target=target.data_ptr(), wide=target.dtype is torch.int64, scale=options.logit_scale,
             softcap=options.softcap or 0.0, temperature=options.temperature, **dict(zip(names, numbers, strict=True)),
-            rows=rows, width=width, vocabulary=valid, threads=cpu.threads(rows * width * valid), narrow=narrow,
+            rows=rows, width=width, vocabulary=valid, threads=cpu.threads(rows * width * valid),
+            narrow=dtype is torch.bfloat16,
         )  # fmt: skip
         if not code:
             return dx, dweight, dbias

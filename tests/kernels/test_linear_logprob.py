@@ -395,9 +395,8 @@ def test_a_vocabulary_of_nothing_has_no_partials(way: str) -> None:
 
 FROZEN = [
     (way, dtype, sizes)
-    for way in ("reference", "cpu 256", "cpu 512", "triton linear_logprob_form=chunked")
+    for way in ("reference", "cpu 256", "cpu dots", "cpu tiles", "triton linear_logprob_form=chunked")
     for dtype in (each for each in OP.way(way).dtypes if each is not torch.float16)
-    if way[:3] != "cpu" or dtype is torch.float32
     for sizes in (
         {},
         {"bias": False, "several": 3},
@@ -439,11 +438,11 @@ def test_a_frozen_head_has_its_gradient_from_the_forward(
 
 def test_the_forward_keeps_a_gradient_where_it_is_large_and_hidden_alone_is_trained() -> None:
     case, used = single(8, 4, 9000), list[bool]()
-    for dtype, trained in ((torch.float32, FLOATS[:1]), (torch.float32, FLOATS[:2]), (torch.bfloat16, FLOATS[:1])):
+    for dtype, trained in ((torch.float32, FLOATS[:1]), (torch.bfloat16, FLOATS[:1]), (torch.float32, FLOATS[:2])):
         with Seen() as seen:
             evaluate(replace(OP.cast(case, dtype), gradients=trained))
         used.append("fb::linear_logprob_frozen" in {operator._schema.name for operator, _ in seen.calls})
-    assert used == [True, False, False]
+    assert used == [True, True, False]
 
 
 @pytest.mark.parametrize(("way", "dtype", "sizes"), FROZEN, ids=str)
