@@ -30,6 +30,7 @@ from fb_core.runtime.plain import Running, Stop
 from fb_core.runtime.sampling import GREEDY, Sampling, check_sampling, occurrences
 from fb_core.runtime.step import Ranked
 from fb_core.score import shared_prefix
+from fb_kernels.env import release_threads
 
 
 class Token(NamedTuple):
@@ -365,6 +366,7 @@ class _State:
 
     def enter(self, handle: Handle) -> None:
         self.check_process()
+        release_threads()  # this thread's, for those of the engine's own
         with self.changed:
             if self.closed:
                 raise RuntimeError("engine: expected an open one, got a closed one; make another")

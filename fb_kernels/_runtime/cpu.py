@@ -17,6 +17,7 @@ import ctypes
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,19 @@ def batch_invariant() -> bool:
     Then linear layers, attention and log-probs are the compiled kernels' at every size, with one order of sums each.
     """
     return INVARIANT
+
+
+def release_threads() -> None:
+    """End the OpenMP workers of this thread, before another computes; they start again at its next parallel region.
+
+    While GNU's runtime has started more threads than there are processors, none waits awake between two regions, so
+    that each region of a forward first wakes its workers. Another runtime keeps them.
+    """
+    found: Any = library()
+    if hasattr(found, "omp_pause_resource_all") and not hasattr(
+        found, "__kmpc_fork_call"
+    ):  # LLVM's and Intel's have it
+        found.omp_pause_resource_all(1)  # omp_pause_soft
 
 
 def threads(products: int) -> int:
