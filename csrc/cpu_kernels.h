@@ -390,6 +390,8 @@ INLINE void gated(const T* gate, const T* up, int64_t width, To* to) {
 
 constexpr int64_t PANEL = 2 * LANES;  // columns of a weight, or keys, that are packed together
 
+INLINE int64_t in_panels(int64_t count) { return (count + PANEL - 1) / PANEL * PANEL; }
+
 // Rows whose sums with a panel the registers hold, and where those are too many.
 template <typename F>
 constexpr int PANEL_ROWS = IN_TILES<F> ? 32 : LANES == 16 ? 12 : 6;
@@ -544,7 +546,7 @@ INLINE void tile_outputs(
 // Floats for so many rows of x as `products_of` takes them.
 template <typename F>
 INLINE int64_t arranged_floats(int64_t rows, int64_t width) {
-  return IN_TILES<F> ? (rows + PANEL - 1) / PANEL * PANEL * stride_of<F>(width) / 2 : 0;
+  return IN_TILES<F> ? in_panels(rows) * stride_of<F>(width) / 2 : 0;
 }
 
 // Padded rows of x as `products_of` takes them: as they are, or in `room` as panels.
@@ -708,25 +710,126 @@ INLINE bool few_products(
   return false;
 }
 
-// out[row][t] = x[row] . weight[t] as `products_of`, but each sum in the order of the columns, whatever the number of rows;
-// room[ordered_floats].
-template <typename F>
-INLINE int64_t ordered_floats(int64_t rows, int64_t width) { return (stride_of<F>(width) + in_fews<F>(rows)) * PANEL; }
+// Rows of a weight that come next, so many bytes apart, or none: a processor does not foresee them.
+struct Next {
+  const char* row;
+  int64_t stride;
+};
 
+// sums[o][v] = w[o] . row v of a panel of x, of V vectors of rows; each sum in the order of its terms. O rows of a weight
+// are multiplied as they lie, while so many of the next are fetched.
+template <typename F, int O, int V>
+static void lane_products(
+    const typename F::X* w, int64_t stride, int64_t count, const float* panel, float* sums, int64_t sums_stride,
+    const Next& next) {
+  constexpr int64_t TAKEN = F::STEP / LANES, LINE = 64 / sizeof(float);
+  Lanes sum[O][V] = {};
+  auto step = [&](const typename F::X* at, int64_t apart) {
+    typename F::Vector x[V];
+    for (int v = 0; v < V; ++v) x[v] = (typename F::Vector)load(panel + v * LANES);
+#pragma GCC unroll 24
+    for (int o = 0; o < O; ++o) {
+      const auto a = F::everywhere(at + o * apart);
+      for (int v = 0; v < V; ++v) F::add(a, x[v], sum[o][v]);
+    }
+    panel += PANEL;
+  };
+  int64_t k = 0;
+  for (; k + TAKEN <= count; k += TAKEN) {
+    const int64_t row = k / TAKEN % LINE;
+    const char* line = next.row + row * next.stride + k / TAKEN / LINE * 64;
+    if (next.row && row < O) __builtin_prefetch(line, 0, 2);
+    if (next.row && row + LINE < O) __builtin_prefetch(line + LINE * next.stride, 0, 2);
+    step(w + k, stride);
+  }
+  if (k < count) {  // the first of a pair
+    typename F::X last[O][TAKEN] = {};
+    for (int o = 0; o < O; ++o) last[o][0] = w[o * stride + k];
+    step(last[0], TAKEN);
+  }
+  for (int o = 0; o < O; ++o)
+    for (int v = 0; v < V; ++v) store(sums + o * sums_stride + v * LANES, sum[o][v]);
+}
+
+// The same of `count` rows of a weight.
+template <typename F, int V>
+static void lane_rows(
+    const typename F::X* w, int64_t stride, int64_t count, int64_t width, const float* panel, float* sums,
+    int64_t sums_stride, Next next) {
+  constexpr int SUMS = LANES == 16 ? 24 : 12, REST = PANEL % (SUMS / 2);  // that registers hold
+  int64_t o = 0;
+  auto take = [&](auto products, int64_t taken) {
+    products(w + o * stride, stride, width, panel, sums + o * sums_stride, sums_stride, next);
+    o += taken;
+    if (next.row) next.row += taken * next.stride;
+  };
+  while (o + SUMS / V <= count) take(lane_products<F, SUMS / V, V>, SUMS / V);
+  while (o + REST <= count) take(lane_products<F, REST, V>, REST);
+  while (o < count) take(lane_products<F, 1, V>, 1);
+}
+
+// Rows of x as `products_in_order` takes them: padded, and in panels, whose lanes are rows.
+template <typename F>
+struct Ordered {
+  const typename F::X* x;
+  const float* panels;
+  int64_t rows, width;
+
+  static int64_t a_panel(int64_t width) { return stride_of<F>(width) / (F::STEP / LANES) * PANEL; }
+  static int64_t floats(int64_t rows, int64_t width) { return (rows + PANEL - 1) / PANEL * a_panel(width); }
+  static int64_t room(int64_t rows, int64_t width) {  // floats
+    return PANEL * (in_panels(rows) + padded(width) + LANES);
+  }
+
+  static void pack(const typename F::X* x, int64_t rows, int64_t width, float* panels) {
+    typedef std::conditional_t<std::is_same_v<typename F::X, float>, Widened<float>, F> G;
+    const int64_t stride = stride_of<F>(width);
+    for (int64_t row = 0; row < rows; row += PANEL, panels += a_panel(width))
+      packed<G>([=](int64_t i) { return x + (row + i) * stride; }, rows - row, stride, panels);
+  }
+};
+
+// out[r][o] = x[r] . row o of a weight, each sum in the order of the columns, whatever the number of rows.
 template <typename F>
 INLINE void products_in_order(
-    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width,
-    int64_t output, int64_t stop, float* out, int64_t out_stride, float* room) {
-  const int64_t stride = stride_of<F>(width);
-  float* block = room + stride * PANEL;
-  for (; output < stop; output += PANEL) {
-    const int64_t count = std::min<int64_t>(PANEL, stop - output);
-    const typename F::W* w = weight + output * weight_stride;
-    if (few_products<F>(x, rows, w, weight_stride, count, width, out + output, out_stride)) continue;
-    packed<F>([=](int64_t i) { return w + i * weight_stride; }, count, width, room);
-    panel_rows<F, false>({x, stride, 1}, in_fews<F>(rows), stride, room, PANEL, block, PANEL);
-    for (int64_t row = 0; row < rows; ++row)
-      std::memcpy(out + row * out_stride + output, block + row * PANEL, count * sizeof(float));
+    const Ordered<F>& of, const typename F::W* weight, int64_t weight_stride, int64_t outputs, float* out,
+    int64_t out_stride, float* room, const typename F::W* next = nullptr) {
+  typedef typename F::X X;
+  constexpr bool AS_IT_LIES = std::is_same_v<typename F::W, X>;
+  const int64_t rows = of.rows, width = of.width, high = in_panels(rows);
+  for (int64_t first = 0; first < outputs; first += PANEL) {
+    const int64_t count = std::min(PANEL, outputs - first);
+    const typename F::W* from = weight + first * weight_stride;
+    const typename F::W* then = first + PANEL < outputs ? from + PANEL * weight_stride : next;
+    if (few_products<F>(of.x, rows, from, weight_stride, count, width, out + first, out_stride)) continue;
+    const X* w = (const X*)from;
+    int64_t stride = weight_stride;
+    if (!AS_IT_LIES || weight_stride * sizeof *from % 2048 == 0) {  // rows that share sets of the cache lie closer there
+      X* apart = (X*)(room + PANEL * high);
+      stride = padded(width) + LANES;
+      for (int64_t o = 0; o < count; ++o) {
+        if constexpr (AS_IT_LIES) std::memcpy(apart + o * stride, from + o * weight_stride, width * sizeof *from);
+        else copied(from + o * weight_stride, width, apart + o * stride);
+      }
+      w = apart;
+    }
+    for (int64_t row = 0; row < rows; row += PANEL) {
+      const Next ahead = {row ? nullptr : (const char*)then, weight_stride * (int64_t)sizeof *from};
+      const float* panel = of.panels + row / PANEL * Ordered<F>::a_panel(width);
+      if constexpr (!IN_TILES<F>)
+        (rows - row > LANES ? lane_rows<F, 2> : lane_rows<F, 1>)(w, stride, count, width, panel, room + row, high, ahead);
+    }
+    for (int64_t row = 0; row < rows; row += LANES)
+      for (int64_t o = 0; o < count; o += LANES) {
+        Lanes v[LANES];
+        for (int i = 0; i < LANES; ++i) v[i] = load(room + (o + i) * high + row);
+        transposed(v);
+        for (int i = 0; i < LANES && row + i < rows; ++i) {
+          float* to = out + (row + i) * out_stride + first + o;
+          if (count - o >= LANES) store(to, v[i]);
+          else store(to, v[i], count - o);
+        }
+      }
   }
 }
 
@@ -870,37 +973,41 @@ static int skinny_linear(
 }
 
 // skinny_linear of any number of rows, whose sums run over the columns one after the other: a row's bits depend on no
-// other, and large calls are as fast as the libraries'.
+// other.
 template <typename T>
 static int linear_in_panels(
     const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const T* norm_weight,
     float eps, const T* residual, int64_t residual_stride, T* out, int64_t out_stride, int64_t rows, int64_t width,
     int64_t outputs, int swiglu, int threads) {
   typedef Factors<T> F;
-  const int64_t stride = stride_of<F>(width), inner = swiglu ? outputs / 2 : 0, columns = swiglu ? inner : outputs;
   if (!rows) return 0;
-  constexpr int64_t CACHE = 1 << 20;  // floats of rows that meet a panel
+  const int64_t stride = stride_of<F>(width), inner = swiglu ? outputs / 2 : 0, columns = swiglu ? inner : outputs;
+  constexpr int64_t CACHE = 1 << 20;  // elements of rows that meet a panel
   const int64_t most = std::max<int64_t>(96, CACHE / stride), blocks = (rows + most - 1) / most;
-  const int64_t taken = (rows + blocks - 1) / blocks, held = in_fews<F>(taken), owned = (stride + 3 * held) * PANEL;
-  const Scratch scratch(padded(held * stride) + threads * owned);
+  const int64_t taken = in_panels((rows + blocks - 1) / blocks), floats = Ordered<F>::floats(taken, width);
+  const int64_t owned = padded(Ordered<F>::room(taken, width) + 2 * taken * PANEL);
+  const Scratch scratch(padded(taken * stride) + floats + threads * owned);
   float* memory = scratch.data();
   if (!memory) return OUT_OF_MEMORY;
-  auto input = (typename F::X*)(memory + threads * owned);
+  float* panels = memory + threads * owned;
+  auto input = (typename F::X*)(panels + floats);
   const T* none = nullptr;
   for (int64_t first = 0; first < rows; first += taken) {
     const int64_t n = std::min(rows - first, taken);
-    share(n, 1, (int)std::min<int64_t>(threads, n), [=](int64_t row, int64_t stop) {
+    share(n, PANEL, (int)std::min<int64_t>(threads, in_panels(n) / PANEL), [=](int64_t row, int64_t stop) {
       padded_rows<F>(x + (first + row) * x_stride, x_stride, norm_weight, eps, stop - row, width, input + row * stride);
+      Ordered<F>::pack(input + row * stride, stop - row, width, panels + Ordered<F>::floats(row, width));
     });
     share(columns, PANEL, threads, [=](int64_t at, int64_t stop) {
-      float *panel = memory + (threads > 1 ? part() : 0) * owned, *low = panel + ordered_floats<F>(held, width);
-      for (float* high = low + held * PANEL; at < stop; at += PANEL) {
+      float *low = memory + (threads > 1 ? part() : 0) * owned, *high = low + taken * PANEL, *room = high + taken * PANEL;
+      for (; at < stop; at += PANEL) {
         const int64_t count = std::min<int64_t>(PANEL, stop - at);
-        auto multiply = [=](int64_t output, float* block) {
-          products_in_order<F>(input, n, weight + output * weight_stride, weight_stride, width, 0, count, block, PANEL, panel);
+        auto multiply = [=](int64_t output, int64_t next, float* block) {
+          products_in_order<F>({input, panels, n, width}, weight + output * weight_stride, weight_stride, count, block,
+                               PANEL, room, weight + next * weight_stride);
         };
-        multiply(at, low);
-        if (swiglu) multiply(inner + at, high);
+        multiply(at, swiglu ? inner + at : at + PANEL, low);
+        if (swiglu) multiply(inner + at, at + PANEL, high);
         for (int64_t row = 0; row < n; ++row) {
           float *y = low + row * PANEL, *up = high + row * PANEL;
           T* to = out + (first + row) * out_stride + at;
@@ -1800,9 +1907,10 @@ static int decoder_layer(
   const int64_t attention = in.heads * in.width, all = attention + 2 * in.kv_heads * in.width;
   const int64_t heads_stride = stride_of<F>(attention), inner_stride = stride_of<F>(inner);
   const int64_t together = rows_together(in, threads);
-  const int64_t most = std::max({model, attention, inner}), panels = arranged_floats<F>(rows, most);
+  const int64_t most = std::max({model, attention, inner});
   const bool whole = in.whole, ordered = whole && !IN_TILES<F>;
-  const int64_t for_order = ordered ? ordered_floats<F>(rows, most) : 0;
+  const int64_t panels = ordered ? Ordered<F>::floats(rows, most) : arranged_floats<F>(rows, most);
+  const int64_t for_order = ordered ? Ordered<F>::room(rows, most) : 0;
   const int64_t padded_row = in_fews<F>(rows);  // as many rows of x are read
   const int64_t owned = padded(std::max(padded_row * stride_of<F>(model), scratch_of(in, together))) + panels + for_order;
   const Scratch scratch(rows * (all + 2 * model + 2 * inner) + padded_row * (heads_stride + inner_stride) + threads * owned);
@@ -1816,7 +1924,10 @@ static int decoder_layer(
     [[maybe_unused]] const Registers registers;
     const int64_t me = part(), of = parts();
     float *own_panels = of_threads + me * owned, *room = own_panels + panels, *own = room + for_order;
-    auto ready = [=](const X* x, int64_t width) { return arranged<F>(x, rows, width, own_panels); };
+    auto ready = [=](const X* x, int64_t width) {
+      if (ordered) Ordered<F>::pack(x, rows, width, own_panels);
+      return ordered ? x : arranged<F>(x, rows, width, own_panels);
+    };
     auto shared = [=](int64_t count, int64_t unit, auto work) {  // work(first, last) of this thread's share
       const int64_t units = (count + unit - 1) / unit;
       work(units * me / of * unit, std::min(count, units * (me + 1) / of * unit));
@@ -1824,7 +1935,9 @@ static int decoder_layer(
     const float* none = nullptr;
     auto project = [=](const X* x, const T* weight, const T* bias, auto residual, int64_t residual_stride,
                        int64_t width, int64_t outputs, int64_t first, int64_t last, float* to) {
-      if (ordered) products_in_order<F>(x, rows, weight, width, width, first, last, to, outputs, room);
+      if (ordered)
+        products_in_order<F>({x, own_panels, rows, width}, weight + first * width, width, last - first, to + first, outputs,
+                             room);
       else products_of<F>(x, rows, weight, width, width, outputs, first, last, to, outputs);
       const int64_t count = last - first;
       for (int64_t row = 0; row < rows; ++row) {
@@ -2210,8 +2323,9 @@ static int linear_logprob(
   if (!targets_fit(target, wide, ignore_index, rows, vocabulary)) return OUT_OF_RANGE;
   const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK, stretch = (chunks + 15) / 16;  // chunks
   const int64_t stretches = (chunks + stretch - 1) / stretch, stride = stride_of<F>(width);
-  const int64_t held = in_fews<F>(std::min<int64_t>(rows, HELD)), places = std::max(stride, CHUNK) + held;
-  const int64_t owned = padded(held * (stride + CHUNK)) + places * PANEL;
+  const int64_t held = in_panels(std::min<int64_t>(rows, HELD)), places = std::max(stride, CHUNK) + held;
+  const int64_t room = IN_TILES<F> ? 0 : Ordered<F>::room(held, width) + Ordered<F>::floats(held, width);
+  const int64_t owned = padded(held * (stride + CHUNK) + room) + places * PANEL;
   threads = (int)std::min<int64_t>(threads, pulled.sums ? rows : stretches);
   const Scratch scratch(threads * owned + rows * (1 + stretches * (sizeof(Statistics) / sizeof(float))));
   float* memory = scratch.data();
@@ -2221,23 +2335,28 @@ static int linear_logprob(
   auto work = [=](int64_t row, int64_t end, int64_t begin, int64_t last) {  // rows, stretches
     [[maybe_unused]] const Registers registers;
     float *panel = memory + (threads > 1 ? part() : 0) * owned, *logit = panel + places * PANEL;
-    X* input = (X*)(logit + held * CHUNK);
+    float* panels = logit + held * CHUNK;
+    X* input = (X*)(panels + room);
     for (int64_t first = row; first < end; first += HELD) {
       const int64_t n = std::min<int64_t>(end - first, HELD);
       padded_rows<F>(x + first * x_stride, x_stride, nullptr, 0, n, width, input);
+      if (!IN_TILES<F>) Ordered<F>::pack(input, n, width, panels);
       for (int64_t s = begin; s < last; ++s) {
         Statistics* of = statistics + s * rows + first;
         for (int64_t row = 0; row < n; ++row) of[row] = Statistics();
         const int64_t stop = std::min(vocabulary, (s + 1) * stretch * CHUNK);
         for (int64_t chunk = s * stretch * CHUNK; chunk < stop; chunk += CHUNK) {
           const int64_t columns = std::min<int64_t>(vocabulary - chunk, CHUNK);
-          for (int64_t column = 0; column < columns; column += PANEL) {
-            const T* w = weight + (chunk + column) * weight_stride;
-            const int64_t count = std::min(PANEL, columns - column);
-            if (few_products<F>(input, n, w, weight_stride, count, width, logit + column, CHUNK)) continue;
-            packed<F>([=](int64_t i) { return w + i * weight_stride; }, count, width, panel);
-            panel_rows<F, false>({input, stride, 1}, in_fews<F>(n), stride, panel, PANEL, logit + column, CHUNK);
-          }
+          const T* w = weight + chunk * weight_stride;
+          if constexpr (IN_TILES<F>)
+            for (int64_t column = 0; column < columns; column += PANEL) {
+              packed<F>([=](int64_t i) { return w + (column + i) * weight_stride; }, std::min(PANEL, columns - column), width,
+                        panel);
+              panel_rows<F, false>({input, stride, 1}, in_fews<F>(n), stride, panel, PANEL, logit + column, CHUNK);
+            }
+          else
+            products_in_order<F>({input, panels, n, width}, w, weight_stride, columns, logit, CHUNK,
+                                 panels + Ordered<F>::floats(held, width), w + columns * weight_stride);
           for (int64_t row = 0; row < n; ++row) {
             float* of_row = logit + row * CHUNK;
             of[row].add(to_logits(of_row, bias ? bias + chunk : bias, change, columns, of_row));
@@ -2245,8 +2364,7 @@ static int linear_logprob(
             if (id >= 0 && id < columns) picked[first + row] = of_row[id];
           }
           if (pulled.sums)
-            add_pull<F>(pulled, change, logit, n, columns, weight + chunk * weight_stride, weight_stride, width, first,
-                        panel);
+            add_pull<F>(pulled, change, logit, n, columns, w, weight_stride, width, first, panel);
         }
       }
     }
@@ -2300,7 +2418,7 @@ static int linear_logprob_backward(
   typedef Factors<T> F;
   typedef typename F::X X;
   constexpr int64_t ROWS_AT_ONCE = 480, KEPT_PULLS = (1 << 23) / sizeof(X), TAKEN = F::STEP / LANES;
-  const int64_t stride = (width + PANEL - 1) / PANEL * PANEL, high = (rows + PANEL - 1) / PANEL * PANEL;
+  const int64_t stride = (width + PANEL - 1) / PANEL * PANEL, high = in_panels(rows);
   const int64_t all = (vocabulary + PANEL - 1) / PANEL * PANEL, terms = TAKEN == 1 ? rows : whole<F>(rows);
   const int64_t chunk = std::min(all, std::max(PANEL * threads, KEPT_PULLS / high / PANEL * PANEL));
   const int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, held = in_fews<F>(std::min(rows, ROWS_AT_ONCE));

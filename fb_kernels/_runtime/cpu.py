@@ -3,8 +3,8 @@
 The library is plain C, lies in the package's folder (setup.py builds it if there is a C++ compiler) and needs no torch.
 It takes float32; the ops of a model's forward, branch attention and log-probs also take bfloat16. It is made for small
 inputs, such as the rows of a decode step and the candidates of a training step, where torch's overhead exceeds the
-arithmetic, and for ops that torch would make of several. Linear layers of more rows are left to an op's reference, but
-for those in bfloat16 with AMX and for the batch-invariant mode, which have one order of sums at all sizes. Threads are
+arithmetic, and for ops that torch would make of several; linear layers in bfloat16 and log-probs are faster at all
+sizes. Threads are
 torch's, by the OpenMP runtime that it has loaded (threads of its own if that is another one); `merge_attention_states`
 and `candidate_head` run on one.
 
@@ -25,7 +25,6 @@ from torch import Tensor
 from fb_kernels._runtime import shared_library
 
 ABI_VERSION = 20
-ROWS = 16  # maximum of a linear layer without AMX: above it oneDNN is faster
 SHARE = 1 << 17  # minimum products per thread
 ELEMENT = 8  # products that take as long as an element of an elementwise op
 STEP = (torch.float32, torch.bfloat16)  # dtypes of the ops of a model's forward

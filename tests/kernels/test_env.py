@@ -40,7 +40,7 @@ def test_report_names_software_devices_and_ops() -> None:
         found["linear_logprob_partials"] == "cpu: reference (kernels are for CUDA tensors)"
     )  # the folder's cpu.py has none
     why = cpu.why_not()
-    here = "cpu kernel for float32 and bfloat16, up to 16 rows; any number of bfloat16 with AMX, or batch-invariant"
+    here = "cpu kernel for float32 and bfloat16, up to 96 rows; any number of bfloat16 with AVX2, or batch-invariant"
     assert found["skinny_linear"] == (f"cpu: reference ({why})" if why else f"cpu: {here}")
     assert {name for name, _ in env._ops()} <= set(fb_kernels.__all__) & set(found)
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases.base import ROWS, WIDTHS, Case, Op, Sizes, Way, definition, normal, seeds, single
-from fb_kernels._runtime import cpu, cuda
+from fb_kernels._runtime import cuda
 from fb_kernels.rms_norm.naive import rms_norm
+from fb_kernels.skinny_linear.cpu import ROWS as ROWS_ON_CPU
 from fb_kernels.testing import magnitude
 
 
@@ -135,18 +136,27 @@ OP = Op(
         ),
         "cpu": Way(
             (torch.float32, torch.bfloat16),
-            sizes(st.integers(0, 9), WIDTHS, st.integers(0, 19)),
+            sizes(st.integers(0, 40), WIDTHS, st.integers(0, 40)),
             layouts=ROWS,
             also=[
                 *(
                     {"rows": rows, "width": width, "outputs": outputs, "given": BOTH}
                     for rows, width, outputs in ((1, 512, 3072), (16, 300, 1000), (3, 4096, 10), (2, 2048, 7))
                 ),
+                *(  # rows in lanes, of a weight that lies as a cache's sets do too
+                    {"rows": rows, "width": width, "outputs": outputs, "given": BOTH, "behind": behind}
+                    for rows, width, outputs, behind in (
+                        (17, 301, 90, "residual"),
+                        (49, 2048, 70, "residual"),
+                        (96, 64, 66, "swiglu"),
+                        (33, 7, 3, ""),
+                    )
+                ),
                 {"rows": 1, "width": 32, "outputs": 1, "behind": "swiglu"},  # its sums cancel
             ],
             refused=[
                 lambda: OP.cast(plain(), torch.float16),
-                lambda: single(plain(cpu.ROWS + 1)),
+                lambda: single(plain(ROWS_ON_CPU + 1)),
                 lambda: single(plain(width=0)),
                 lambda: single(plain()).with_(x=torch.ones(16, 2).T),
                 lambda: single(plain()).with_(weight=torch.ones(16, 6).T),
