@@ -180,6 +180,7 @@ class Engine:
             target=_work, args=(self._state, torch.get_num_threads()), name="fb-engine", daemon=True
         )
         self._closing = weakref.finalize(self, _close, self._state, self._thread)
+        release_threads()
         self._thread.start()
 
     def submit(

@@ -15,6 +15,7 @@ import weakref
 from concurrent.futures import CancelledError, Future
 from fractions import Fraction
 from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -46,6 +47,8 @@ from fb_core.runtime.cuda_graphs import Graphs
 from fb_core.runtime.kv_pages import SIZE, Pages, pages_of
 from fb_core.runtime.paged_model import BUCKETS, PagedModel, Part
 from fb_core.runtime.step import RANKED, DecodeStep
+from fb_kernels import rms_norm
+from fb_kernels._runtime import cpu
 
 OPTIONS = {"slm_k": 3, "llm_k": 3}
 
@@ -853,3 +856,30 @@ def test_an_llm_elsewhere_is_asked_once_the_logits_are_there_and_its_pools_are_c
     pools = loop._ask_elsewhere(task, lambda *_: log.append("asked") or ["pool"], [], torch.zeros(1, 4), "logits")
     assert pools == ["pool"]
     assert log == ["worker waits for logits", "asked", "worker ends"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux lists them")
+@pytest.mark.parametrize("then", ["made", "asked"])
+def test_workers_of_a_thread_that_computed_end_where_the_engine_begins(then):
+    """Beside them those of the engine would sleep between two ops."""
+    living, threads = Path("/proc/self/task"), torch.get_num_threads()
+    if isinstance(cpu.library(), str) or not hasattr(cpu.library(), "GOMP_parallel"):
+        pytest.skip("GNU's OpenMP runtime does not run here")
+
+    def compute():
+        rms_norm(torch.ones(4096, 64), None, 1e-6)
+        return set(os.listdir(living))
+
+    torch.set_num_threads(2)
+    try:
+        before = compute()
+        with Engine(Pair(models()[0], None), SLMPreference(), RequestPolicy(9.0), pool="slm", max_length=20) as engine:
+            if then == "asked":
+                before = compute()
+                engine.submit([1, 2], 1).result()
+            until = time.monotonic() + 10
+            while before <= set(os.listdir(living)) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert not before <= set(os.listdir(living))
+    finally:
+        torch.set_num_threads(threads)
