@@ -3,7 +3,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 
 import fb_kernels
-from fb_kernels import env, rms_norm
+from fb_kernels import env
 from fb_kernels._runtime import backend, cpu, cuda
-from fb_kernels.env import release_threads
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -117,22 +115,3 @@ def test_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     found = lines(env.report())
     assert found["cuda:0"] == "NVIDIA H200, sm_90, 141 GiB"
     assert found["driver"] == "supports CUDA 12.8"
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux lists them")
-def test_a_threads_workers_end_when_it_says_so_and_start_again() -> None:
-    x, before, living = torch.ones(4096, 64), torch.get_num_threads(), Path("/proc/self/task")
-    if isinstance(cpu.library(), str) or not hasattr(cpu.library(), "GOMP_parallel"):
-        pytest.skip("GNU's OpenMP runtime does not run here")
-    torch.set_num_threads(2)
-    try:
-        for _ in range(2):
-            rms_norm(x, None, 1e-6)
-            started = len(list(living.iterdir()))
-            release_threads()
-            until = time.monotonic() + 10
-            while (left := len(list(living.iterdir()))) >= started and time.monotonic() < until:
-                time.sleep(0.01)
-            assert left < started
-    finally:
-        torch.set_num_threads(before)
