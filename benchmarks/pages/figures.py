@@ -195,7 +195,7 @@ def speed(by_device: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[str]:
     where: dict[str, list[str]] = {}  # a machine, and when and at which commits
     for label, size, device, made, case, peers in shown:
         us = case["median_us"]
-        time = f"{us / 1e6:.1f} s" if us >= 1e6 else f"{us / 1e3:.1f} ms"
+        time = f"{us / 1e6:.1f} s" if us >= 1e6 else f"{us / 1e3:.1f} ms" if us >= 100 else f"{us:.1f} us"
         ratios = "; ".join(f"{peer['impl']} {peer['median_us'] / us:.2f}x" for peer in peers)
         rows.append([label, size, f"{device.upper()}, {case['dtype']}", time, ratios])
         stamp = f"{made['date'][:10]} at {shown_commit(made, 7)}"
