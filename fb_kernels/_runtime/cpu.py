@@ -4,9 +4,8 @@ The library is plain C, lies in the package's folder (setup.py builds it if ther
 It takes float32; the ops of a model's forward, branch attention and log-probs also take bfloat16. It is made for small
 inputs, such as the rows of a decode step and the candidates of a training step, where torch's overhead exceeds the
 arithmetic, and for ops that torch would make of several; linear layers in bfloat16 and log-probs are faster at all
-sizes. Threads are
-torch's, by the OpenMP runtime that it has loaded (threads of its own if that is another one); `merge_attention_states`
-and `candidate_head` run on one.
+sizes. Threads are torch's, by the OpenMP runtime that it has loaded (threads of its own if that is another one);
+`merge_attention_states` and `candidate_head` run on one.
 
 `fb_kernels/<op>/cpu.py` calls its functions.
 """
