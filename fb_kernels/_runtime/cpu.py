@@ -64,9 +64,8 @@ def release_threads() -> None:
     that each region of a forward first wakes its workers. Another runtime keeps them.
     """
     found: Any = library()
-    if hasattr(found, "omp_pause_resource_all") and not hasattr(
-        found, "__kmpc_fork_call"
-    ):  # LLVM's and Intel's have it
+    gnu = hasattr(found, "omp_pause_resource_all") and not hasattr(found, "__kmpc_fork_call")
+    if gnu:  # LLVM's and Intel's runtimes have both
         found.omp_pause_resource_all(1)  # omp_pause_soft
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fb_kernels._runtime import cpu
 
-FEW = 16  # rows up to which those of a decode step have the bits that they have in its layers
+FEW = 16  # rows up to which sums have the order of `decoder_layer`
 ROWS = 96  # maximum in float32: above it oneDNN is as fast with AVX-512, and faster with AVX2
 TAKES = f"float32 and bfloat16, up to {ROWS} rows; any number of bfloat16 with AVX2, or batch-invariant"
 

@@ -395,7 +395,7 @@ def test_a_vocabulary_of_nothing_has_no_partials(way: str) -> None:
 
 FROZEN = [
     (way, dtype, sizes)
-    for way in ("reference", "cpu 256", "cpu dots", "cpu tiles", "triton linear_logprob_form=chunked")
+    for way in ("reference", "cpu 256", "cpu 512", "cpu dots", "cpu tiles", "triton linear_logprob_form=chunked")
     for dtype in (each for each in OP.way(way).dtypes if each is not torch.float16)
     for sizes in (
         {},
