@@ -736,10 +736,8 @@ static void lane_products(
   };
   int64_t k = 0;
   for (; k + TAKEN <= count; k += TAKEN) {
-    const int64_t row = k / TAKEN % LINE;
-    const char* line = next.row + row * next.stride + k / TAKEN / LINE * 64;
-    if (next.row && row < O) __builtin_prefetch(line, 0, 2);
-    if (next.row && row + LINE < O) __builtin_prefetch(line + LINE * next.stride, 0, 2);
+    for (int64_t row = k / TAKEN % LINE; next.row && row < O; row += LINE)
+      __builtin_prefetch(next.row + row * next.stride + k / TAKEN / LINE * 64, 0, 2);
     step(w + k, stride);
   }
   if (k < count) {  // the first of a pair
@@ -1204,7 +1202,7 @@ struct Attended {
   }
 
   Attended(float* memory, int64_t rows, int64_t width) : width(width), stride(stride_of<F>(width)) {
-    sum_stride = (width + PANEL - 1) / PANEL * PANEL;
+    sum_stride = in_panels(width);
     panel = memory;
     key_panel = panel + sum_stride / PANEL * value_panel<F>();
     score = key_panel + stride * PANEL;
@@ -1444,8 +1442,8 @@ static int branch_attention_backward(
   if (rows) std::memset(done, 1, 2 * rows);
   if (!rows || !heads) return 0;
   const int64_t repeat = heads / kv_heads, most = std::max<int64_t>(1, QUERIES / repeat), room = most * repeat + FEW<F>;
-  const int64_t span = stride_of<F>(width), stride = (width + PANEL - 1) / PANEL * PANEL;
-  const int64_t panels = stride / PANEL * value_panel<F>(), high = IN_TILES<F> ? (room + PANEL - 1) / PANEL * PANEL : 0;
+  const int64_t span = stride_of<F>(width), stride = in_panels(width);
+  const int64_t panels = stride / PANEL * value_panel<F>(), high = IN_TILES<F> ? in_panels(room) : 0;
   const int64_t of_block = padded(room * (2 * span + stride + 2 * (KEY_STRIDE + 1)) + high * stride);
   const int64_t of_thread = padded(span * PANEL + panels + KEYS * stride + high / 2 * PANEL);
   const bool apart = !dprefix_k || !dprefix_v;  // then groups have no sum in common
@@ -2418,8 +2416,8 @@ static int linear_logprob_backward(
   typedef Factors<T> F;
   typedef typename F::X X;
   constexpr int64_t ROWS_AT_ONCE = 480, KEPT_PULLS = (1 << 23) / sizeof(X), TAKEN = F::STEP / LANES;
-  const int64_t stride = (width + PANEL - 1) / PANEL * PANEL, high = in_panels(rows);
-  const int64_t all = (vocabulary + PANEL - 1) / PANEL * PANEL, terms = TAKEN == 1 ? rows : whole<F>(rows);
+  const int64_t stride = in_panels(width), high = in_panels(rows);
+  const int64_t all = in_panels(vocabulary), terms = TAKEN == 1 ? rows : whole<F>(rows);
   const int64_t chunk = std::min(all, std::max(PANEL * threads, KEPT_PULLS / high / PANEL * PANEL));
   const int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, held = in_fews<F>(std::min(rows, ROWS_AT_ONCE));
   const int64_t a_panel = std::max(stride, chunk) / TAKEN * PANEL, per_float = sizeof(float) / sizeof(X);
