@@ -151,31 +151,42 @@ class TestStage(DecodeStage):
         return fit_value(terms, [rollout.correct for rollout in rollouts])
 
 
-def name_of(world: str, seed: int, quantile: float) -> str:
+def name_of(cell: Mapping[str, Any]) -> str:
     """The name of a cell."""
-    return f"{world}-{seed}-{quantile:g}"
+    return "{world}-{seed}-{quantile:g}".format(**cell) + (f"-x{cell['scale']}" if "scale" in cell else "")
+
+
+def keep(cell: Path, run: Path, work: Callable[[], dict[str, Any]]) -> None:
+    """Write a cell's record, unless it is there; what `work` prints goes to the run's folder."""
+    if cell.is_file():
+        return
+    began = time.process_time()
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / "log.txt").open("a") as log, redirect_stdout(log), redirect_stderr(log):
+        contents = work()
+    contents |= {"processor_seconds": round(time.process_time() - began, 1)}
+    write_file(cell, json.dumps(contents).encode())
 
 
 def make(world: str, seed: int, by_quantile: Mapping[float, RunSettings], out: Path) -> None:
     """Make the cells of one world and seed, which share trajectories; may run in a separate process."""
-    runs = {quantile: out / "runs" / name_of(world, seed, quantile) for quantile in by_quantile}
+    at = {"world": world, "seed": seed}
+    runs = {quantile: out / "runs" / name_of(at | {"quantile": quantile}) for quantile in by_quantile}
     first, first_settings = next(iter(runs.values())), next(iter(by_quantile.values()))
+
+    def work(quantile: float) -> dict[str, Any]:
+        settings, run = by_quantile[quantile], runs[quantile]
+        if run != first:
+            work_through([TrajectoryStage], first_settings, first, first)
+            work_through([TrajectoryStage], settings, run, first)
+        for name in COMMANDS:
+            run_command(name, settings, run)
+        tests = TestStage(settings, run)
+        run_stage(tests)
+        return record(settings, tests, world)
+
     for quantile, run in runs.items():
-        cell = out / "cells" / f"{name_of(world, seed, quantile)}.json"
-        if cell.is_file():
-            continue
-        settings, began = by_quantile[quantile], time.process_time()
-        run.mkdir(parents=True, exist_ok=True)
-        with (run / "log.txt").open("a") as log, redirect_stdout(log), redirect_stderr(log):
-            if run != first:
-                work_through([TrajectoryStage], first_settings, first, first)
-                work_through([TrajectoryStage], settings, run, first)
-            for command in COMMANDS:
-                run_command(command, settings, run)
-            tests = TestStage(settings, run)
-            run_stage(tests)
-        contents = record(settings, tests, world) | {"processor_seconds": round(time.process_time() - began, 1)}
-        write_file(cell, json.dumps(contents).encode())
+        keep(out / "cells" / f"{run.name}.json", run, partial(work, quantile))
     for run in runs.values():
         shutil.rmtree(run, ignore_errors=True)
 
@@ -194,10 +205,10 @@ def make_all(module: str, jobs: Mapping[tuple[str, int], Callable[[], None]], ou
 
 def committed(file: Path, out: Path) -> dict[str, dict[str, Any]]:
     """The records of a file by name; those with every row of today are finished cells of `out` from now on."""
-    cells = {name_of(cell["world"], cell["seed"], cell["quantile"]): cell for cell in json.loads(file.read_text())}
+    cells = {name_of(cell): cell for cell in (json.loads(file.read_text()) if file.is_file() else ())}
     (out / "cells").mkdir(parents=True, exist_ok=True)
     for name, cell in cells.items():
-        if FIVE in cell and not (made := out / "cells" / f"{name}.json").is_file():
+        if (FIVE in cell or "scale" in cell) and not (made := out / "cells" / f"{name}.json").is_file():
             write_file(made, json.dumps(cell).encode())
     return cells
 
@@ -229,14 +240,16 @@ def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any
         "deployed": chosen["recipe"],
         FIVE: tests.of_five(),
         "words": chosen["tested"][0]["words"],
-        "rows": {
-            name: {
-                "correct": "".join("01"[row.correct] for row in own_rows),
-                "calls": float(np.mean([row.calls for row in own_rows])),
-                "llm_tokens": float(np.mean([row.llm_tokens for row in own_rows])),
-            }
-            for name, own_rows in rows.items()
-        },
+        "rows": {name: row_of(own) for name, own in rows.items()},
+    }
+
+
+def row_of(rows: Sequence[Row]) -> dict[str, Any]:
+    """A method's row of a record."""
+    return {
+        "correct": "".join("01"[row.correct] for row in rows),
+        "calls": float(np.mean([row.calls for row in rows])),
+        "llm_tokens": float(np.mean([row.llm_tokens for row in rows])),
     }
 
 

@@ -91,8 +91,13 @@ def judge_benchmarks(settings: PaperSettings, run: Path, show: Callable[[str], N
     Does nothing until `train` is finished: before that no test problem is read. Tables are shown in Markdown.
     """
     for name, (chosen, folder) in benchmark_runs(settings, run).items():
-        kinds: list[type[Stage]] = [kind for command in BEFORE for kind in stages_of(command, chosen)]
-        kinds += [HeldOutRolloutStage, AgreementStage]
-        for kind in kinds:
-            run_stage(INSTEAD.get(kind, kind)(chosen, folder, INSTEAD))
+        judge_states(chosen, folder)
         show(f"**agreement on {name}**\n\n{agreement_table(chosen, folder)}")
+
+
+def judge_states(settings: PaperSettings, folder: Path) -> None:
+    """Do so for the states of one benchmark."""
+    kinds: list[type[Stage]] = [kind for command in BEFORE for kind in stages_of(command, settings)]
+    kinds += [HeldOutRolloutStage, AgreementStage]
+    for kind in kinds:
+        run_stage(INSTEAD.get(kind, kind)(settings, folder, INSTEAD))
