@@ -75,7 +75,7 @@ RESAMPLES = 2000
 Outcomes = NDArray[np.float64]
 
 
-def settings_of(world: str, seed: int, quantile: float, problems: int = PROBLEMS) -> RunSettings:
+def settings_of(world: str, seed: int, quantile: float) -> RunSettings:
     """The shipped settings of a world at a seed and a quantile: one reranker, at the horizon that is scored."""
     shipped = RunSettings.load(SETTINGS[world])
     return change(
@@ -84,7 +84,7 @@ def settings_of(world: str, seed: int, quantile: float, problems: int = PROBLEMS
             "problems": {"seed": seed},
             "collect": {"quantile": quantile},
             "train": {"seeds": (seed,), "horizons": (shipped.score.horizon,)},
-            "evaluate": {"limit": problems},
+            "evaluate": {"limit": PROBLEMS},
         },
     )
 
@@ -536,18 +536,16 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for runs and finished cells.")] = OUT,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; one per core by default.")] = None,
     seeds: Annotated[list[int] | None, typer.Option(help="Seeds; those of the evidence by default.")] = None,
-    problems: Annotated[int, typer.Option(min=1, help="Test problems per cell.")] = PROBLEMS,
     write: Annotated[bool, typer.Option("--report", help="Only write docs/evidence from the finished cells.")] = False,
 ) -> None:
     """Make every cell that is still missing."""
     if write:
         write_cells(Cells(finished_cells(CELLS, out)).records, CELLS)
         return
-    if problems == PROBLEMS:
-        committed(CELLS, out)
+    committed(CELLS, out)
     jobs = {}
     for world, seed in ((world, seed) for seed in seeds or SEEDS for world in SETTINGS):
-        by_quantile = {q: settings_of(world, seed, q, problems) for q in QUANTILES}
+        by_quantile = {q: settings_of(world, seed, q) for q in QUANTILES}
         jobs[world, seed] = partial(make, world, seed, by_quantile, out)
     make_all("benchmarks.evidence", jobs, out, workers)
 

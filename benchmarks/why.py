@@ -3,8 +3,9 @@
 Fixed before the first cell was made: the demo's worlds at their own request quantile and plans at 0.9 too (`CELLS`);
 seeds 0 and 1, which draw all problems and initialise the reranker; 400 test problems; the horizon H that the shipped
 runs chose on validation problems (docs/experiments); scale 1, the shipped number of training problems, and in two of
-the cells 4 and 12 times as many, with as many more steps and nothing else changed. All else is as shipped. All of this
-is reported for every cell, by the kind of the SLM's likeliest token (a digit, a word):
+the cells 4 and 12 times as many, with as many more steps. (The split then draws other validation problems, so the
+request threshold differs a little.) All else is as shipped. All of this is reported for every cell, by the kind of the
+SLM's likeliest token (a digit, a word):
 
 - the states on the SLM's trajectories for the test problems: how well scores order the candidates as the SLM's rollouts
   do, at all states and at those with a usable future, how often the best of a score is the SLM's own likeliest token,
@@ -41,23 +42,17 @@ from benchmarks.paper.settings import PaperSettings
 from fb_core.apps.demo import SETTINGS
 from fb_core.apps.pipeline.choose import RerankerStage, SelectionStage
 from fb_core.apps.pipeline.collect import PolicyStage, StateStage, TrajectoryStage
-from fb_core.apps.pipeline.decode import ASKED, DecodeStage, Trial
+from fb_core.apps.pipeline.decode import ASKED, DecodeStage, Trial, read_rows
 from fb_core.apps.pipeline.files import Artefact
 from fb_core.apps.pipeline.futures import FutureStage
 from fb_core.apps.pipeline.models import DEPLOYED, Context, Generate, Models, benchmark_problems, models_of
+from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.pipeline.records import Examples
 from fb_core.apps.pipeline.run import Stage, run_stage
 from fb_core.apps.pipeline.scores import ScoreStage
 from fb_core.apps.pipeline.train import TrainStage
-from fb_core.apps.settings.base import change
-from fb_core.decode.selectors import (
-    FutureBridgeSelector,
-    LLMPreference,
-    ScoringSelector,
-    Selector,
-    SLMPreference,
-    State,
-)
+from fb_core.apps.settings.base import Changes, change
+from fb_core.decode.selectors import FutureBridgeSelector, LLMPreference, ScoringSelector, SLMPreference, State
 from fb_core.events import Pool
 from fb_core.score.scorer import BranchGroup, CompatibilityScorer
 
@@ -69,31 +64,38 @@ RECORDS = Path("docs", "evidence", "why.json")
 TRAINED: tuple[type[Stage], ...] = (TrajectoryStage, PolicyStage, StateStage, FutureStage, ScoreStage)
 TRAINED += (TrainStage, SelectionStage, RerankerStage)
 TARGET, ANY = "Direct-B", "Direct-B, any future"  # B_H of usable futures, and of all
-DECODERS = {  # labels; those after "published" are of the reranker or another at digits and elsewhere
+DECODERS = {  # labels
     "greedy": "SLM greedy",
-    "direct": "direct LLM score",
-    "published": "published recipe",
-    "llm-at-digits": "the reranker, at digits the direct LLM score",
-    "slm-at-digits": "the reranker, at digits the SLM's likeliest",
-    "llm-elsewhere": "the direct LLM score, at digits the reranker",
-    "oracle": "oracle: the target itself, of any future",
+    "direct": "the LLM's score",
+    "published": "published recipe: the reranker",
+    "llm-at-digits": "the reranker, at digits the LLM's score",
+    "slm-at-digits": "the reranker, at digits the SLM's own token",
+    "llm-elsewhere": "the LLM's score, at digits the reranker",
+    "oracle": "oracle: the target of any future",
 }
+AGREEMENT, USABLE, OWN = "agreement", "agreement at usable", "own token first"  # parts of a record
+COMPARED = {  # columns by head: part of a record, score
+    "target, usable future": (USABLE, TARGET),
+    "reranker, same states": (USABLE, "reranker"),
+    "target, any future": (AGREEMENT, ANY),
+    "reranker": (AGREEMENT, "reranker"),
+}
+FEW = 10  # usable states of an event; fewer say nothing
+Cell = Mapping[str, Any]
 
 
 def settings_of(world: str, seed: int, quantile: float, scale: int) -> PaperSettings:
     """The settings of a cell."""
     shipped = PaperSettings.of_config(SETTINGS[world])
-    aside = shipped.problems.validation + shipped.problems.certification
-    limit = aside + scale * ((shipped.problems.limit or 0) - aside)
-    return change(
-        shipped,
-        {
-            "problems": {"seed": seed, "limit": limit},
-            "collect": {"quantile": quantile},
-            "train": {"seeds": (seed,), "horizons": (HORIZONS[world],)},
-            "experiment": {"benchmark_problems": shipped.evaluate.limit},
-        },
-    )
+    problems = shipped.problems
+    aside = problems.validation + problems.certification
+    changes: Changes = {
+        "problems": {"seed": seed, "limit": aside + scale * ((problems.limit or 0) - aside)},
+        "collect": {"quantile": quantile},
+        "train": {"seeds": (seed,), "horizons": (HORIZONS[world],)},
+        "experiment": {"benchmark_problems": shipped.evaluate.limit},
+    }
+    return change(shipped, changes)
 
 
 def kind_of(models: Models, pool: Sequence[int]) -> str:
@@ -101,23 +103,16 @@ def kind_of(models: Models, pool: Sequence[int]) -> str:
     return token_kind(models.tokenizer.decode([pool[0]]))
 
 
-class AtDigits(Selector):
-    """One selector where the SLM's likeliest token is a digit, another elsewhere."""
+class AtDigits(ScoringSelector):
+    """One selector's scores where the SLM's likeliest token is a digit, another's elsewhere."""
 
-    def __init__(self, models: Models, digits: Selector, elsewhere: Selector) -> None:
-        self.models, self.selectors = models, {True: digits, False: elsewhere}
+    def __init__(self, models: Models, digits: ScoringSelector, elsewhere: ScoringSelector) -> None:
+        self.models, self.digits, self.elsewhere = models, digits, elsewhere
 
-    def choose(self, state: State, pool: Pool) -> int:
-        return self.choose_many([state], [pool])[0][0]
-
-    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
-        digits = [kind_of(self.models, pool.ids.tolist()) == "digit" for pool in pools]
-        chosen: dict[int, tuple[int, Tensor | None]] = {}
-        for wanted, selector in self.selectors.items():
-            own = [place for place, digit in enumerate(digits) if digit == wanted]
-            choices = selector.choose_many([states[place] for place in own], [pools[place] for place in own])
-            chosen.update(zip(own, choices, strict=True))
-        return [chosen[place] for place in range(len(pools))]
+    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
+        scored = (selector.scores_many(states, pools) for selector in (self.digits, self.elsewhere))
+        kinds = (kind_of(self.models, pool.ids.tolist()) for pool in pools)
+        return [at if kind == "digit" else other for kind, at, other in zip(kinds, *scored, strict=True)]
 
 
 class Oracle(ScoringSelector):
@@ -166,19 +161,19 @@ class DecodersStage(DecodeStage):
 
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
         context, name = Context(self.settings, self.run, max_length, max_batch), trial.method
-        if name in ("greedy", "direct", "published"):
-            return context.decoder_named(name, trial.seed).generate_many
-        (horizon,), models = self.settings.train.horizons, context.models
-        if name == "oracle":
-            return context.decoder(Oracle(models, horizon), pool="joint").generate_many
-        assert trial.seed is not None
-        reranker, llm = FutureBridgeSelector(context.reranker(trial.seed)), LLMPreference()
-        at: dict[str, tuple[Selector, Selector]] = {
-            "llm-at-digits": (llm, reranker),
-            "slm-at-digits": (SLMPreference(), reranker),
-            "llm-elsewhere": (reranker, llm),
+        if name == "greedy":
+            return context.decoder_named(name, None).generate_many
+        (seed,), (horizon,) = self.settings.train.seeds, self.settings.train.horizons
+        llm, models, reranker = LLMPreference(), context.models, FutureBridgeSelector(context.reranker(seed))
+        selectors: dict[str, ScoringSelector] = {
+            "direct": llm,
+            "published": reranker,
+            "llm-at-digits": AtDigits(models, llm, reranker),
+            "slm-at-digits": AtDigits(models, SLMPreference(), reranker),
+            "llm-elsewhere": AtDigits(models, reranker, llm),
+            "oracle": Oracle(models, horizon),
         }
-        return context.decoder(AtDigits(models, *at[name]), pool="joint").generate_many
+        return context.decoder(selectors[name], pool="joint").generate_many
 
 
 def make(world: str, scale: int, settings: PaperSettings, out: Path) -> None:
@@ -215,17 +210,19 @@ def record(settings: PaperSettings, run: Path, stage: DecodersStage) -> dict[str
         kinds = {name: kind_of(models, state.pool.ids.tolist()) for name, state in examples.states.items()}
         trained.update(kinds.values())
         usably.update(kinds[name] for name in examples.groups)
-    rows: dict[str, list[Any]] = {}
-    for row in stage.rows():
-        rows.setdefault(row.method, []).append(row)
+    rows = {name: list(read_rows(stage.folder, name)) for name in stage.trials}
     contents = {
         "horizon": settings.train.horizons[0],
         "training states": trained,
         "training groups": usably,
-        "agreement": agreement_rows(states),
-        "agreement at usable": agreement_rows(usable),
-        "own token first": own,
-        "coverage": [row | {"kind": kind} for kind, some in by_kind(states).items() for row in coverage_rows(some)],
+        AGREEMENT: agreement_rows(states),
+        USABLE: agreement_rows(usable),
+        OWN: own,
+        "coverage": [
+            row | {"kind": kind}
+            for kind in ("all", "word", "digit")
+            for row in coverage_rows([state for state in states if kind in ("all", state.kind)])
+        ],
         "rows": {
             name: evidence.row_of(decoded)
             | {"events": Counter(kind_of(models, event.pool) for row in decoded for event in row.events)}
@@ -252,14 +249,63 @@ def judged(settings: PaperSettings, run: Path) -> list[Judged]:
     ]
 
 
-def by_kind(states: Sequence[Judged]) -> dict[str, list[Judged]]:
-    """All states, and those of each kind."""
-    return {kind: [state for state in states if kind in ("all", state.kind)] for kind in ("all", "word", "digit")}
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
-def order(cell: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Where a cell stands in the file and on the page."""
-    return (list(CELLS).index((cell["world"], cell["quantile"])), cell["scale"], cell["seed"])
+def found(cell: Cell, part: str, kind: str, score: str, column: str) -> Any:
+    """A value of a cell's rows, 0 without such a row; of an interval the mean."""
+    value = next((row[column] for row in cell[part] if (row["kind"], row["score"]) == (kind, score)), None) or 0
+    return value[0] if isinstance(value, list) else value
+
+
+def shares(cells: Sequence[Cell], *at: str) -> str:
+    """A share of a part in the cell of each seed, in percent."""
+    return "/".join(f"{100 * found(cell, *at):.0f}" for cell in cells)  # type: ignore[arg-type]
+
+
+def accuracies(cells: Sequence[Cell], name: str) -> str:
+    """A decoder's accuracy in the cell of each seed, in percent."""
+    rights = [cell["rows"][name]["correct"] for cell in cells]
+    return "/".join(f"{100 * bits.count('1') / len(bits):.1f}" for bits in rights)
+
+
+def page(records: Sequence[Cell]) -> list[str]:
+    """The tables of docs/worlds.md: by kind of event, by decoder, by number of training problems."""
+    of: dict[tuple[str, float], dict[int, list[Cell]]] = {}  # by world and quantile, by scale
+    for cell in records:
+        of.setdefault((cell["world"], cell["quantile"]), {}).setdefault(cell["scale"], []).append(cell)
+    worlds = {f"{at[0]}, {at[1]:g}": of[at] for at in CELLS}
+    events, curve = [], []
+    for (name, by_scale), scales in zip(worlds.items(), CELLS.values(), strict=True):
+        for kind in ("word", "digit"):
+            counted = ((AGREEMENT, "states"), (AGREEMENT, "mixed_states"), (USABLE, "states"))
+            counts = [sum(found(cell, part, kind, "SLM", column) for cell in by_scale[1]) for part, column in counted]
+            agreed = (shares(by_scale[1], part, kind, score, "pairwise") for part, score in COMPARED.values())
+            if counts[-1] >= FEW:
+                events.append([f"{name}, {kind}s", "{:,} ({:,}; {:,})".format(*counts), *agreed])
+        for scale, own in sorted(by_scale.items()) if len(scales) > 1 else ():
+            groups = np.mean([cell["training groups"]["digit"] for cell in own])
+            ordered = shares(own, AGREEMENT, "digit", "reranker", "pairwise")
+            repeated = shares(own, OWN, "digit", "reranker", "share")
+            curve.append([f"{name}, {scale}x", f"{groups:,.0f}", ordered, repeated, accuracies(own, "published")])
+    decoded = [[label, *(accuracies(own[1], name) for own in worlds.values())] for name, label in DECODERS.items()]
+    hours = sum(cell["processor_seconds"] for cell in records) / 3600
+    seeds, problems = "/".join(map(str, SEEDS)), len(records[0]["rows"]["greedy"]["correct"])
+    heads = ["training problems", "groups at digits", "pairs, %", "repeats, %", "accuracy, %"]
+    return [
+        f"`python -m benchmarks.why` made {len(records)} [cells](evidence/why.json) in {hours:.1f} hours of CPU time: "
+        f"{problems} test problems, seed {seeds}. Pairs of candidates that a score orders as their rollouts do, %:",
+        "",
+        *markdown_table(["events", "states (outcomes differ; usable future)", *COMPARED], events),
+        "",
+        "The test problems decoded, accuracy, %:",
+        "",
+        *markdown_table(["what is taken at events", *worlds], decoded),
+        "",
+        "The reranker at digits by number of training problems; it *repeats* the SLM's own token:",
+        "",
+        *markdown_table(heads, curve),
+    ]
 
 
 def main(
@@ -269,15 +315,13 @@ def main(
 ) -> None:
     """Make every cell that is still missing, those of few training problems first."""
     if write:
-        evidence.write_cells(sorted(evidence.finished_cells(RECORDS, out), key=order), RECORDS)
+        evidence.write_cells(evidence.finished_cells(RECORDS, out), RECORDS)
         return
     evidence.committed(RECORDS, out)
     cells = sorted((scale, seed, *at) for at, scales in CELLS.items() for scale in scales for seed in SEEDS)
     jobs = {
-        (f"{world} {quantile:g}, x{scale}", seed): partial(
-            make, world, scale, settings_of(world, seed, quantile, scale), out
-        )
-        for scale, seed, world, quantile in cells
+        (f"{world} {at:g}, x{scale}", seed): partial(make, world, scale, settings_of(world, seed, at, scale), out)
+        for scale, seed, world, at in cells
     }
     evidence.make_all("benchmarks.why", jobs, out, workers)
 

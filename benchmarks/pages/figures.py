@@ -6,14 +6,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-from benchmarks import adverse, command, stages
+from benchmarks import adverse, command, stages, why
 from benchmarks.evidence import CELLS, TAKEOVER, Cells, page, times_below
 from benchmarks.gpu import gpu_status, roofline, targets
 from benchmarks.gpu.gpu_status import cost_table
@@ -75,10 +74,8 @@ SIZES = {
 
 def render(readme: str, root: Path = ROOT) -> str:
     """The README with its two tables regenerated."""
-    if (root / CELLS).is_file():
-        cells = Cells(json.loads((root / CELLS).read_text()))
-        worlds = read_tables(root / TABLES) if (root / TABLES).is_file() else []
-        readme = replace_block(readme, "accuracy", accuracy(cells, worlds), CELLS)
+    cells = Cells(json.loads((root / CELLS).read_text()))
+    readme = replace_block(readme, "accuracy", accuracy(cells, read_tables(root / TABLES)), CELLS)
     return replace_block(readme, "speed", speed({device: load(root, device) for device in (*GPUS, "cpu")}))
 
 
@@ -220,27 +217,20 @@ def in_words(shape: str) -> str:
 
 
 def render_worlds(text: str, root: Path = ROOT) -> str:
-    """docs/worlds.md with its tables of orderings, quantiles and times regenerated."""
-    if not (root / TABLES).is_file():
-        return text
-    worlds = read_tables(root / TABLES)
-    for name, lines in (
-        ("orderings", partial(paper_orderings, reversed_only=True)),
-        ("times", partial(times, keys=MAIN)),
-    ):
-        text = replace_block(text, name, lines(worlds), TABLES)
-    return text
+    """docs/worlds.md with its tables regenerated."""
+    worlds, records = read_tables(root / TABLES), json.loads((root / why.RECORDS).read_text())
+    text = replace_block(text, "why", why.page(records), why.RECORDS)
+    text = replace_block(text, "orderings", paper_orderings(worlds, reversed_only=True), TABLES)
+    return replace_block(text, "times", times(worlds, MAIN), TABLES)
 
 
 def render_questions(text: str, root: Path = ROOT) -> str:
     """docs/troubleshooting.md with R2R beside FutureBridge."""
-    return replace_block(text, "r2r", r2r(read_tables(root / TABLES)), TABLES) if (root / TABLES).is_file() else text
+    return replace_block(text, "r2r", r2r(read_tables(root / TABLES)), TABLES)
 
 
 def render_pair(text: str, root: Path = ROOT) -> str:
     """docs/pretrained_pair/README.md with its tables of methods, orderings and times regenerated."""
-    if not (root / PAIR).is_file():
-        return text
     pairs = read_tables(root / PAIR)
     for name, lines in (("methods", methods), ("orderings", paper_orderings), ("times", times)):
         text = replace_block(text, name, lines(pairs), PAIR)
@@ -291,8 +281,6 @@ def draw_worlds(root: Path) -> None:
 
 def render_evidence(text: str, root: Path = ROOT) -> str:
     """docs/evidence.md, all of it."""
-    if not (root / CELLS).is_file():
-        return text
     files = (CELLS, CELLS.with_name("dropped.json"), adverse.RECORDS)
     cells, before, runs = (json.loads((root / file).read_text()) for file in files)
     return "\n".join([*page(Cells(cells), before), *adverse.section(runs)]) + "\n"
@@ -485,8 +473,7 @@ def main(root: Annotated[Path, typer.Option(help="Folder of the repository.")] =
         (root / "docs" / "peers.svg").write_text(alone(served))
     if (root / event.EVENT).is_file():
         event.draw(root)
-    if (root / TABLES).is_file():
-        draw_worlds(root)
+    draw_worlds(root)
     (root / LAYOUT).write_text(reference.layout_picture())
     for name, rendered in RENDERED.items():
         file = root / name

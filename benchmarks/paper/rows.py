@@ -350,20 +350,23 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 _RUNS = TypeAdapter(tuple[Run, ...])
 BRIEF = ("name", "pair", "policy", "seeds")
+KEPT = ("agreement", "coverage")  # parts that other pages quote
 
 
 def tables_bytes(runs: Sequence[Run]) -> bytes:
     """The tables of runs as JSON, a row on each line and rounded: enough for tables and figures of other pages."""
     written = []
     for run in runs:
-        head = ", ".join(f'"{name}": {_line(getattr(run, name))}' for name in BRIEF)
-        lists = (
-            f'"{name}": [\n{rows}\n]'
-            for name in ("timed", "results")
-            if (rows := ",\n".join(map(_line, getattr(run, name))))
-        )
-        written.append("{" + ",\n".join([head, *lists]) + "}")
+        members = [", ".join(f'"{name}": {_line(getattr(run, name))}' for name in BRIEF)]
+        members += [_list(name, rows) for name in ("timed", "results") if (rows := getattr(run, name))]
+        if parts := [_list(name, run.parts[name]) for name in KEPT if name in run.parts]:
+            members.append('"parts": {' + ",\n".join(parts) + "}")
+        written.append("{" + ",\n".join(members) + "}")
     return "[\n{}\n]\n".format(",\n".join(written)).encode()
+
+
+def _list(name: str, rows: Iterable[Any]) -> str:
+    return f'"{name}": [\n' + ",\n".join(map(_line, rows)) + "\n]"
 
 
 def _line(value: Any) -> str:
