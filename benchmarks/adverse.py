@@ -189,13 +189,12 @@ def main(
     write: Annotated[bool, typer.Option("--report", help="Only write docs/evidence from the finished runs.")] = False,
 ) -> None:
     """Make every run that is still missing."""
-    if write:
-        evidence.write_cells(evidence.finished_cells(RECORDS, out), RECORDS)
-        return
-    evidence.committed(RECORDS, out)
-    models(out)
-    jobs = {(world, seed): partial(work, world, seed, out) for seed in seeds or SEEDS for world in WORLDS}
-    evidence.make_all("benchmarks.adverse", jobs, out, workers)
+
+    def jobs() -> evidence.Jobs:
+        models(out)
+        return {(world, seed): partial(work, world, seed, out) for seed in seeds or SEEDS for world in WORLDS}
+
+    evidence.make_all("benchmarks.adverse", jobs, RECORDS, out, workers, write)
 
 
 if __name__ == "__main__":

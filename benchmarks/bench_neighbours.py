@@ -52,9 +52,9 @@ def randn(*shape: int, dtype: torch.dtype = DTYPE, seed: int = 0) -> Tensor:
 def test_neighbours(compare: Callable, op: str, rows: int, timing: Timing) -> None:
     call = neighbour(op, 1 if op == "topk_entropy" and rows == min(ROWS) else rows)
     way = call.plain["torch eager"]
-    expected = tuple_of(way(**call.cast(torch.float64).arguments))
+    expected = harness.tensors_of(way(**call.cast(torch.float64).arguments))
     expected = tuple(x for x in expected if x.is_floating_point())  # no indices: near ties go either way
-    plain = tuple_of(way(**call.arguments))[: len(expected)]
+    plain = harness.tensors_of(way(**call.arguments))[: len(expected)]
     compiled = torch.compile(way, dynamic=False, fullgraph=True)
     runs = {
         OURS: partial(call.function, **call.arguments),
@@ -72,10 +72,6 @@ def test_neighbours(compare: Callable, op: str, rows: int, timing: Timing) -> No
         cost=Cost(0.0, float(sum(x.nbytes for x in (*call.tensors.values(), *plain)) - unread)),
         dtype=DTYPE,
     )
-
-
-def tuple_of(output: Output) -> tuple[Tensor, ...]:
-    return output if isinstance(output, tuple) else (output,)
 
 
 # --- further ops of a decode step -------------------------------------------------------------------------------------

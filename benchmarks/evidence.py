@@ -38,7 +38,7 @@ from fb_core.apps.pipeline import statistics
 from fb_core.apps.pipeline.choose import CertificationStage, ChoiceStage, RerankerStage, Results, ValueStage, decide
 from fb_core.apps.pipeline.collect import PolicyStage, TrajectoryStage
 from fb_core.apps.pipeline.commands import Command, run_command
-from fb_core.apps.pipeline.decode import ASKED, DecodeStage, Row, Trial
+from fb_core.apps.pipeline.decode import ASKED, DecodeStage, Row, Trial, read_rows
 from fb_core.apps.pipeline.models import DEPLOYED, Context, Generate, benchmark_problems, frozen_policy, pool_options
 from fb_core.apps.pipeline.page import markdown_table
 from fb_core.apps.pipeline.run import run_stage
@@ -191,32 +191,33 @@ def make(world: str, seed: int, by_quantile: Mapping[float, RunSettings], out: P
         shutil.rmtree(run, ignore_errors=True)
 
 
-def make_all(module: str, jobs: Mapping[tuple[str, int], Callable[[], None]], out: Path, workers: int | None) -> None:
-    """Do jobs, by world and seed, in worker processes that have imported a module."""
-    (out / "cells").mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+Jobs = Mapping[tuple[str, int], Callable[[], None]]  # by world and seed
+
+
+def make_all(
+    module: str, jobs: Callable[[], Jobs], file: Path, out: Path, workers: int | None = None, write: bool = False
+) -> None:
+    """Do jobs in worker processes that have imported a module; or only `write` the finished cells into a file."""
+    finished, began = finished_cells(file, out), time.monotonic()
+    if write:
+        write_cells(finished, file)
+        return
     with processes(workers, module) as pool:
-        under_way = {pool.submit(job): of for of, job in jobs.items()}
+        under_way = {pool.submit(job): of for of, job in jobs().items()}
         for done, job in enumerate(as_completed(under_way), 1):
             job.result()
             world, seed = under_way[job]
-            print(f"{world}, seed {seed}: done, {done}/{len(jobs)}, {time.monotonic() - began:.0f} s", flush=True)
-
-
-def committed(file: Path, out: Path) -> dict[str, dict[str, Any]]:
-    """The records of a file by name; those with every row of today are finished cells of `out` from now on."""
-    cells = {name_of(cell): cell for cell in (json.loads(file.read_text()) if file.is_file() else ())}
-    (out / "cells").mkdir(parents=True, exist_ok=True)
-    for name, cell in cells.items():
-        if (FIVE in cell or "scale" in cell) and not (made := out / "cells" / f"{name}.json").is_file():
-            write_file(made, json.dumps(cell).encode())
-    return cells
+            print(f"{world}, seed {seed}: done, {done}/{len(under_way)}, {time.monotonic() - began:.0f} s", flush=True)
 
 
 def finished_cells(file: Path, out: Path) -> list[dict[str, Any]]:
-    """The records of a file, with those of finished cells in their place."""
-    made = {path.stem: json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))}
-    return [*(committed(file, out) | made).values()]
+    """The records of a file, and of `out` in their place; those with every row of today are finished from now on."""
+    cells, folder = {name_of(cell): cell for cell in json.loads(file.read_text())}, out / "cells"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, cell in cells.items():
+        if (FIVE in cell or "scale" in cell) and not (made := folder / f"{name}.json").is_file():
+            write_file(made, json.dumps(cell).encode())
+    return [*(cells | {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}).values()]
 
 
 def write_cells(records: Iterable[Mapping[str, Any]], file: Path) -> None:
@@ -227,10 +228,7 @@ def write_cells(records: Iterable[Mapping[str, Any]], file: Path) -> None:
 
 def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any]:
     """The record of a cell."""
-    rows: dict[str, list[Row]] = {}
-    for row in tests.rows():
-        if row.benchmark != CertificationStage.name:
-            rows.setdefault(row.method, []).append(row)
+    own = {at: trial.method for at, trial in tests.trials.items() if trial.benchmark != CertificationStage.name}
     chosen = tests.input(ChoiceStage).folder.finished()["summary"][f"seed-{tests.seed}"]
     return {
         "world": world,
@@ -240,7 +238,7 @@ def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any
         "deployed": chosen["recipe"],
         FIVE: tests.of_five(),
         "words": chosen["tested"][0]["words"],
-        "rows": {name: row_of(own) for name, own in rows.items()},
+        "rows": {name: row_of(list(read_rows(tests.folder, at))) for at, name in own.items()},
     }
 
 
@@ -539,15 +537,12 @@ def main(
     write: Annotated[bool, typer.Option("--report", help="Only write docs/evidence from the finished cells.")] = False,
 ) -> None:
     """Make every cell that is still missing."""
-    if write:
-        write_cells(Cells(finished_cells(CELLS, out)).records, CELLS)
-        return
-    committed(CELLS, out)
-    jobs = {}
-    for world, seed in ((world, seed) for seed in seeds or SEEDS for world in SETTINGS):
-        by_quantile = {q: settings_of(world, seed, q) for q in QUANTILES}
-        jobs[world, seed] = partial(make, world, seed, by_quantile, out)
-    make_all("benchmarks.evidence", jobs, out, workers)
+
+    def jobs() -> Jobs:
+        cells = [(world, seed) for seed in seeds or SEEDS for world in SETTINGS]
+        return {at: partial(make, *at, {q: settings_of(*at, q) for q in QUANTILES}, out) for at in cells}
+
+    make_all("benchmarks.evidence", jobs, CELLS, out, workers, write)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def compare(
             if name.partition(",")[0] == OURS:
                 backends[name] = _backend(ran)
             error = max_error(got, implementation.expected, implementation.rows)
-            result_dtype = dtype or _tensors(got)[0].dtype
+            result_dtype = dtype or tensors_of(got)[0].dtype
             bound = tolerance if implementation.tolerance is None else implementation.tolerance
             fine = within(got, implementation.expected, implementation.rows, bound)
             del got
@@ -263,7 +263,7 @@ def named(times: Mapping[str, float]) -> str:
 
 
 def _device_of(implementation: Implementation) -> str:
-    return _tensors(implementation.expected)[0].device.type
+    return tensors_of(implementation.expected)[0].device.type
 
 
 def _peak_on_device(run: Callable[[], Output]) -> int:
@@ -293,28 +293,29 @@ def _rated(row: Result, cost: Cost | None, ceiling: Ceilings | None, cold: bool)
     return replace(row, tflops=tflops, tbps=tbps, fraction_of_ceiling=fraction)
 
 
-def _tensors(output: Output) -> tuple[Tensor, ...]:
+def tensors_of(output: Output) -> tuple[Tensor, ...]:
+    """The tensors of a result."""
     return output if isinstance(output, tuple) else (output,)
 
 
 def max_error(got: Output, expected: Output, rows: Tensor | None = None) -> float:
     """The largest absolute error in the rows that `expected` has; infinite for a wrong shape or for NaN."""
     worst = 0.0
-    for actual, truth in zip(_tensors(got), _tensors(expected), strict=False):
+    for actual, truth in zip(tensors_of(got), tensors_of(expected), strict=False):
         actual = actual[: len(truth)] if rows is None else actual[rows]
         if actual.shape != truth.shape:
             return math.inf
         if truth.numel():
             error = float((actual.double() - truth.double()).abs().max())
             worst = math.inf if math.isnan(error) else max(worst, error)
-    return worst if len(_tensors(got)) >= len(_tensors(expected)) else math.inf
+    return worst if len(tensors_of(got)) >= len(tensors_of(expected)) else math.inf
 
 
 def within(got: Output, expected: Output, rows: Tensor | None, tolerance: float | tuple[float, ...]) -> bool:
     """Whether the error of all tensors is at most the tolerance, or that of each tensor at most its own."""
     if not isinstance(tolerance, tuple):
         return max_error(got, expected, rows) <= tolerance
-    parts = zip(_tensors(got), _tensors(expected), tolerance, strict=True)
+    parts = zip(tensors_of(got), tensors_of(expected), tolerance, strict=True)
     return all(max_error(actual, truth, rows) <= bound for actual, truth, bound in parts)
 
 
@@ -322,7 +323,7 @@ def allowed_error(plain: Output, expected: Output, ulps: float = 4.0) -> float:
     """The error rule: twice the error of plain PyTorch in the case's dtype, plus a few ulps of the largest value."""
     allowance = max(
         ulps * torch.finfo(value.dtype).eps * float(truth.abs().max())
-        for value, truth in zip(_tensors(plain), _tensors(expected), strict=True)
+        for value, truth in zip(tensors_of(plain), tensors_of(expected), strict=True)
     )
     return 2 * max_error(plain, expected) + allowance
 

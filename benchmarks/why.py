@@ -54,7 +54,7 @@ from fb_core.apps.pipeline.train import TrainStage
 from fb_core.apps.settings.base import Changes, change
 from fb_core.decode.selectors import FutureBridgeSelector, LLMPreference, ScoringSelector, SLMPreference, State
 from fb_core.events import Pool
-from fb_core.score.scorer import BranchGroup, CompatibilityScorer
+from fb_core.score.scorer import BranchGroup
 
 SEEDS = (0, 1)
 CELLS = {("plans", 0.94): (1,), ("plans", 0.9): (1, 4, 12), ("helpful", 0.92): (1,), ("control", 0.92): (1, 4, 12)}
@@ -64,14 +64,14 @@ RECORDS = Path("docs", "evidence", "why.json")
 TRAINED: tuple[type[Stage], ...] = (TrajectoryStage, PolicyStage, StateStage, FutureStage, ScoreStage)
 TRAINED += (TrainStage, SelectionStage, RerankerStage)
 TARGET, ANY = "Direct-B", "Direct-B, any future"  # B_H of usable futures, and of all
-DECODERS = {  # labels
-    "greedy": "SLM greedy",
-    "direct": "the LLM's score",
-    "published": "published recipe: the reranker",
-    "llm-at-digits": "the reranker, at digits the LLM's score",
-    "slm-at-digits": "the reranker, at digits the SLM's own token",
-    "llm-elsewhere": "the LLM's score, at digits the reranker",
-    "oracle": "oracle: the target of any future",
+DECODERS = {  # label, what scores the candidates at digits and elsewhere
+    "greedy": ("SLM greedy", "", ""),
+    "direct": ("the LLM's score", "llm", "llm"),
+    "published": ("published recipe: the reranker", "reranker", "reranker"),
+    "llm-at-digits": ("the reranker, at digits the LLM's score", "llm", "reranker"),
+    "slm-at-digits": ("the reranker, at digits the SLM's own token", "slm", "reranker"),
+    "llm-elsewhere": ("the LLM's score, at digits the reranker", "reranker", "llm"),
+    "oracle": ("oracle: the target of any future", "oracle", "oracle"),
 }
 AGREEMENT, USABLE, OWN = "agreement", "agreement at usable", "own token first"  # parts of a record
 COMPARED = {  # columns by head: part of a record, score
@@ -123,26 +123,18 @@ class Oracle(ScoringSelector):
 
     def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
         prefixes = [state.tokens for state in states]
-        written = self.models.llm.complete_many(prefixes, self.horizon + 1)
-        return compatibility(self.models.scorer, prefixes, pools, written, self.horizon)
+        return self.scores(prefixes, pools, self.models.llm.complete_many(prefixes, self.horizon + 1))
 
-
-def compatibility(
-    scorer: CompatibilityScorer,
-    prefixes: Sequence[Tensor],
-    pools: Sequence[Pool],
-    written: Sequence[Tensor],
-    horizon: int,
-) -> list[Tensor]:
-    """B_H [K] of every pool, of a shorter continuation as far as it goes; of a single token, that token is best."""
-    groups = [
-        (prefix, [BranchGroup(len(prefix), pool.ids, new[1 : horizon + 1])] if len(new) > 1 else [])
-        for prefix, pool, new in zip(prefixes, pools, written, strict=True)
-    ]
-    return [
-        matrices[0].mean(1) if matrices else (pool.ids == new[0]).float()
-        for matrices, pool, new in zip(scorer.score_trajectories(groups), pools, written, strict=True)
-    ]
+    def scores(self, prefixes: Sequence[Tensor], pools: Sequence[Pool], written: Sequence[Tensor]) -> list[Tensor]:
+        """B_H [K], of a shorter continuation as far as it goes; of a single token, that token is best."""
+        groups = [
+            (prefix, [BranchGroup(len(prefix), pool.ids, new[1 : self.horizon + 1])] if len(new) > 1 else [])
+            for prefix, pool, new in zip(prefixes, pools, written, strict=True)
+        ]
+        return [
+            matrices[0].mean(1) if matrices else (pool.ids == new[0]).float()
+            for matrices, pool, new in zip(self.models.scorer.score_trajectories(groups), pools, written, strict=True)
+        ]
 
 
 class DecodersStage(DecodeStage):
@@ -160,20 +152,15 @@ class DecodersStage(DecodeStage):
         return {name: Trial(benchmark, name, seed, "batch", problems) for name in DECODERS}
 
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
-        context, name = Context(self.settings, self.run, max_length, max_batch), trial.method
-        if name == "greedy":
-            return context.decoder_named(name, None).generate_many
+        context = Context(self.settings, self.run, max_length, max_batch)
+        _, digits, elsewhere = DECODERS[trial.method]
+        if not digits:
+            return context.decoder_named(trial.method, None).generate_many
         (seed,), (horizon,) = self.settings.train.seeds, self.settings.train.horizons
-        llm, models, reranker = LLMPreference(), context.models, FutureBridgeSelector(context.reranker(seed))
-        selectors: dict[str, ScoringSelector] = {
-            "direct": llm,
-            "published": reranker,
-            "llm-at-digits": AtDigits(models, llm, reranker),
-            "slm-at-digits": AtDigits(models, SLMPreference(), reranker),
-            "llm-elsewhere": AtDigits(models, reranker, llm),
-            "oracle": Oracle(models, horizon),
-        }
-        return context.decoder(selectors[name], pool="joint").generate_many
+        reranker, oracle = FutureBridgeSelector(context.reranker(seed)), Oracle(context.models, horizon)
+        of = {"llm": LLMPreference(), "slm": SLMPreference(), "reranker": reranker, "oracle": oracle}
+        selector = of[digits] if digits == elsewhere else AtDigits(context.models, of[digits], of[elsewhere])
+        return context.decoder(selector, pool="joint").generate_many
 
 
 def make(world: str, scale: int, settings: PaperSettings, out: Path) -> None:
@@ -234,15 +221,12 @@ def record(settings: PaperSettings, run: Path, stage: DecodersStage) -> dict[str
 
 def judged(settings: PaperSettings, run: Path) -> list[Judged]:
     """The rolled-out test states with the scores of `agreement`, and B_H of any future."""
-    states, models = judged_states(settings, run), models_of(settings.models)
-    (horizon,) = settings.train.horizons
+    states, oracle = judged_states(settings, run), Oracle(models_of(settings.models), settings.train.horizons[0])
     shards = Artefact(run, FutureStage.name).shards()
     futures = {name: own for shard in shards for name, own in Examples(run, shard).futures().items()}
     rolled = [state.rolled.state for state in states]
     written = [torch.cat([torch.tensor([own.first]), own.tokens]) for own in (futures[state.id] for state in rolled)]
-    scores = compatibility(
-        models.scorer, [state.prefix for state in rolled], [state.pool for state in rolled], written, horizon
-    )
+    scores = oracle.scores([state.prefix for state in rolled], [state.pool for state in rolled], written)
     return [
         replace(state, scores={name.partition("_")[0]: own for name, own in state.scores.items()} | {ANY: [score]})
         for state, score in zip(states, scores, strict=True)
@@ -271,10 +255,10 @@ def accuracies(cells: Sequence[Cell], name: str) -> str:
 
 def page(records: Sequence[Cell]) -> list[str]:
     """The tables of docs/worlds.md: by kind of event, by decoder, by number of training problems."""
-    of: dict[tuple[str, float], dict[int, list[Cell]]] = {}  # by world and quantile, by scale
-    for cell in records:
-        of.setdefault((cell["world"], cell["quantile"]), {}).setdefault(cell["scale"], []).append(cell)
-    worlds = {f"{at[0]}, {at[1]:g}": of[at] for at in CELLS}
+    cells: dict[tuple[str, float], dict[int, list[Cell]]] = {}  # by world and quantile, by scale
+    for cell in sorted(records, key=lambda cell: cell["seed"]):
+        cells.setdefault((cell["world"], cell["quantile"]), {}).setdefault(cell["scale"], []).append(cell)
+    worlds = {f"{at[0]}, {at[1]:g}": cells[at] for at in CELLS}
     events, curve = [], []
     for (name, by_scale), scales in zip(worlds.items(), CELLS.values(), strict=True):
         for kind in ("word", "digit"):
@@ -288,7 +272,7 @@ def page(records: Sequence[Cell]) -> list[str]:
             ordered = shares(own, AGREEMENT, "digit", "reranker", "pairwise")
             repeated = shares(own, OWN, "digit", "reranker", "share")
             curve.append([f"{name}, {scale}x", f"{groups:,.0f}", ordered, repeated, accuracies(own, "published")])
-    decoded = [[label, *(accuracies(own[1], name) for own in worlds.values())] for name, label in DECODERS.items()]
+    decoded = [[of[0], *(accuracies(own[1], name) for own in worlds.values())] for name, of in DECODERS.items()]
     hours = sum(cell["processor_seconds"] for cell in records) / 3600
     seeds, problems = "/".join(map(str, SEEDS)), len(records[0]["rows"]["greedy"]["correct"])
     heads = ["training problems", "groups at digits", "pairs, %", "repeats, %", "accuracy, %"]
@@ -314,16 +298,15 @@ def main(
     write: Annotated[bool, typer.Option("--report", help="Only write docs/evidence from the finished cells.")] = False,
 ) -> None:
     """Make every cell that is still missing, those of few training problems first."""
-    if write:
-        evidence.write_cells(evidence.finished_cells(RECORDS, out), RECORDS)
-        return
-    evidence.committed(RECORDS, out)
-    cells = sorted((scale, seed, *at) for at, scales in CELLS.items() for scale in scales for seed in SEEDS)
-    jobs = {
-        (f"{world} {at:g}, x{scale}", seed): partial(make, world, scale, settings_of(world, seed, at, scale), out)
-        for scale, seed, world, at in cells
-    }
-    evidence.make_all("benchmarks.why", jobs, out, workers)
+
+    def jobs() -> evidence.Jobs:
+        cells = sorted((scale, seed, *at) for at, scales in CELLS.items() for scale in scales for seed in SEEDS)
+        return {
+            (f"{world} {at:g}, x{scale}", seed): partial(make, world, scale, settings_of(world, seed, at, scale), out)
+            for scale, seed, world, at in cells
+        }
+
+    evidence.make_all("benchmarks.why", jobs, RECORDS, out, workers, write)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def figure(event: dict[str, Any], theme: Theme) -> Figure:
             axis.barh(height + 0.012, BAR, 0.045, x, color=theme.line)
             color = theme.ours if key == "reranker" else theme.others
             axis.barh(height + 0.012, BAR * candidate[key], 0.045, x, color=color)
-        mark, color = ("\N{CHECK MARK}", theme.good) if candidate["right"] else ("\N{BALLOT X}", theme.bad)
+        mark, color = ("\N{CHECK MARK}", theme.others) if candidate["right"] else ("\N{BALLOT X}", theme.ours)
         axis.text(WRITTEN, height, mark, color=color, fontsize=11, family="DejaVu Sans")
         axis.text(
             WRITTEN + 0.025, height, candidate["written"].strip(), fontsize=9.5, family="monospace", weight=weight

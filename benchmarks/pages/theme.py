@@ -25,8 +25,6 @@ class Theme:
     line: str
     ours: str
     others: str
-    good: str
-    bad: str
 
 
 LIGHT = Theme(
@@ -36,8 +34,6 @@ LIGHT = Theme(
     line="#d8dce1",
     ours="#d55e00",
     others="#0072b2",
-    good="#0072b2",
-    bad="#d55e00",
 )
 DARK = Theme(
     ground="#14171b",
@@ -46,8 +42,6 @@ DARK = Theme(
     line="#363c44",
     ours="#ff8c42",
     others="#56b4e9",
-    good="#56b4e9",
-    bad="#ff8c42",
 )
 
 

@@ -101,7 +101,7 @@ def test_the_rows_without_the_llm_are_shown_where_they_are(cells):
 def test_committed_cells_are_not_made_again_and_new_ones_take_their_place(cells, tmp_path):
     file, out = tmp_path / "cells.json", tmp_path / "out"
     evidence.write_cells(cells.records, file)
-    evidence.committed(file, out)
+    evidence.finished_cells(file, out)
     (kept,) = (out / "cells").glob("*.json")
     assert (kept.stem, json.loads(kept.read_text())) == ("plans-1-0.9", cells.records[0])
     again = cell(2, "published", 55)

@@ -58,7 +58,7 @@ def test_the_oracle_scores_what_follows_the_llms_token(models):
     (found,) = why.Oracle(models, 5).scores_many([state], [own])
     assert torch.allclose(found, expected, atol=1e-5)
     cut = ids(models, "so ", "2", "9"), ids(models, "as ")
-    short, alone = why.compatibility(models.scorer, [prefix] * 2, [own] * 2, cut, 5)
+    short, alone = why.Oracle(models, 5).scores([prefix] * 2, [own] * 2, cut)
     assert torch.allclose(short, models.scorer.score(prefix, own.ids, cut[0][1:]).mean(1), atol=1e-5)
     assert alone.tolist() == [0.0, 1.0]
 
@@ -114,5 +114,14 @@ def test_a_small_cell_is_made_once(tmp_path):
     assert file.stat().st_mtime_ns == written
     committed = tmp_path / "why.json"
     evidence.write_cells([cell], committed)
-    evidence.committed(committed, again := tmp_path / "again")  # another machine goes on from the committed ones
+    evidence.finished_cells(committed, again := tmp_path / "again")  # another machine goes on from the committed ones
     assert json.loads((again / "cells" / file.name).read_text()) == cell
+
+
+def test_the_page_has_the_cells_of_each_seed_in_order():
+    records = json.loads((ROOT / why.RECORDS).read_text())
+    by_seed = {cell["seed"]: cell for cell in records if (cell["world"], cell["scale"]) == ("control", 1)}
+    right = "/".join(f"{by_seed[seed]['rows']['oracle']['correct'].count('1') / 4:.1f}" for seed in (0, 1))
+    page = why.page(records)
+    assert any(line.startswith("| oracle: ") and line.endswith(f"| {right} |") for line in page)
+    assert why.page(records[::-1]) == page
