@@ -269,20 +269,20 @@ def page(records: Sequence[Cell]) -> list[str]:
                 events.append([f"{name}, {kind}s", "{:,} ({:,}; {:,})".format(*counts), *agreed])
         for scale, own in sorted(by_scale.items()) if len(scales) > 1 else ():
             groups = np.mean([cell["training groups"]["digit"] for cell in own])
-            ordered = shares(own, AGREEMENT, "digit", "reranker", "pairwise")
-            repeated = shares(own, OWN, "digit", "reranker", "share")
-            curve.append([f"{name}, {scale}x", f"{groups:,.0f}", ordered, repeated, accuracies(own, "published")])
+            parts = ((USABLE, "pairwise"), (OWN, "share"))
+            digits = (shares(own, part, "digit", "reranker", column) for part, column in parts)
+            curve.append([f"{name}, {scale}x", f"{groups:,.0f}", *digits, accuracies(own, "published")])
     decoded = [[of[0], *(accuracies(own[1], name) for own in worlds.values())] for name, of in DECODERS.items()]
     hours = sum(cell["processor_seconds"] for cell in records) / 3600
     seeds, problems = "/".join(map(str, SEEDS)), len(records[0]["rows"]["greedy"]["correct"])
-    heads = ["training problems", "groups at digits", "pairs, %", "repeats, %", "accuracy, %"]
+    heads = ["training problems", "groups at digits", "pairs, usable future, %", "repeats, %", "accuracy, %"]
     return [
         f"`python -m benchmarks.why` made {len(records)} [cells](evidence/why.json) in {hours:.1f} hours of CPU time: "
-        f"{problems} test problems, seed {seeds}. Pairs of candidates that a score orders as their rollouts do, %:",
+        f"{problems} test problems, seed {seeds}. Pairs of candidates ordered as their rollouts are, % (50 is chance):",
         "",
         *markdown_table(["events", "states (outcomes differ; usable future)", *COMPARED], events),
         "",
-        "The test problems decoded, accuracy, %:",
+        "The test problems decoded, accuracy, % (95% intervals reach 5 points at most):",
         "",
         *markdown_table(["what is taken at events", *worlds], decoded),
         "",
