@@ -379,7 +379,7 @@ void sort_largest(int64_t k, int64_t* found, int64_t count) {
 // The kernels of a decode step, for one element type.
 template <typename T>
 struct Step {
-  decltype(&plain::skinny_linear<T>) skinny_linear, linear_in_panels;
+  decltype(&plain::skinny_linear<T>) skinny_linear;
   decltype(&plain::branch_attention_qkv<T>) branch_attention_qkv;
   decltype(&plain::decoder_layer<T>) decoder_layer;
   decltype(&plain::topk_entropy<T>) topk_entropy;
@@ -401,10 +401,9 @@ struct Kernels {
 };
 
 #define STEP(variant, T) \
-  {variant::skinny_linear<T>, variant::linear_in_panels<T>, variant::branch_attention_qkv<T>, \
-   variant::decoder_layer<T>, variant::topk_entropy<T>, variant::rms_norm<T>, variant::swiglu<T>, \
-   variant::qk_norm_rope<T>, variant::branch_attention<T>, variant::branch_attention_backward<T>, \
-   variant::linear_logprob<T>, variant::linear_logprob_backward<T>}
+  {variant::skinny_linear<T>, variant::branch_attention_qkv<T>, variant::decoder_layer<T>, variant::topk_entropy<T>, \
+   variant::rms_norm<T>, variant::swiglu<T>, variant::qk_norm_rope<T>, variant::branch_attention<T>, \
+   variant::branch_attention_backward<T>, variant::linear_logprob<T>, variant::linear_logprob_backward<T>}
 
 // Those of bfloat16 are of `narrow`.
 #define KERNELS(variant, narrow)                                                                                   \
@@ -469,7 +468,7 @@ Layout layout_of(const Fields& given) {
 
 }  // namespace
 
-extern "C" int fbcpu_abi_version() { return 20; }
+extern "C" int fbcpu_abi_version() { return 21; }
 
 // Whose kernels those of bfloat16 are.
 extern "C" const char* fbcpu_variant() { return kernels.variant; }
@@ -478,13 +477,12 @@ extern "C" const char* fbcpu_variant() { return kernels.variant; }
 FB_FUNCTION(fbcpu_skinny_linear,
             const void* x; int64_t x_stride; const void* weight; int64_t weight_stride;
             const void *bias, *norm_weight; double eps; const void* residual; int64_t residual_stride;
-            void* out; int64_t out_stride, rows, width, outputs; int swiglu, threads, narrow, in_panels;) {
+            void* out; int64_t out_stride, rows, width, outputs; int swiglu, threads, narrow;) {
   return typed(given.narrow, [&](const auto& step, auto one) {
-    const auto run = given.in_panels ? step.linear_in_panels : step.skinny_linear;
-    return run(as(given.x, one), given.x_stride, as(given.weight, one), given.weight_stride, as(given.bias, one),
-               as(given.norm_weight, one), narrow(given.eps), as(given.residual, one), given.residual_stride,
-               as(given.out, one), given.out_stride, given.rows, given.width, given.outputs, given.swiglu,
-               given.threads);
+    return step.skinny_linear(
+        as(given.x, one), given.x_stride, as(given.weight, one), given.weight_stride, as(given.bias, one),
+        as(given.norm_weight, one), narrow(given.eps), as(given.residual, one), given.residual_stride,
+        as(given.out, one), given.out_stride, given.rows, given.width, given.outputs, given.swiglu, given.threads);
   });
 }
 

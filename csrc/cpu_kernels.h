@@ -15,7 +15,6 @@ constexpr int MANY = LANES == 16 ? 4 : ROWS;  // rows of x, where registers hold
 constexpr float FAR_BELOW = -1e4f;            // of the maximum: exp is 0 already, and 0 * -inf no term of the entropy
 constexpr int64_t FEW_KEYS = 64;              // that many heads read one head at a time
 constexpr int64_t MOST_LARGEST = 64;          // maximum k of topk_entropy
-constexpr int64_t STREAMED = 1 << 18;         // minimum elements of a weight that one row reads at TILE places at once
 
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
@@ -67,6 +66,18 @@ INLINE void store(BFloat16* to, Lanes v, int64_t n) {
   std::memcpy(to, &half, n * sizeof(BFloat16));
 }
 
+INLINE Lanes repeated(const void* from) {  // 16 bytes in all quads
+#if LANES == 16 && !defined(TILES)
+  return (Lanes)_mm512_maskz_broadcast_f32x4(0xffff, _mm_loadu_ps((const float*)from));
+#elif LANES == 8
+  return (Lanes)_mm256_broadcast_ps((const __m128*)from);
+#else
+  Lanes v;
+  for (int i = 0; i < LANES; i += 4) std::memcpy((float*)&v + i, from, 16);
+  return v;
+#endif
+}
+
 INLINE void rounded(float* x, int64_t width) {  // to BFloat16's numbers
   for (int64_t i = 0; i < width; i += LANES) {
     const int64_t n = width - i < LANES ? width - i : LANES;
@@ -84,7 +95,7 @@ INLINE void copied(const From* from, int64_t width, To* to) {
 }
 
 // How products take x and a weight's elements: STEP columns as a vector each, whose products add to lanes of sums, one
-// for each STEP / LANES columns; `everywhere` has so many in all lanes.
+// for each STEP / LANES columns, a place; `everywhere` has a place in all lanes, `in_quads` four in each four.
 template <typename Element>
 struct Widened {
   typedef Element W;
@@ -94,6 +105,7 @@ struct Widened {
   INLINE Vector of(const float* x) { return load(x); }
   INLINE Vector of(const W* w, int64_t n) { return some(w, n); }
   INLINE Vector everywhere(const X* x) { return Lanes{} + *x; }
+  INLINE Vector in_quads(const X* x) { return repeated(x); }
   INLINE void add(Vector a, Vector b, Lanes& sum) { sum += a * b; }
   INLINE void put(X* to, Lanes v) { store(to, v); }
 };
@@ -116,6 +128,7 @@ struct Factors<BFloat16> {
     std::memcpy(&pair, x, sizeof pair);
     return (Vector)_mm512_set1_epi32(pair);
   }
+  INLINE Vector in_quads(const X* x) { return (Vector)repeated(x); }
   INLINE void add(Vector a, Vector b, Lanes& sum) { sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, a, b); }
   INLINE void put(X* to, Lanes v) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
 };
@@ -263,40 +276,24 @@ INLINE void products(
   write_sums<R, T>(even, out, out_stride);
 }
 
-// The same for one row, which takes the vectors of w one after the other, or all at once.
-template <typename F, int T, bool AT_ONCE = false>
+// The same for one row, which takes the vectors of w one after the other.
+template <typename F, int T>
 INLINE void row_products(const typename F::X* x, const typename F::W* w, int64_t w_stride, int64_t width, float* out) {
-  constexpr int64_t STEP = F::STEP;
-  auto add = [=](int t, int64_t k, int64_t n, Lanes& sum) {
-    F::add(F::of(x + k), F::of(w + t * w_stride + k, n), sum);
-  };
-  Lanes acc[T][2];
-  const int64_t pairs = width / (2 * STEP) * (2 * STEP);
-  if (!AT_ONCE && width <= 2048) {  // takes half the time of T rows at once on an AMD EPYC
-    for (int t = 0; t < T; ++t) {
-      Lanes even = {}, odd = {};  // in registers, which `acc` under a running t is not
-      for (int64_t k = 0; k < pairs; k += 2 * STEP) {
-        add(t, k, STEP, even);
-        add(t, k + STEP, STEP, odd);
-      }
-      acc[t][0] = even;
-      acc[t][1] = odd;
-    }
-  } else {
-    for (int t = 0; t < T; ++t) acc[t][0] = acc[t][1] = Lanes{};
-    for (int64_t k = 0; k < pairs; k += 2 * STEP)
-      for (int part = 0; part < 2; ++part)
-        for (int t = 0; t < T; ++t) add(t, k + part * STEP, STEP, acc[t][part]);
-  }
-  int64_t k = pairs;
-  if (k + STEP <= width) {
-    for (int t = 0; t < T; ++t) add(t, k, STEP, acc[t][0]);
-    k += STEP;
-  }
-  if (k < width)
-    for (int t = 0; t < T; ++t) add(t, k, width - k, acc[t][1]);
   Lanes each[T];
-  for (int t = 0; t < T; ++t) each[t] = acc[t][0] + acc[t][1];
+  for (int t = 0; t < T; ++t, w += w_stride) {
+    Lanes even = {}, odd = {};
+    int64_t k = 0;
+    for (; k + 2 * F::STEP <= width; k += 2 * F::STEP) {
+      F::add(F::of(x + k), F::of(w + k, F::STEP), even);
+      F::add(F::of(x + k + F::STEP), F::of(w + k + F::STEP, F::STEP), odd);
+    }
+    if (k + F::STEP <= width) {
+      F::add(F::of(x + k), F::of(w + k, F::STEP), even);
+      k += F::STEP;
+    }
+    if (k < width) F::add(F::of(x + k), F::of(w + k, width - k), odd);
+    each[t] = even + odd;
+  }
   write_sums<1, T>(each, out, T);
 }
 
@@ -408,11 +405,14 @@ INLINE void exchanged(Lanes& a, Lanes& b, std::integer_sequence<int, L...>) {  /
   a = low;
 }
 
-template <int D = LANES / 2>
-INLINE void transposed(Lanes v[LANES]) {
-  for (int i = 0; i < LANES; ++i)
-    if (!(i & D)) exchanged<D>(v[i], v[i + D], std::make_integer_sequence<int, LANES>());
-  if constexpr (D > 1) transposed<D / 2>(v);
+template <int PART = 1, int D = LANES / 2>
+INLINE void transposed(Lanes v[LANES / PART]) {  // of parts of so many lanes
+  if constexpr (D >= PART) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES / PART; ++i)
+      if (!(i & D / PART)) exchanged<D>(v[i], v[i + D / PART], std::make_integer_sequence<int, LANES>());
+    transposed<PART, D / 2>(v);
+  }
 }
 
 // Rows of a weight, at(0) to at(columns), as a panel: of each STEP / LANES places in them a vector for LANES rows.
@@ -541,25 +541,18 @@ INLINE void tile_outputs(
     }
   }
 }
+
+// out[r][o] of rows of x in panels, o from `output` to `stop`.
+INLINE void products_in_tiles(
+    const float* x, int64_t rows, const BFloat16* weight, int64_t weight_stride, int64_t width, int64_t output,
+    int64_t stop, float* out, int64_t out_stride) {
+  auto put = [=](int64_t row, int64_t some, int64_t at, int64_t count, const float* block) {
+    for (int64_t r = 0; r < some; ++r)
+      std::memcpy(out + (row + r) * out_stride + at, block + r * PANEL, count * sizeof *out);
+  };
+  tile_outputs(x, rows, weight, weight_stride, width, output, stop, 0, put);
+}
 #endif
-
-// Floats for so many rows of x as `products_of` takes them.
-template <typename F>
-INLINE int64_t arranged_floats(int64_t rows, int64_t width) {
-  return IN_TILES<F> ? in_panels(rows) * stride_of<F>(width) / 2 : 0;
-}
-
-// Padded rows of x as `products_of` takes them: as they are, or in `room` as panels.
-template <typename F>
-INLINE const typename F::X* arranged(const typename F::X* x, int64_t rows, int64_t width, float* room) {
-  if constexpr (IN_TILES<F>) {
-    const int64_t stride = stride_of<F>(width);
-    for (int64_t row = 0; row < rows; row += PANEL)
-      packed<F>([=](int64_t i) { return x + (row + i) * stride; }, rows - row, stride, room + row * stride / 2);
-    return (const typename F::X*)room;
-  }
-  return x;
-}
 
 // out[row][t] = x[row] . weight[t], t from `output` to `stop`, of padded rows of x.
 template <typename F>
@@ -666,48 +659,69 @@ inline __attribute__((always_inline)) void panel_rows<Factors<BFloat16>, true>(
 }
 #endif
 
-// Of R rows the products with `count` rows of a weight, in the order of a panel, which is made in registers.
+// A sum of products with a weight runs over the places of its columns in four chains, of places 0, 4, 8, ..., and so on;
+// then they add up. So it can be made with a weight's columns in lanes, and with rows of x in lanes.
+constexpr int QUADS = LANES / 4;
+
+template <int D, int... L>
+INLINE Lanes swapped(Lanes v, std::integer_sequence<int, L...>) {
+  return SHUFFLE(v, v, (L ^ D)...);
+}
+
+// out[r][o] of R rows and QUADS rows of a weight, which lie where `from` says: a vector has the four chains of each.
 template <typename F, int R>
-static void few_in_order(
-    const typename F::X* x, int64_t x_stride, const typename F::W* weight, int64_t weight_stride, int64_t count,
-    int64_t width, float* out, int64_t out_stride) {
-  constexpr int64_t TAKEN = F::STEP / LANES;
-  for (int64_t first = 0; first < count; first += LANES) {
-    const int64_t some = std::min<int64_t>(LANES, count - first);
-    const typename F::W* from = weight + first * weight_stride;
-    Lanes sum[R] = {};
-    for (int64_t k = 0; k < width; k += F::STEP) {
-      const int64_t places = std::min(F::STEP, width - k);
-      Lanes v[LANES];
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; ++i) {
-        v[i] = i < some ? (Lanes)F::of(from + i * weight_stride + k, places) : Lanes{};
-        __builtin_prefetch(from + (i + LANES) * weight_stride + k);  // of the next rows: the processor does not foresee them
-      }
-      transposed(v);
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; ++i)
-        for (int r = 0; r < R; ++r)
-          F::add(F::everywhere(x + r * x_stride + k + i * TAKEN), (typename F::Vector)v[i], sum[r]);
+static void quad_products(
+    const typename F::X* x, int64_t x_stride, const typename F::W* const* from, int64_t width, float* out) {
+  constexpr int64_t TAKEN = F::STEP / LANES, AHEAD = 1024 / sizeof(typename F::W);
+  constexpr std::make_integer_sequence<int, LANES> all;
+  Lanes sum[R] = {};
+  auto step = [&](int64_t k, int64_t count) {
+    Lanes v[QUADS];
+#pragma GCC unroll 4
+    for (int i = 0; i < QUADS; ++i) {
+      v[i] = (Lanes)F::of(from[i] + k, count);
+      __builtin_prefetch(from[i] + k + AHEAD);
     }
-    for (int r = 0; r < R; ++r) store(out + r * out_stride + first, sum[r], some);
+    transposed<4>(v);
+#pragma GCC unroll 4
+    for (int q = 0; q < QUADS; ++q)
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+        F::add(F::in_quads(x + r * x_stride + k + 4 * q * TAKEN), (typename F::Vector)v[q], sum[r]);
+  };
+  int64_t k = 0;
+  for (; k + F::STEP <= width; k += F::STEP) step(k, F::STEP);
+  if (k < width) step(k, width - k);
+  for (int r = 0; r < R; ++r) {
+    const Lanes s = sum[r], all_four = ((s + swapped<1>(s, all)) + swapped<2>(s, all)) + swapped<3>(s, all);
+    store(out + r * QUADS, spread<4>(all_four, all), QUADS);
   }
 }
 
-// The same where there are few rows; whether there are.
+constexpr int64_t FEW_ROWS = 8;  // that take a weight as it lies
+
+// out[r][o] of so few rows, which read QUADS places of a weight far apart: processors fetch ahead by page.
 template <typename F>
-INLINE bool few_products(
-    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t count,
-    int64_t width, float* out, int64_t out_stride) {
-  if constexpr (!IN_TILES<F>) {
-    auto multiply = rows == 1   ? few_in_order<F, 1>
-                    : rows == 2 ? few_in_order<F, 2>
-                    : rows == 3 ? few_in_order<F, 3>
-                                : few_in_order<F, 4>;
-    if (rows <= 4) multiply(x, stride_of<F>(width), weight, weight_stride, count, width, out, out_stride);
-    return rows <= 4;
+INLINE void few_products(
+    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width,
+    int64_t outputs, float* out, int64_t out_stride) {
+  const int64_t stride = stride_of<F>(width), apart = (outputs + QUADS - 1) / QUADS;
+  for (int64_t first = 0; first < apart; ++first) {
+    const typename F::W* from[QUADS];
+    float sums[FEW_ROWS * QUADS];
+    for (int i = 0; i < QUADS; ++i) from[i] = weight + std::min(first + i * apart, outputs - 1) * weight_stride;
+    int64_t row = 0;
+    auto take = [&](auto products, int64_t some) {
+      for (; row + some <= rows; row += some) products(x + row * stride, stride, from, width, sums + row * QUADS);
+    };
+    take(quad_products<F, 8>, 8);
+    take(quad_products<F, 4>, 4);
+    take(quad_products<F, 2>, 2);
+    take(quad_products<F, 1>, 1);
+    for (row = 0; row < rows; ++row)
+      for (int i = 0; i < QUADS; ++i)
+        if (first + i * apart < outputs) out[row * out_stride + first + i * apart] = sums[row * QUADS + i];
   }
-  return false;
 }
 
 // Rows of a weight that come next, so many bytes apart, or none: a processor does not foresee them.
@@ -716,37 +730,41 @@ struct Next {
   int64_t stride;
 };
 
-// sums[o][v] = w[o] . row v of a panel of x, of V vectors of rows; each sum in the order of its terms. O rows of a weight
-// are multiplied as they lie, while so many of the next are fetched.
+// sums[o][v] = w[o] . row v of a panel of x, of V vectors of rows. O rows of a weight are multiplied as they lie, a chain
+// at a time, while so many of the next are fetched.
 template <typename F, int O, int V>
 static void lane_products(
-    const typename F::X* w, int64_t stride, int64_t count, const float* panel, float* sums, int64_t sums_stride,
+    const typename F::X* w, int64_t stride, int64_t width, const float* panel, float* sums, int64_t sums_stride,
     const Next& next) {
   constexpr int64_t TAKEN = F::STEP / LANES, LINE = 64 / sizeof(float);
-  Lanes sum[O][V] = {};
-  auto step = [&](const typename F::X* at, int64_t apart) {
-    typename F::Vector x[V];
-    for (int v = 0; v < V; ++v) x[v] = (typename F::Vector)load(panel + v * LANES);
+  for (int64_t chain = 0; chain < 4; ++chain) {
+    Lanes sum[O][V] = {};
+    auto step = [&](const typename F::X* at, int64_t apart, int64_t place) {
+      typename F::Vector x[V];
+      for (int v = 0; v < V; ++v) x[v] = (typename F::Vector)load(panel + place * PANEL + v * LANES);
 #pragma GCC unroll 24
-    for (int o = 0; o < O; ++o) {
-      const auto a = F::everywhere(at + o * apart);
-      for (int v = 0; v < V; ++v) F::add(a, x[v], sum[o][v]);
+      for (int o = 0; o < O; ++o) {
+        const auto a = F::everywhere(at + o * apart);
+        for (int v = 0; v < V; ++v) F::add(a, x[v], sum[o][v]);
+      }
+    };
+    int64_t place = chain;
+    for (; (place + 1) * TAKEN <= width; place += 4) {
+      for (int64_t row = place % LINE; next.row && row < O; row += LINE)
+        __builtin_prefetch(next.row + row * next.stride + place / LINE * 64, 0, 2);
+      step(w + place * TAKEN, stride, place);
     }
-    panel += PANEL;
-  };
-  int64_t k = 0;
-  for (; k + TAKEN <= count; k += TAKEN) {
-    for (int64_t row = k / TAKEN % LINE; next.row && row < O; row += LINE)
-      __builtin_prefetch(next.row + row * next.stride + k / TAKEN / LINE * 64, 0, 2);
-    step(w + k, stride);
+    if (place * TAKEN < width) {  // the first of a pair
+      typename F::X last[O][TAKEN] = {};
+      for (int o = 0; o < O; ++o) last[o][0] = w[o * stride + place * TAKEN];
+      step(last[0], TAKEN, place);
+    }
+    for (int o = 0; o < O; ++o)
+      for (int v = 0; v < V; ++v) {
+        float* to = sums + o * sums_stride + v * LANES;
+        store(to, chain ? load(to) + sum[o][v] : sum[o][v]);
+      }
   }
-  if (k < count) {  // the first of a pair
-    typename F::X last[O][TAKEN] = {};
-    for (int o = 0; o < O; ++o) last[o][0] = w[o * stride + k];
-    step(last[0], TAKEN);
-  }
-  for (int o = 0; o < O; ++o)
-    for (int v = 0; v < V; ++v) store(sums + o * sums_stride + v * LANES, sum[o][v]);
 }
 
 // The same of `count` rows of a weight.
@@ -754,21 +772,21 @@ template <typename F, int V>
 static void lane_rows(
     const typename F::X* w, int64_t stride, int64_t count, int64_t width, const float* panel, float* sums,
     int64_t sums_stride, Next next) {
-  constexpr int SUMS = LANES == 16 ? 24 : 12, REST = PANEL % (SUMS / 2);  // that registers hold
+  constexpr int MOST = LANES == 16 ? 12 : 6, REST = PANEL % MOST;  // whose sums registers hold
   int64_t o = 0;
   auto take = [&](auto products, int64_t taken) {
     products(w + o * stride, stride, width, panel, sums + o * sums_stride, sums_stride, next);
     o += taken;
     if (next.row) next.row += taken * next.stride;
   };
-  while (o + SUMS / V <= count) take(lane_products<F, SUMS / V, V>, SUMS / V);
+  while (o + MOST <= count) take(lane_products<F, MOST, V>, MOST);
   while (o + REST <= count) take(lane_products<F, REST, V>, REST);
   while (o < count) take(lane_products<F, 1, V>, 1);
 }
 
-// Rows of x as `products_in_order` takes them: padded, and in panels, whose lanes are rows.
+// Rows of x as `products_of` takes them: padded, and where they are not few in panels, whose lanes are rows.
 template <typename F>
-struct Ordered {
+struct Rows {
   const typename F::X* x;
   const float* panels;
   int64_t rows, width;
@@ -787,19 +805,19 @@ struct Ordered {
   }
 };
 
-// out[r][o] = x[r] . row o of a weight, each sum in the order of the columns, whatever the number of rows.
+// out[r][o] = x[r] . row o of a weight, each sum in the same order whatever the number of rows.
 template <typename F>
-INLINE void products_in_order(
-    const Ordered<F>& of, const typename F::W* weight, int64_t weight_stride, int64_t outputs, float* out,
+INLINE void products_of(
+    const Rows<F>& of, const typename F::W* weight, int64_t weight_stride, int64_t outputs, float* out,
     int64_t out_stride, float* room, const typename F::W* next = nullptr) {
   typedef typename F::X X;
   constexpr bool AS_IT_LIES = std::is_same_v<typename F::W, X>;
   const int64_t rows = of.rows, width = of.width, high = in_panels(rows);
+  if (rows <= FEW_ROWS) return few_products<F>(of.x, rows, weight, weight_stride, width, outputs, out, out_stride);
   for (int64_t first = 0; first < outputs; first += PANEL) {
     const int64_t count = std::min(PANEL, outputs - first);
     const typename F::W* from = weight + first * weight_stride;
     const typename F::W* then = first + PANEL < outputs ? from + PANEL * weight_stride : next;
-    if (few_products<F>(of.x, rows, from, weight_stride, count, width, out + first, out_stride)) continue;
     const X* w = (const X*)from;
     int64_t stride = weight_stride;
     if (!AS_IT_LIES || weight_stride * sizeof *from % 2048 == 0) {  // rows that share sets of the cache lie closer there
@@ -813,7 +831,7 @@ INLINE void products_in_order(
     }
     for (int64_t row = 0; row < rows; row += PANEL) {
       const Next ahead = {row ? nullptr : (const char*)then, weight_stride * (int64_t)sizeof *from};
-      const float* panel = of.panels + row / PANEL * Ordered<F>::a_panel(width);
+      const float* panel = of.panels + row / PANEL * Rows<F>::a_panel(width);
       if constexpr (!IN_TILES<F>)
         (rows - row > LANES ? lane_rows<F, 2> : lane_rows<F, 1>)(w, stride, count, width, panel, room + row, high, ahead);
     }
@@ -835,47 +853,6 @@ INLINE void products_in_order(
 template <typename F>
 constexpr int64_t OUTPUTS = IN_TILES<F> ? 32 : TILE;
 
-// The same of some of a weight's outputs, of arranged rows; one row of a large weight reads TILE places far apart:
-// processors fetch ahead by page.
-template <typename F>
-INLINE void products_of(
-    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width,
-    int64_t outputs, int64_t output, int64_t stop, float* out, int64_t out_stride) {
-  if (rows == 1 && outputs * width >= STREAMED) {
-    const int64_t apart = (stop - output) / TILE;
-    for (int64_t last = output + apart; output < last; ++output) {
-      float sum[TILE];
-      row_products<F, TILE, true>(x, weight + output * weight_stride, apart * weight_stride, width, sum);
-      for (int t = 0; t < TILE; ++t) out[output + t * apart] = sum[t];
-    }
-    output += (TILE - 1) * apart;
-  }
-  tiled<F>(x, rows, weight, weight_stride, width, output, stop, out, out_stride);
-}
-
-#ifdef TILES
-template <>
-inline __attribute__((always_inline)) void products_of<Factors<BFloat16>>(
-    const BFloat16* x, int64_t rows, const BFloat16* weight, int64_t weight_stride, int64_t width, int64_t,
-    int64_t output, int64_t stop, float* out, int64_t out_stride) {
-  auto put = [=](int64_t row, int64_t some, int64_t at, int64_t count, const float* block) {
-    for (int64_t r = 0; r < some; ++r)
-      std::memcpy(out + (row + r) * out_stride + at, block + r * PANEL, count * sizeof *out);
-  };
-  tile_outputs((const float*)x, rows, weight, weight_stride, width, output, stop, 0, put);
-}
-#endif
-
-// The same of all outputs, on so many threads at most.
-template <typename F>
-INLINE void projected(
-    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width,
-    int64_t outputs, float* out, int64_t out_stride, int threads) {
-  share(outputs, OUTPUTS<F>, threads, [=](int64_t output, int64_t stop) {
-    products_of<F>(x, rows, weight, weight_stride, width, outputs, output, stop, out, out_stride);
-  });
-}
-
 // To x[width] what is given of a bias and a residual.
 template <typename B, typename R>
 INLINE void add(const B* bias, const R* residual, int64_t width, float* x) {
@@ -889,9 +866,62 @@ INLINE void add(const B* bias, const R* residual, int64_t width, float* x) {
   }
 }
 
+template <typename T>
+static int skinny_linear(
+    const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const T* norm_weight,
+    float eps, const T* residual, int64_t residual_stride, T* out, int64_t out_stride, int64_t rows, int64_t width,
+    int64_t outputs, int swiglu, int threads) {
+  typedef Factors<T> F;
+  if (!rows) return 0;
+  const int64_t stride = stride_of<F>(width), inner = swiglu ? outputs / 2 : 0, columns = swiglu ? inner : outputs;
+  constexpr int64_t CACHE = 1 << 20;  // elements of rows that meet a panel
+  const int64_t most = std::max<int64_t>(96, CACHE / stride), blocks = (rows + most - 1) / most;
+  const bool few = rows <= FEW_ROWS;
+  const int64_t taken = few ? rows : in_panels((rows + blocks - 1) / blocks), step = few ? columns : PANEL;
+  const int64_t floats = Rows<F>::floats(taken, width), owned = padded(Rows<F>::room(taken, width) + 2 * taken * step);
+  const Scratch scratch(padded(taken * stride) + floats + threads * owned);
+  float* memory = scratch.data();
+  if (!memory) return OUT_OF_MEMORY;
+  float* panels = memory + threads * owned;
+  auto input = (typename F::X*)(panels + floats);
+  const T* none = nullptr;
+  for (int64_t first = 0; first < rows; first += taken) {
+    const int64_t n = std::min(rows - first, taken);
+    share(n, PANEL, (int)std::min<int64_t>(threads, in_panels(n) / PANEL), [=](int64_t row, int64_t stop) {
+      padded_rows<F>(x + (first + row) * x_stride, x_stride, norm_weight, eps, stop - row, width, input + row * stride);
+      if (!few) Rows<F>::pack(input + row * stride, stop - row, width, panels + Rows<F>::floats(row, width));
+    });
+    share(columns, few ? OUTPUTS<F> : PANEL, threads, [=](int64_t at, int64_t stop) {
+      float *low = memory + (threads > 1 ? part() : 0) * owned, *high = low + taken * step, *room = high + taken * step;
+      for (; at < stop; at += step) {
+        const int64_t count = std::min(step, stop - at);
+        auto multiply = [=](int64_t output, int64_t next, float* block) {
+          products_of<F>({input, panels, n, width}, weight + output * weight_stride, weight_stride, count, block,
+                         step, room, weight + next * weight_stride);
+        };
+        multiply(at, swiglu ? inner + at : at + step, low);
+        if (swiglu) multiply(inner + at, at + step, high);
+        for (int64_t row = 0; row < n; ++row) {
+          float *y = low + row * step, *up = high + row * step;
+          T* to = out + (first + row) * out_stride + at;
+          add(bias ? bias + at : bias, residual ? residual + (first + row) * residual_stride + at : none, count, y);
+          if (!swiglu) {
+            copied(y, count, to);
+            continue;
+          }
+          add(bias ? bias + inner + at : bias, none, count, up);
+          gated(y, up, count, to);
+        }
+      }
+    });
+  }
+  return 0;
+}
+
 #ifdef TILES
 // skinny_linear of any number of rows, by tiles: as many at a time as lie in a cache while the weight is read.
-static int tile_linear(
+template <>
+int skinny_linear(
     const BFloat16* x, int64_t x_stride, const BFloat16* weight, int64_t weight_stride, const BFloat16* bias,
     const BFloat16* norm_weight, float eps, const BFloat16* residual, int64_t residual_stride, BFloat16* out,
     int64_t out_stride, int64_t rows, int64_t width, int64_t outputs, int swiglu, int threads) {
@@ -937,91 +967,6 @@ static int tile_linear(
   return 0;
 }
 #endif
-
-template <typename T>
-static int skinny_linear(
-    const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const T* norm_weight,
-    float eps, const T* residual, int64_t residual_stride, T* out, int64_t out_stride, int64_t rows, int64_t width,
-    int64_t outputs, int swiglu, int threads) {
-  typedef Factors<T> F;
-#ifdef TILES
-  if constexpr (IN_TILES<F>)
-    return tile_linear(x, x_stride, weight, weight_stride, bias, norm_weight, eps, residual, residual_stride, out,
-                       out_stride, rows, width, outputs, swiglu, threads);
-#endif
-  constexpr bool NARROW = sizeof(T) < sizeof(float);
-  const bool apart = swiglu || NARROW;  // products lie in memory of their own
-  const int64_t products_stride = apart ? outputs : out_stride;
-  const Scratch scratch(rows * stride_of<F>(width) + (apart ? rows * outputs : 0));
-  float* result = scratch.data();
-  if (!result) return OUT_OF_MEMORY;
-  auto input = (typename F::X*)(result + (apart ? rows * outputs : 0));
-  if constexpr (!NARROW) result = apart ? result : out;
-  padded_rows<F>(x, x_stride, norm_weight, eps, rows, width, input);
-  projected<F>(input, rows, weight, weight_stride, width, outputs, result, products_stride, threads);
-  for (int64_t row = 0; row < rows; ++row)
-    add(bias, residual ? residual + row * residual_stride : nullptr, outputs, result + row * products_stride);
-  for (int64_t row = 0; row < rows && apart; ++row) {
-    const float* from = result + row * outputs;
-    T* to = out + row * out_stride;
-    if (swiglu) gated(from, from + outputs / 2, outputs / 2, to);
-    else copied(from, outputs, to);
-  }
-  return 0;
-}
-
-// skinny_linear of any number of rows, whose sums run over the columns one after the other: a row's bits depend on no
-// other.
-template <typename T>
-static int linear_in_panels(
-    const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const T* norm_weight,
-    float eps, const T* residual, int64_t residual_stride, T* out, int64_t out_stride, int64_t rows, int64_t width,
-    int64_t outputs, int swiglu, int threads) {
-  typedef Factors<T> F;
-  if (!rows) return 0;
-  const int64_t stride = stride_of<F>(width), inner = swiglu ? outputs / 2 : 0, columns = swiglu ? inner : outputs;
-  constexpr int64_t CACHE = 1 << 20;  // elements of rows that meet a panel
-  const int64_t most = std::max<int64_t>(96, CACHE / stride), blocks = (rows + most - 1) / most;
-  const int64_t taken = in_panels((rows + blocks - 1) / blocks), floats = Ordered<F>::floats(taken, width);
-  const int64_t owned = padded(Ordered<F>::room(taken, width) + 2 * taken * PANEL);
-  const Scratch scratch(padded(taken * stride) + floats + threads * owned);
-  float* memory = scratch.data();
-  if (!memory) return OUT_OF_MEMORY;
-  float* panels = memory + threads * owned;
-  auto input = (typename F::X*)(panels + floats);
-  const T* none = nullptr;
-  for (int64_t first = 0; first < rows; first += taken) {
-    const int64_t n = std::min(rows - first, taken);
-    share(n, PANEL, (int)std::min<int64_t>(threads, in_panels(n) / PANEL), [=](int64_t row, int64_t stop) {
-      padded_rows<F>(x + (first + row) * x_stride, x_stride, norm_weight, eps, stop - row, width, input + row * stride);
-      Ordered<F>::pack(input + row * stride, stop - row, width, panels + Ordered<F>::floats(row, width));
-    });
-    share(columns, PANEL, threads, [=](int64_t at, int64_t stop) {
-      float *low = memory + (threads > 1 ? part() : 0) * owned, *high = low + taken * PANEL, *room = high + taken * PANEL;
-      for (; at < stop; at += PANEL) {
-        const int64_t count = std::min<int64_t>(PANEL, stop - at);
-        auto multiply = [=](int64_t output, int64_t next, float* block) {
-          products_in_order<F>({input, panels, n, width}, weight + output * weight_stride, weight_stride, count, block,
-                               PANEL, room, weight + next * weight_stride);
-        };
-        multiply(at, swiglu ? inner + at : at + PANEL, low);
-        if (swiglu) multiply(inner + at, at + PANEL, high);
-        for (int64_t row = 0; row < n; ++row) {
-          float *y = low + row * PANEL, *up = high + row * PANEL;
-          T* to = out + (first + row) * out_stride + at;
-          add(bias ? bias + at : bias, residual ? residual + (first + row) * residual_stride + at : none, count, y);
-          if (!swiglu) {
-            copied(y, count, to);
-            continue;
-          }
-          add(bias ? bias + inner + at : bias, none, count, up);
-          gated(y, up, count, to);
-        }
-      }
-    });
-  }
-  return 0;
-}
 
 constexpr int64_t KEYS = 256;                  // keys that a block of rows takes at a time
 constexpr int64_t KEY_STRIDE = KEYS + LANES;   // of rows of scores: not of one set of the cache
@@ -1099,8 +1044,8 @@ struct Spans {
   }
 };
 
-// score[r][j] = x[r] . keys(j) from `begin` on, only where row r sees a key near j. `few`: x as `products_of` takes it,
-// for which keys are multiplied as they lie; or null.
+// score[r][j] = x[r] . keys(j) from `begin` on, only where row r sees a key near j. `few`: x, in panels for tiles, for
+// which keys are multiplied as they lie; or null.
 template <typename F, typename At>
 INLINE void key_products(
     const typename F::X* x, int64_t stride, int64_t rows, const At& keys, int64_t begin, int64_t count, int64_t width,
@@ -1113,7 +1058,7 @@ INLINE void key_products(
     if constexpr (IN_TILES<F>) {
       const int64_t some = std::min(PANEL, count - j), step = few ? keys.step(j, some) : 0;
       if (step) {
-        products_of<F>(few, rows, keys(j), step, width, some, 0, some, score + j, KEY_STRIDE);
+        products_in_tiles((const float*)few, rows, keys(j), step, width, 0, some, score + j, KEY_STRIDE);
         continue;
       }
     }
@@ -1226,7 +1171,9 @@ struct Attended {
       total[r] = 0;
     }
     float* half = key_panel + stride / 2 * PANEL;  // is free: elements of a panel in tiles have 16 bits
-    if (IN_TILES<F>) few = rows <= PANEL ? arranged<F>(query, rows, width, half) : nullptr;
+    if (!IN_TILES<F>) return;
+    few = rows <= PANEL ? (X*)half : nullptr;
+    if (few) Rows<F>::pack(query, rows, width, half);
   }
 
   // Rows from `first` on meet keys and values of a piece; row first + r sees seen[r] of them. `lie`: keys as they lie.
@@ -1906,11 +1853,9 @@ static int decoder_layer(
   const int64_t heads_stride = stride_of<F>(attention), inner_stride = stride_of<F>(inner);
   const int64_t together = rows_together(in, threads);
   const int64_t most = std::max({model, attention, inner});
-  const bool whole = in.whole, ordered = whole && !IN_TILES<F>;
-  const int64_t panels = ordered ? Ordered<F>::floats(rows, most) : arranged_floats<F>(rows, most);
-  const int64_t for_order = ordered ? Ordered<F>::room(rows, most) : 0;
+  const int64_t panels = Rows<F>::floats(rows, most), for_products = Rows<F>::room(rows, most);
   const int64_t padded_row = in_fews<F>(rows);  // as many rows of x are read
-  const int64_t owned = padded(std::max(padded_row * stride_of<F>(model), scratch_of(in, together))) + panels + for_order;
+  const int64_t owned = padded(std::max(padded_row * stride_of<F>(model), scratch_of(in, together))) + panels + for_products;
   const Scratch scratch(rows * (all + 2 * model + 2 * inner) + padded_row * (heads_stride + inner_stride) + threads * owned);
   float* qkv = scratch.data();
   if (!qkv) return OUT_OF_MEMORY;
@@ -1921,10 +1866,10 @@ static int decoder_layer(
   {
     [[maybe_unused]] const Registers registers;
     const int64_t me = part(), of = parts();
-    float *own_panels = of_threads + me * owned, *room = own_panels + panels, *own = room + for_order;
+    float *own_panels = of_threads + me * owned, *room = own_panels + panels, *own = room + for_products;
     auto ready = [=](const X* x, int64_t width) {
-      if (ordered) Ordered<F>::pack(x, rows, width, own_panels);
-      return ordered ? x : arranged<F>(x, rows, width, own_panels);
+      if (IN_TILES<F> || rows > FEW_ROWS) Rows<F>::pack(x, rows, width, own_panels);
+      return x;
     };
     auto shared = [=](int64_t count, int64_t unit, auto work) {  // work(first, last) of this thread's share
       const int64_t units = (count + unit - 1) / unit;
@@ -1933,15 +1878,15 @@ static int decoder_layer(
     const float* none = nullptr;
     auto project = [=](const X* x, const T* weight, const T* bias, auto residual, int64_t residual_stride,
                        int64_t width, int64_t outputs, int64_t first, int64_t last, float* to) {
-      if (ordered)
-        products_in_order<F>({x, own_panels, rows, width}, weight + first * width, width, last - first, to + first, outputs,
-                             room);
-      else products_of<F>(x, rows, weight, width, width, outputs, first, last, to, outputs);
+      const T* w = weight + first * width;
+      if constexpr (IN_TILES<F>)
+        products_in_tiles(own_panels, rows, w, width, width, 0, last - first, to + first, outputs);
+      else products_of<F>({x, own_panels, rows, width}, w, width, last - first, to + first, outputs, room);
       const int64_t count = last - first;
       for (int64_t row = 0; row < rows; ++row) {
         auto more = residual ? residual + row * residual_stride + first : residual;
         float* y = to + row * outputs + first;
-        if (sizeof(T) < sizeof *y && (IN_TILES<F> || whole)) {  // where the separate ops round, for a scored row's bits
+        if (sizeof(T) < sizeof *y && (IN_TILES<F> || in.whole)) {  // where the separate ops round, for a scored row's bits
           add(bias ? bias + first : bias, none, count, y);
           rounded(y, count);
           add(none, more, count, y);
@@ -1953,7 +1898,7 @@ static int decoder_layer(
     };
     auto settled = [=](X* x, int64_t stride, int64_t count, int64_t first, int64_t width) {  // as the separate ops leave it
       if constexpr (sizeof(X) > sizeof(T))
-        for (int64_t row = 0; row < count && whole; ++row) rounded(x + row * stride + first, width);
+        for (int64_t row = 0; row < count && in.whole; ++row) rounded(x + row * stride + first, width);
     };
     padded_rows<F>(hidden, hidden_stride, w.input_norm, in.eps, rows, model, (X*)own);
     settled((X*)own, stride_of<F>(model), rows, 0, model);
@@ -2322,7 +2267,7 @@ static int linear_logprob(
   const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK, stretch = (chunks + 15) / 16;  // chunks
   const int64_t stretches = (chunks + stretch - 1) / stretch, stride = stride_of<F>(width);
   const int64_t held = in_panels(std::min<int64_t>(rows, HELD)), places = std::max(stride, CHUNK) + held;
-  const int64_t room = IN_TILES<F> ? 0 : Ordered<F>::room(held, width) + Ordered<F>::floats(held, width);
+  const int64_t room = IN_TILES<F> ? 0 : Rows<F>::room(held, width) + Rows<F>::floats(held, width);
   const int64_t owned = padded(held * (stride + CHUNK) + room) + places * PANEL;
   threads = (int)std::min<int64_t>(threads, pulled.sums ? rows : stretches);
   const Scratch scratch(threads * owned + rows * (1 + stretches * (sizeof(Statistics) / sizeof(float))));
@@ -2338,7 +2283,7 @@ static int linear_logprob(
     for (int64_t first = row; first < end; first += HELD) {
       const int64_t n = std::min<int64_t>(end - first, HELD);
       padded_rows<F>(x + first * x_stride, x_stride, nullptr, 0, n, width, input);
-      if (!IN_TILES<F>) Ordered<F>::pack(input, n, width, panels);
+      if (!IN_TILES<F>) Rows<F>::pack(input, n, width, panels);
       for (int64_t s = begin; s < last; ++s) {
         Statistics* of = statistics + s * rows + first;
         for (int64_t row = 0; row < n; ++row) of[row] = Statistics();
@@ -2353,8 +2298,8 @@ static int linear_logprob(
               panel_rows<F, false>({input, stride, 1}, in_fews<F>(n), stride, panel, PANEL, logit + column, CHUNK);
             }
           else
-            products_in_order<F>({input, panels, n, width}, w, weight_stride, columns, logit, CHUNK,
-                                 panels + Ordered<F>::floats(held, width), w + columns * weight_stride);
+            products_of<F>({input, panels, n, width}, w, weight_stride, columns, logit, CHUNK,
+                                 panels + Rows<F>::floats(held, width), w + columns * weight_stride);
           for (int64_t row = 0; row < n; ++row) {
             float* of_row = logit + row * CHUNK;
             of[row].add(to_logits(of_row, bias ? bias + chunk : bias, change, columns, of_row));
@@ -2416,22 +2361,25 @@ static int linear_logprob_backward(
   typedef Factors<T> F;
   typedef typename F::X X;
   constexpr int64_t ROWS_AT_ONCE = 480, KEPT_PULLS = (1 << 23) / sizeof(X), TAKEN = F::STEP / LANES;
-  const int64_t stride = in_panels(width), high = in_panels(rows);
+  const int64_t stride = in_panels(width), x_width = stride_of<F>(width), high = in_panels(rows);
   const int64_t all = in_panels(vocabulary), terms = TAKEN == 1 ? rows : whole<F>(rows);
   const int64_t chunk = std::min(all, std::max(PANEL * threads, KEPT_PULLS / high / PANEL * PANEL));
   const int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, held = in_fews<F>(std::min(rows, ROWS_AT_ONCE));
   const int64_t a_panel = std::max(stride, chunk) / TAKEN * PANEL, per_float = sizeof(float) / sizeof(X);
-  const int64_t owned = padded(a_panel + PANEL * (held + PANEL + 1 + (TAKEN == 2 ? high / per_float : 0)));
+  const int64_t room = IN_TILES<F> ? 0 : Rows<F>::room(held, width), in_lanes = IN_TILES<F> ? 0 : Rows<F>::floats(rows, width);
+  const int64_t owned = padded(a_panel + PANEL * (held + PANEL + 1 + (TAKEN == 2 ? high / per_float : 0)) + room);
   const int64_t inputs = high * stride / per_float, paired_floats = TAKEN == 2 ? high * stride / TAKEN : 0;
-  const Scratch scratch(high * stride + inputs + paired_floats + high * chunk / per_float + threads * owned);
+  const Scratch scratch(high * stride + inputs + paired_floats + high * chunk / per_float + in_lanes + threads * owned);
   float* sums = scratch.data();  // [high, stride]
   if (!sums) return OUT_OF_MEMORY;
-  float *paired = sums + high * stride + inputs, *of_threads = paired + paired_floats + high * chunk / per_float;
+  float *paired = sums + high * stride + inputs, *panels = paired + paired_floats + high * chunk / per_float;
+  float* of_threads = panels + in_lanes;
   X *input = (X*)(sums + high * stride), *pulls = (X*)(paired + paired_floats);  // [high, stride], [high, chunk]
   std::memset(sums, 0, (high * stride + inputs) * sizeof *sums);
   for (int64_t r = 0; r < rows; ++r)  // what has no gradient may be inf or NaN
-    if (!by.none(r)) copied(x + r * x_stride, width, input + r * stride);
-  if constexpr (TAKEN == 2) pair_panels([=](int64_t r) { return input + r * stride; }, high, stride, high / 2 * PANEL, paired);
+    if (!by.none(r)) copied(x + r * x_stride, width, input + r * x_width);
+  if (!IN_TILES<F>) Rows<F>::pack(input, rows, width, panels);
+  if constexpr (TAKEN == 2) pair_panels([=](int64_t r) { return input + r * x_width; }, high, stride, high / 2 * PANEL, paired);
   for (int64_t first = 0; first < vocabulary; first += chunk) {
     const int64_t outputs = std::min(chunk, vocabulary - first);
     share((outputs + PANEL - 1) / PANEL, 1, threads, [=, &change, &by](int64_t at, int64_t last) {
@@ -2443,11 +2391,15 @@ static int linear_logprob_backward(
         const T* w = weight + output * weight_stride;
         X* to = pulls + at * PANEL;
         std::memset(onto_bias, 0, PANEL * sizeof *onto_bias);
-        packed<F>([=](int64_t i) { return w + i * weight_stride; }, count, width, panel);
+        if constexpr (IN_TILES<F>) packed<F>([=](int64_t i) { return w + i * weight_stride; }, count, width, panel);
         for (int64_t row = 0; row < rows; row += ROWS_AT_ONCE) {
           const int64_t n = std::min(ROWS_AT_ONCE, rows - row);
-          panel_rows<F, false>({input + row * stride, stride, 1}, in_fews<F>(n), stride_of<F>(width), panel, PANEL, product,
-                               PANEL);
+          const X* of = input + row * x_width;
+          if constexpr (IN_TILES<F>)
+            panel_rows<F, false>({of, x_width, 1}, in_fews<F>(n), x_width, panel, PANEL, product, PANEL);
+          else
+            products_of<F>({of, panels + Rows<F>::floats(row, width), n, width}, w, weight_stride, count, product, PANEL,
+                           onto_bias + PANEL + (TAKEN == 2 ? PANEL * high / per_float : 0), w + PANEL * weight_stride);
           for (int64_t r = row; r < row + n; ++r)
             pulled(product + (r - row) * PANEL, bias ? bias + output : bias, change, by, r,
                    entry(target, wide, r) - output, count, onto_bias, to + r * chunk);
@@ -2467,7 +2419,7 @@ static int linear_logprob_backward(
         }
         for (int64_t e = 0; dweight && e < width; e += PANEL) {
           const float* of = TAKEN == 2 ? paired + e / PANEL * (high / 2 * PANEL) : (const float*)input + e;
-          panel_rows<F, false>(across, PANEL, terms, of, TAKEN == 2 ? PANEL : stride, block, PANEL);
+          panel_rows<F, false>(across, PANEL, terms, of, TAKEN == 2 ? PANEL : x_width, block, PANEL);
           for (int64_t o = 0; o < count; ++o)
             copied(block + o * PANEL, std::min(PANEL, width - e), dweight + (output + o) * width + e);
         }

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fb_kernels._runtime import cpu
 
-FEW = 16  # rows up to which sums have the order of `decoder_layer`
 ROWS = 96  # maximum in float32: above it oneDNN is as fast with AVX-512, and faster with AVX2
 TAKES = f"float32 and bfloat16, up to {ROWS} rows; any number of bfloat16 with AVX2, or batch-invariant"
 
@@ -28,8 +27,8 @@ def skinny_linear(
     outputs = weight.shape[0]
     if isinstance(library, str) or not width:
         return NotImplemented
-    narrow, variant = dtype is torch.bfloat16, cpu.variant()
-    if rows > ROWS and not (narrow and variant != "plain") and not cpu.batch_invariant():
+    narrow = dtype is torch.bfloat16
+    if rows > ROWS and not (narrow and cpu.variant() != "plain") and not cpu.batch_invariant():
         return NotImplemented
     threads = cpu.threads(rows * width * outputs)
     (x_stride, x_step), (weight_stride, weight_step) = x.stride(), weight.stride()
@@ -50,6 +49,6 @@ def skinny_linear(
         x=x.data_ptr(), x_stride=x_stride, weight=weight.data_ptr(), weight_stride=weight_stride, bias=bias_at,
         norm_weight=norm_at, eps=eps, residual=residual_at, residual_stride=residual_stride, out=out.data_ptr(),
         out_stride=columns, rows=rows, width=width, outputs=outputs, swiglu=swiglu, threads=threads,
-        narrow=narrow, in_panels=(rows > FEW or cpu.batch_invariant()) and not (narrow and variant == "amx"),
+        narrow=narrow,
     )  # fmt: skip
     return NotImplemented if code else out

@@ -50,6 +50,19 @@ def test_a_row_alone_has_the_same_bits(way: str, options: Sizes) -> None:
                 assert torch.equal(skinny_linear(**arguments | one)[0], together[row])
 
 
+@pytest.mark.parametrize("way", CPU)
+@of_every_variant
+def test_any_number_of_rows_gives_a_row_the_same_bits(way: str, options: Sizes) -> None:
+    """From those that read a weight as it lies to those that are in lanes, and in any place among them."""
+    for width, outputs in (37, 11), (300, 70), (512, 33):
+        arguments = given(way, 96, width, outputs, **options)
+        with running(way):
+            together = skinny_linear(**arguments)
+            for first, last in (0, 1), (1, 3), (2, 6), (5, 12), (30, 38), (3, 20), (40, 89):
+                some = {name: arguments[name][first:last] for name in ("x", "residual") if name in arguments}
+                assert torch.equal(skinny_linear(**arguments | some), together[first:last])
+
+
 @of_every_variant
 @pytest.mark.parametrize("width", [2056, 2600, 4616, 2049])  # of a piece and less, in two windows, element by element
 @pytest.mark.sweep(5)
