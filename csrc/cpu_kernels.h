@@ -832,8 +832,7 @@ INLINE void products_of(
     for (int64_t row = 0; row < rows; row += PANEL) {
       const Next ahead = {row ? nullptr : (const char*)then, weight_stride * (int64_t)sizeof *from};
       const float* panel = of.panels + row / PANEL * Rows<F>::a_panel(width);
-      if constexpr (!IN_TILES<F>)
-        (rows - row > LANES ? lane_rows<F, 2> : lane_rows<F, 1>)(w, stride, count, width, panel, room + row, high, ahead);
+      (rows - row > LANES ? lane_rows<F, 2> : lane_rows<F, 1>)(w, stride, count, width, panel, room + row, high, ahead);
     }
     for (int64_t row = 0; row < rows; row += LANES)
       for (int64_t o = 0; o < count; o += LANES) {
@@ -876,8 +875,9 @@ static int skinny_linear(
   const int64_t stride = stride_of<F>(width), inner = swiglu ? outputs / 2 : 0, columns = swiglu ? inner : outputs;
   constexpr int64_t CACHE = 1 << 20;  // elements of rows that meet a panel
   const int64_t most = std::max<int64_t>(96, CACHE / stride), blocks = (rows + most - 1) / most;
-  const bool few = rows <= FEW_ROWS;
-  const int64_t taken = few ? rows : in_panels((rows + blocks - 1) / blocks), step = few ? columns : PANEL;
+  const bool few = rows <= FEW_ROWS;  // whose outputs a thread makes all at once
+  const int64_t taken = few ? rows : in_panels((rows + blocks - 1) / blocks);
+  const int64_t step = few ? (columns / threads + OUTPUTS<F>) / OUTPUTS<F> * OUTPUTS<F> : PANEL;
   const int64_t floats = Rows<F>::floats(taken, width), owned = padded(Rows<F>::room(taken, width) + 2 * taken * step);
   const Scratch scratch(padded(taken * stride) + floats + threads * owned);
   float* memory = scratch.data();
