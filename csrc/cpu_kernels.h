@@ -2283,7 +2283,7 @@ static int linear_logprob(
     for (int64_t first = row; first < end; first += HELD) {
       const int64_t n = std::min<int64_t>(end - first, HELD);
       padded_rows<F>(x + first * x_stride, x_stride, nullptr, 0, n, width, input);
-      if (!IN_TILES<F>) Rows<F>::pack(input, n, width, panels);
+      if (!IN_TILES<F> && n > FEW_ROWS) Rows<F>::pack(input, n, width, panels);
       for (int64_t s = begin; s < last; ++s) {
         Statistics* of = statistics + s * rows + first;
         for (int64_t row = 0; row < n; ++row) of[row] = Statistics();
@@ -2378,7 +2378,7 @@ static int linear_logprob_backward(
   std::memset(sums, 0, (high * stride + inputs) * sizeof *sums);
   for (int64_t r = 0; r < rows; ++r)  // what has no gradient may be inf or NaN
     if (!by.none(r)) copied(x + r * x_stride, width, input + r * x_width);
-  if (!IN_TILES<F>) Rows<F>::pack(input, rows, width, panels);
+  if (!IN_TILES<F> && rows > FEW_ROWS) Rows<F>::pack(input, rows, width, panels);
   if constexpr (TAKEN == 2) pair_panels([=](int64_t r) { return input + r * x_width; }, high, stride, high / 2 * PANEL, paired);
   for (int64_t first = 0; first < vocabulary; first += chunk) {
     const int64_t outputs = std::min(chunk, vocabulary - first);
