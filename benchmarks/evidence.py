@@ -211,11 +211,11 @@ def make_all(
 
 
 def finished_cells(file: Path, out: Path) -> list[dict[str, Any]]:
-    """The records of a file, and of `out` in their place; those with every row of today are finished from now on."""
+    """The records of a file, which are finished in `out` from now on, and those of `out` in their place."""
     cells, folder = {name_of(cell): cell for cell in json.loads(file.read_text())}, out / "cells"
     folder.mkdir(parents=True, exist_ok=True)
     for name, cell in cells.items():
-        if (FIVE in cell or "scale" in cell) and not (made := folder / f"{name}.json").is_file():
+        if not (made := folder / f"{name}.json").is_file():
             write_file(made, json.dumps(cell).encode())
     return [*(cells | {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}).values()]
 
@@ -261,11 +261,6 @@ class Cells:
         self.records = sorted(records, key=lambda cell: (worlds.index(cell["world"]), cell["seed"], cell["quantile"]))
         self.worlds = [world for world in worlds if any(cell["world"] == world for cell in self.records)]
 
-    @property
-    def with_own(self) -> Cells:
-        """The cells that have the rows without the LLM."""
-        return Cells((cell for cell in self.records if FIVE in cell), self.worlds)
-
     def of(self, world: str) -> list[Mapping[str, Any]]:
         """The cells of a world."""
         return [cell for cell in self.records if cell["world"] == world]
@@ -292,10 +287,6 @@ class Cells:
     def mean_accuracy(self, world: str, name: str) -> float:
         """The mean accuracy over all cells of a world."""
         return float(np.mean([self.correct(cell, name).mean() for cell in self.of(world)]))
-
-    def have(self, name: str) -> bool:
-        """Whether all cells have a row."""
-        return all(name == "deployed" or name in cell["rows"] for cell in self.records)
 
     def interval(self, world: str, value: Any) -> Interval:
         """Of value(cell) [n], averaged over cells; the bootstrap resamples seeds, and problems within each seed."""
@@ -359,7 +350,7 @@ def methods(cells: Cells, delta: float) -> list[str]:
     rows = []
     for world in cells.worlds:
         for name, label in SHOWN.items():
-            if name == ALONE or not cells.have(name):
+            if name == ALONE:
                 continue
             accuracy = percent(cells.interval(world, lambda cell, name=name: cells.correct(cell, name)))
             counts = (f"{cells.mean(world, name, column):.2f}" for column in ("calls", "llm_tokens"))
@@ -397,15 +388,12 @@ def by_quantile(cells: Cells) -> list[str]:
 
 
 def with_five(cells: Cells) -> str:
-    """What certification deploys with the fifth recipe, in the cells that say it."""
-    some = cells.with_own
-    gaps = {world: [gap(some, cell, cell[FIVE], "deployed") for cell in some.of(world)] for world in some.worlds}
+    """What certification deploys with the fifth recipe."""
+    gaps = {world: [gap(cells, cell, cell[FIVE], "deployed") for cell in cells.of(world)] for world in cells.worlds}
     words = ", ".join(f"{100 * np.mean(own):+.2f} in {world}" for world, own in gaps.items())
-    count, made = sum(cell[FIVE] == FIFTH for cell in some.records), len(some.records)
+    count, made = sum(cell[FIVE] == FIFTH for cell in cells.records), len(cells.records)
     lost = [world for world, own in gaps.items() if np.mean(own) < 0]
     rest = f"Five lose in {', '.join(lost)}, so `train` keeps four." if lost else "Five lose in no world here."
-    if made < len(cells.records):
-        rest = f"The other {len(cells.records) - made} have not been made with it yet: `train` tests four recipes."
     said = f"Certified as a fifth recipe, the SLM's own top 8 would be deployed in {count} of {made} runs"
     return f"{said}; five recipes minus four, pp: {words}. {rest}"
 
@@ -520,7 +508,7 @@ def page(cells: Cells, before: Sequence[Mapping[str, Any]]) -> list[str]:
         "Here the run's reranker, which both models' candidates trained, takes one of the SLM's likeliest tokens. It "
         "calls no LLM.",
         "",
-        *by_quantile(cells.with_own),
+        *by_quantile(cells),
         "",
         with_five(cells),
         "",

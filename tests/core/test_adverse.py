@@ -12,7 +12,7 @@ from numpy.random import default_rng
 
 from benchmarks import adverse
 from benchmarks.adverse import FORGETFUL, WORLDS, WRONG
-from benchmarks.evidence import ALONE, TAKEOVER, Cells
+from benchmarks.evidence import ALONE, FIVE, OWN, TAKEOVER, Cells
 from fb_core.apps.demo.worlds import World
 
 N = 100
@@ -89,11 +89,13 @@ def test_a_run_has_fresh_problems_of_its_seed(tmp_path: Path):
 
 def cell(seed: int, deployed: str, value: int) -> dict[str, Any]:
     rights = {"greedy": 60, "direct": 50, "published": 59, "value": value, ALONE: 58, TAKEOVER: 20}
+    rights |= dict.fromkeys(OWN, 40)
     rows = {
         name: {"correct": "1" * right + "0" * (N - right), "calls": 1.0, "llm_tokens": 1.0}
         for name, right in rights.items()
     }
-    return {"world": "harm", "seed": seed, "quantile": 0.92, "words": "", "deployed": deployed, "rows": rows}
+    about = {"world": "harm", "seed": seed, "quantile": 0.92, "words": ""}
+    return {**about, "deployed": deployed, FIVE: deployed, "rows": rows}
 
 
 def test_failures_are_counted_with_exact_intervals():
