@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="lm-eval's tasks by hf and by futurebridge")
     parser.add_argument("model", help="a folder with a model and its tokenizer")
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
-    parser.add_argument("--documents", type=int, default=4, help="of each task (default: 4)")
+    parser.add_argument("--documents", type=int, default=16, help="of each task (default: 16)")
     parser.add_argument("--rounds", type=int, default=3, help="of hf and ours in turn (default: 3)")
     parser.add_argument("--write-results", metavar="DIR", type=Path, help="write <device>/lm_eval.json to DIR")
     options = parser.parse_args()
