@@ -77,7 +77,7 @@ def measured(name: str, documents: int, rounds: int, ours: FutureBridgeLM, their
     times[OURS] = []
     if checks[OURS][1]:
         times |= harness.in_turn({impl: runs[impl] for impl in (quickest, OURS, APART)}, rounds)
-    shape = f"{name.removeprefix('fb_').replace('_', ' ')}, {documents} documents, {len(asked)} requests"
+    shape = f"{name.removeprefix('fb_').replace('_', ' ')}, {len(alone)} documents, {len(asked)} requests"
     return [
         Result("lm_eval", shape, impl, "float32", *harness.quantiles_us(times[impl]), checks[impl][0], checks[impl][1])
         for impl in runs
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="lm-eval's tasks by hf and by futurebridge")
     parser.add_argument("model", help="a folder with a model and its tokenizer")
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
-    parser.add_argument("--documents", type=int, default=16, help="of each task (default: 16)")
+    parser.add_argument("--documents", type=int, default=16, help="of each task at most (default: 16)")
     parser.add_argument("--rounds", type=int, default=3, help="of hf and ours in turn (default: 3)")
     parser.add_argument("--write-results", metavar="DIR", type=Path, help="write <device>/lm_eval.json to DIR")
     options = parser.parse_args()
