@@ -390,6 +390,7 @@ struct Step {
   decltype(&plain::branch_attention_backward<T>) branch_attention_backward;
   decltype(&plain::linear_logprob<T>) linear_logprob;
   decltype(&plain::linear_logprob_backward<T>) linear_logprob_backward;
+  decltype(&plain::target_logits<T>) target_logits;
 };
 
 struct Kernels {
@@ -403,7 +404,8 @@ struct Kernels {
 #define STEP(variant, T) \
   {variant::skinny_linear<T>, variant::branch_attention_qkv<T>, variant::decoder_layer<T>, variant::topk_entropy<T>, \
    variant::rms_norm<T>, variant::swiglu<T>, variant::qk_norm_rope<T>, variant::branch_attention<T>, \
-   variant::branch_attention_backward<T>, variant::linear_logprob<T>, variant::linear_logprob_backward<T>}
+   variant::branch_attention_backward<T>, variant::linear_logprob<T>, variant::linear_logprob_backward<T>, \
+   variant::target_logits<T>}
 
 // Those of bfloat16 are of `narrow`.
 #define KERNELS(variant, narrow)                                                                                   \
@@ -468,7 +470,7 @@ Layout layout_of(const Fields& given) {
 
 }  // namespace
 
-extern "C" int fbcpu_abi_version() { return 21; }
+extern "C" int fbcpu_abi_version() { return 22; }
 
 // Whose kernels those of bfloat16 are.
 extern "C" const char* fbcpu_variant() { return kernels.variant; }
@@ -625,6 +627,18 @@ FB_FUNCTION(fbcpu_linear_logprob_backward,
         given.wide, {narrow(given.scale), narrow(given.softcap), narrow(given.temperature)},
         {given.on_target, given.on_all, given.on_entropy, given.shift}, as(given.dx, one), as(given.dweight, one),
         as(given.dbias, one), given.rows, given.width, given.vocabulary, given.threads);
+  });
+}
+
+FB_FUNCTION(fbcpu_target_logits,
+            const void* x; int64_t x_stride; const void* weight; int64_t weight_stride; const void *bias, *target;
+            int wide; int64_t ignore_index; double scale, softcap, temperature; float* out;
+            int64_t rows, count, width, vocabulary; int threads, narrow;) {
+  return typed(given.narrow, [&](const auto& step, auto one) {
+    return step.target_logits(
+        as(given.x, one), given.x_stride, as(given.weight, one), given.weight_stride, as(given.bias, one), given.target,
+        given.wide, given.ignore_index, {narrow(given.scale), narrow(given.softcap), narrow(given.temperature)},
+        given.out, given.rows, given.count, given.width, given.vocabulary, given.threads);
   });
 }
 

@@ -2327,6 +2327,41 @@ static int linear_logprob(
   return 0;
 }
 
+// Logits of `count` targets of each row, 0 for ignored ones: the sums of `products_of`, though not in tiles.
+template <typename T>
+static int target_logits(
+    const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const void* target, int wide,
+    int64_t ignore_index, const Change change, float* out, int64_t rows, int64_t count, int64_t width,
+    int64_t vocabulary, int threads) {
+  typedef std::conditional_t<IN_TILES<Factors<T>>, Widened<T>, Factors<T>> F;
+  if (!targets_fit(target, wide, ignore_index, rows * count, vocabulary)) return OUT_OF_RANGE;
+  const int64_t stride = stride_of<F>(width), owned = padded(stride);
+  const Scratch scratch(threads * owned);
+  float* memory = scratch.data();
+  if (!memory) return OUT_OF_MEMORY;
+  share(rows, 1, threads, [=](int64_t row, int64_t end) {
+    auto input = (typename F::X*)(memory + (threads > 1 ? part() : 0) * owned);
+    for (; row < end; ++row) {
+      padded_rows<F>(x + row * x_stride, x_stride, nullptr, 0, 1, width, input);
+      for (int64_t k = 0; k < count; k += QUADS) {
+        const int64_t n = std::min<int64_t>(count - k, QUADS), at = row * count + k;
+        const T* from[QUADS];
+        float products[LANES] = {};
+        T biases[LANES] = {};
+        for (int i = 0; i < QUADS; ++i) {
+          const int64_t id = entry(target, wide, at + std::min<int64_t>(i, n - 1)), column = id == ignore_index ? 0 : id;
+          from[i] = weight + column * weight_stride;
+          if (bias) biases[i] = bias[column];
+        }
+        quad_products<F, 1>(input, stride, from, width, products);
+        const Lanes l = as_logits(load(products), bias ? biases : bias, change, LANES);
+        for (int i = 0; i < n; ++i) out[at + i] = entry(target, wide, at + i) == ignore_index ? 0 : l[i];
+      }
+    }
+  });
+  return 0;
+}
+
 // From a row's products with `count` of PANEL outputs the gradient to them, to which id of them the target is; that to
 // the bias is added.
 template <typename T, typename X>

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fb_kernels._runtime import shared_library
 
-ABI_VERSION = 21
+ABI_VERSION = 22
 SHARE = 1 << 17  # minimum products per thread
 ELEMENT = 8  # products that take as long as an element of an elementwise op
 STEP = (torch.float32, torch.bfloat16)  # dtypes of the ops of a model's forward
@@ -45,6 +45,7 @@ FUNCTIONS = (
     "candidate_head",
     "linear_logprob",
     "linear_logprob_backward",
+    "target_logits",
     "qk_norm_rope",
 )
 

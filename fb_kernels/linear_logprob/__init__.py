@@ -387,6 +387,7 @@ _target_logits = Op(
     f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {SCHEMA}) -> Tensor",
     folder="linear_logprob",
     fake=lambda hidden, weight, target, *_: _statistics_fake(1, hidden, target)[0],
+    cpu=True,
 )
 _target_logits_backward = Op(
     "target_logits_backward",
