@@ -55,61 +55,64 @@ def qk_norm_rope(
         TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value, cos or sin that require grad, or kv_out with any argument that does.
     """
-    key = None
-    if kv_out is None:
-        key = signature((qkv, q_weight, k_weight, cos, sin, positions), (eps,), (num_heads, num_kv_heads))
-        if key and (run := _qk_norm_rope.checked.get(key)):
-            return run(QkNormRope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps))
-    op = "qk_norm_rope"
-    if kv_out is None:
-        qkv, q_weight, k_weight = precision.promoted(qkv, q_weight, k_weight)
-        cos, sin = precision.promoted(cos, sin)
-    checks.floating(op, "qkv", qkv)
-    checks.floating(op, "cos", cos)
-    checks.same_device(op, "cos", cos, qkv)
-    checks.floating(op, "sin", sin, like=cos)
-    for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        checks.integer(op, name, heads, "pass the model's number of heads", least=1)
-    checks.shape(op, "cos", cos, (None, None), "[S, E]", "drop the batch dimension")
-    length, head_dim = cos.shape
-    if head_dim % 2:
-        raise checks.error(op, "cos", "an even head dimension E", cos, "give both halves of the rotary table")
-    checks.shape(op, "sin", sin, (length, head_dim), "[S, E]", "give it cos's shape")
-    without = kv_out is None and qkv.ndim == 2 and qkv.shape[1] == (num_heads + num_kv_heads) * head_dim
-    if not without:
-        columns = (num_heads + 2 * num_kv_heads) * head_dim
-        remedy = "concatenate the heads of q, k and v in a row"
-        checks.shape(op, "qkv", qkv, (None, columns), "[T, (Hq + 2 Hkv) E]", remedy)
-    rows = qkv.shape[0]
-    if rows and not length:
-        raise checks.error(op, "cos", "a row for each position", cos, "build the rotary tables first")
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if weight is not None:
-            checks.floating(op, name, weight, like=qkv)
-            checks.shape(op, name, weight, (head_dim,), "[E]", "pass the norm's weight, or None for no norm")
-    checks.index(op, "positions", positions, like=qkv)
-    checks.shape(op, "positions", positions, (rows,), "[T]", "give one position to each row of qkv")
-    checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
+    op, caches = "qk_norm_rope", kv_out if type(kv_out) is tuple else ()
+    key = signature((qkv, q_weight, k_weight, cos, sin, positions, *caches), (eps,), (num_heads, num_kv_heads))
+    operator = _qk_norm_rope if kv_out is None else _qk_norm_rope_out
+    run = operator.checked.get(key) if key else None
+    if run is None:
+        if kv_out is None:
+            qkv, q_weight, k_weight = precision.promoted(qkv, q_weight, k_weight)
+            cos, sin = precision.promoted(cos, sin)
+        checks.floating(op, "qkv", qkv)
+        checks.floating(op, "cos", cos)
+        checks.same_device(op, "cos", cos, qkv)
+        checks.floating(op, "sin", sin, like=cos)
+        for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+            checks.integer(op, name, heads, "pass the model's number of heads", least=1)
+        checks.shape(op, "cos", cos, (None, None), "[S, E]", "drop the batch dimension")
+        length, head_dim = cos.shape
+        if head_dim % 2:
+            raise checks.error(op, "cos", "an even head dimension E", cos, "give both halves of the rotary table")
+        checks.shape(op, "sin", sin, (length, head_dim), "[S, E]", "give it cos's shape")
+        if kv_out is not None or qkv.shape[1:] != ((num_heads + num_kv_heads) * head_dim,):  # with v
+            columns = (num_heads + 2 * num_kv_heads) * head_dim
+            remedy = "concatenate the heads of q, k and v in a row"
+            checks.shape(op, "qkv", qkv, (None, columns), "[T, (Hq + 2 Hkv) E]", remedy)
+        rows = qkv.shape[0]
+        if rows and not length:
+            raise checks.error(op, "cos", "a row for each position", cos, "build the rotary tables first")
+        for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+            if weight is not None:
+                checks.floating(op, name, weight, like=qkv)
+                checks.shape(op, name, weight, (head_dim,), "[E]", "pass the norm's weight, or None for no norm")
+        checks.index(op, "positions", positions, like=qkv)
+        checks.shape(op, "positions", positions, (rows,), "[T]", "give one position to each row of qkv")
+        checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
+        if kv_out is not None:
+            if not isinstance(kv_out, tuple | list) or len(kv_out) != 3:
+                got = type(kv_out).__name__
+                raise checks.error(op, "kv_out", "(k_cache, v_cache, slot)", got, "give all three", TypeError)
+            for value in kv_out[:2]:
+                checks.floating(op, "kv_out", value, like=qkv)
+                checks.shape(
+                    op, "kv_out", value, (None, num_kv_heads, head_dim), "[slots, Hkv, E]", "view the cache so"
+                )
+            checks.shape(
+                op, "kv_out", kv_out[1], tuple(kv_out[0].shape), "[slots, Hkv, E]", "give both caches one size"
+            )
+            checks.index(op, "kv_out", kv_out[2], like=qkv)
+            checks.shape(op, "kv_out", kv_out[2], (rows,), "[T]", "give one slot to each row of qkv")
+        run = operator.passed(key, qkv)
     call = QkNormRope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
     if kv_out is None:
-        return _qk_norm_rope.passed(key, qkv)(call)
-    if not isinstance(kv_out, tuple | list) or len(kv_out) != 3:
-        raise checks.error(op, "kv_out", "(k_cache, v_cache, slot)", type(kv_out).__name__, "give all three", TypeError)
+        return run(call)
     k_cache, v_cache, slot = kv_out
-    for value in (k_cache, v_cache):
-        checks.floating(op, "kv_out", value, like=qkv)
-        checks.shape(op, "kv_out", value, (None, num_kv_heads, head_dim), "[slots, Hkv, E]", "view the cache so")
-        checks.writable(op, "kv_out", value)
-    checks.shape(op, "kv_out", v_cache, tuple(k_cache.shape), "[slots, Hkv, E]", "give both caches one size")
-    checks.index(op, "kv_out", slot, like=qkv)
-    checks.shape(op, "kv_out", slot, (rows,), "[T]", "give one slot to each row of qkv")
-    inputs = (("qkv", qkv), ("q_weight", q_weight), ("k_weight", k_weight), ("cos", cos), ("sin", sin))
-    checks.apart(
-        op,
-        (("kv_out[0]", k_cache), ("kv_out[1]", v_cache)),
-        (*inputs, ("positions", positions), ("kv_out[2]", slot)),
-    )
-    return _qk_norm_rope_out(QkNormRopeOut(call, k_cache, v_cache, slot))
+    if not (key and checks.disjoint((k_cache, v_cache), *call[:6], slot)):
+        checks.writable(op, "kv_out", k_cache)
+        checks.writable(op, "kv_out", v_cache)
+        written = (("kv_out[0]", k_cache), ("kv_out[1]", v_cache))
+        checks.apart(op, written, (*zip(call._fields, call[:6], strict=False), ("kv_out[2]", slot)))
+    return run(QkNormRopeOut(call, k_cache, v_cache, slot))
 
 
 def _fake(call: QkNormRope) -> tuple[Tensor, Tensor, Tensor]:
