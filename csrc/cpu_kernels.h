@@ -51,10 +51,12 @@ INLINE void store(float* to, Lanes v) { std::memcpy(to, &v, sizeof v); }
 
 INLINE void store(float* to, Lanes v, int64_t n) { std::memcpy(to, &v, n * sizeof(float)); }
 
-INLINE Halves narrowed(Lanes v) {  // to nearest even
-  Ints bits = (Ints)v, rounded = bits + 0x7fff + (bits >> 16 & 1);
-  return __builtin_convertvector((v == v ? rounded : Ints{} + 0x7fc00000) >> 16, Halves);
+INLINE Lanes rounded(Lanes v) {  // to BFloat16's numbers, to nearest even
+  Ints bits = (Ints)v, nearest = bits + 0x7fff + (bits >> 16 & 1);
+  return (Lanes)((v == v ? nearest : Ints{} + 0x7fc00000) & ~0xffff);
 }
+
+INLINE Halves narrowed(Lanes v) { return __builtin_convertvector((Ints)rounded(v) >> 16, Halves); }
 
 INLINE void store(BFloat16* to, Lanes v) {
   Halves half = narrowed(v);
@@ -78,10 +80,10 @@ INLINE Lanes repeated(const void* from) {  // 16 bytes in all quads
 #endif
 }
 
-INLINE void rounded(float* x, int64_t width) {  // to BFloat16's numbers
+INLINE void rounded(float* x, int64_t width) {
   for (int64_t i = 0; i < width; i += LANES) {
     const int64_t n = width - i < LANES ? width - i : LANES;
-    const Lanes v = widened(narrowed(some(x + i, n)));
+    const Lanes v = rounded(some(x + i, n));
     if (n == LANES) store(x + i, v);
     else store(x + i, v, n);
   }
@@ -104,7 +106,7 @@ struct Widened {
   static constexpr int64_t STEP = LANES;
   INLINE Vector of(const float* x) { return load(x); }
   INLINE Vector of(const W* w, int64_t n) { return some(w, n); }
-  INLINE Vector everywhere(const X* x) { return Lanes{} + *x; }
+  INLINE Vector everywhere(const X* x) { return *x - Lanes{}; }
   INLINE Vector in_quads(const X* x) { return repeated(x); }
   INLINE void add(Vector a, Vector b, Lanes& sum) { sum += a * b; }
   INLINE void put(X* to, Lanes v) { store(to, v); }
@@ -374,12 +376,14 @@ INLINE void padded_rows(
   }
 }
 
-// to = silu(gate) * up.
-template <typename T, typename To>
+// to = silu(gate) * up, which are rounded first if asked.
+template <bool ROUNDED = false, typename T, typename To>
 INLINE void gated(const T* gate, const T* up, int64_t width, To* to) {
   for (int64_t i = 0; i < width; i += LANES) {
     int64_t n = width - i < LANES ? width - i : LANES;
-    Lanes g = some(gate + i, n), y = g / (1.0f + exponential(-g)) * some(up + i, n);
+    Lanes g = some(gate + i, n), u = some(up + i, n);
+    if constexpr (ROUNDED) g = rounded(g), u = rounded(u);
+    Lanes y = g / (1.0f + exponential(-g)) * u;
     if (n == LANES) store(to + i, y);
     else store(to + i, y, n);
   }
@@ -784,6 +788,29 @@ static void lane_rows(
   while (o < count) take(lane_products<F, 1, V>, 1);
 }
 
+// At most PANEL rows of a weight, as they lie or, if they share sets of the cache or are widened, closer in `room`.
+template <typename F>
+struct WeightRows {
+  typedef typename F::X X;
+  static constexpr bool AS_THEY_LIE = std::is_same_v<typename F::W, X>;
+  const X* rows;
+  int64_t stride, count;
+
+  static int64_t room(int64_t width) { return PANEL * (padded(width) + LANES); }  // floats
+
+  WeightRows(const typename F::W* from, int64_t from_stride, int64_t count, int64_t width, float* room)
+      : rows((const X*)from), stride(from_stride), count(count) {
+    if (AS_THEY_LIE && from_stride * sizeof *from % 2048) return;
+    X* apart = (X*)room;
+    stride = padded(width) + LANES;
+    for (int64_t o = 0; o < count; ++o) {
+      if constexpr (AS_THEY_LIE) std::memcpy(apart + o * stride, from + o * from_stride, width * sizeof *from);
+      else copied(from + o * from_stride, width, apart + o * stride);
+    }
+    rows = apart;
+  }
+};
+
 // Rows of x as `products_of` takes them: padded, and where they are not few in panels, whose lanes are rows.
 template <typename F>
 struct Rows {
@@ -793,58 +820,51 @@ struct Rows {
 
   static int64_t a_panel(int64_t width) { return stride_of<F>(width) / (F::STEP / LANES) * PANEL; }
   static int64_t floats(int64_t rows, int64_t width) { return (rows + PANEL - 1) / PANEL * a_panel(width); }
-  static int64_t room(int64_t rows, int64_t width) {  // floats
-    return PANEL * (in_panels(rows) + padded(width) + LANES);
-  }
+  static int64_t room(int64_t width) { return PANEL * PANEL + WeightRows<F>::room(width); }  // floats
 
-  static void pack(const typename F::X* x, int64_t rows, int64_t width, float* panels) {
+  static void pack(const typename F::X* x, int64_t stride, int64_t rows, int64_t width, float* panels) {
     typedef std::conditional_t<std::is_same_v<typename F::X, float>, Widened<float>, F> G;
-    const int64_t stride = stride_of<F>(width);
     for (int64_t row = 0; row < rows; row += PANEL, panels += a_panel(width))
-      packed<G>([=](int64_t i) { return x + (row + i) * stride; }, rows - row, stride, panels);
+      packed<G>([=](int64_t i) { return x + (row + i) * stride; }, rows - row, width, panels);
   }
 };
+
+// out[r][o] of at most PANEL rows from `row` and rows of a weight, while the next are fetched; room[PANEL * PANEL].
+template <typename F>
+INLINE void block_products(
+    const Rows<F>& of, int64_t row, const WeightRows<F>& w, const Next& next, float* out, int64_t out_stride,
+    float* room) {
+  const int64_t n = std::min(of.rows - row, PANEL);
+  const float* panel = of.panels + row / PANEL * Rows<F>::a_panel(of.width);
+  (n > LANES ? lane_rows<F, 2> : lane_rows<F, 1>)(w.rows, w.stride, w.count, of.width, panel, room, PANEL, next);
+  for (int64_t r = 0; r < n; r += LANES)
+    for (int64_t o = 0; o < w.count; o += LANES) {
+      Lanes v[LANES];
+      for (int i = 0; i < LANES; ++i) v[i] = load(room + (o + i) * PANEL + r);
+      transposed(v);
+      for (int i = 0; i < LANES && r + i < n; ++i) {
+        float* to = out + (r + i) * out_stride + o;
+        if (w.count - o >= LANES) store(to, v[i]);
+        else store(to, v[i], w.count - o);
+      }
+    }
+}
 
 // out[r][o] = x[r] . row o of a weight, each sum in the same order whatever the number of rows.
 template <typename F>
 INLINE void products_of(
     const Rows<F>& of, const typename F::W* weight, int64_t weight_stride, int64_t outputs, float* out,
     int64_t out_stride, float* room, const typename F::W* next = nullptr) {
-  typedef typename F::X X;
-  constexpr bool AS_IT_LIES = std::is_same_v<typename F::W, X>;
-  const int64_t rows = of.rows, width = of.width, high = in_panels(rows);
-  if (rows <= FEW_ROWS) return few_products<F>(of.x, rows, weight, weight_stride, width, outputs, out, out_stride);
+  if (of.rows <= FEW_ROWS)
+    return few_products<F>(of.x, of.rows, weight, weight_stride, of.width, outputs, out, out_stride);
   for (int64_t first = 0; first < outputs; first += PANEL) {
-    const int64_t count = std::min(PANEL, outputs - first);
     const typename F::W* from = weight + first * weight_stride;
     const typename F::W* then = first + PANEL < outputs ? from + PANEL * weight_stride : next;
-    const X* w = (const X*)from;
-    int64_t stride = weight_stride;
-    if (!AS_IT_LIES || weight_stride * sizeof *from % 2048 == 0) {  // rows that share sets of the cache lie closer there
-      X* apart = (X*)(room + PANEL * high);
-      stride = padded(width) + LANES;
-      for (int64_t o = 0; o < count; ++o) {
-        if constexpr (AS_IT_LIES) std::memcpy(apart + o * stride, from + o * weight_stride, width * sizeof *from);
-        else copied(from + o * weight_stride, width, apart + o * stride);
-      }
-      w = apart;
-    }
-    for (int64_t row = 0; row < rows; row += PANEL) {
+    const WeightRows<F> w(from, weight_stride, std::min(PANEL, outputs - first), of.width, room + PANEL * PANEL);
+    for (int64_t row = 0; row < of.rows; row += PANEL) {
       const Next ahead = {row ? nullptr : (const char*)then, weight_stride * (int64_t)sizeof *from};
-      const float* panel = of.panels + row / PANEL * Rows<F>::a_panel(width);
-      (rows - row > LANES ? lane_rows<F, 2> : lane_rows<F, 1>)(w, stride, count, width, panel, room + row, high, ahead);
+      block_products<F>(of, row, w, ahead, out + row * out_stride + first, out_stride, room);
     }
-    for (int64_t row = 0; row < rows; row += LANES)
-      for (int64_t o = 0; o < count; o += LANES) {
-        Lanes v[LANES];
-        for (int i = 0; i < LANES; ++i) v[i] = load(room + (o + i) * high + row);
-        transposed(v);
-        for (int i = 0; i < LANES && row + i < rows; ++i) {
-          float* to = out + (row + i) * out_stride + first + o;
-          if (count - o >= LANES) store(to, v[i]);
-          else store(to, v[i], count - o);
-        }
-      }
   }
 }
 
@@ -865,6 +885,31 @@ INLINE void add(const B* bias, const R* residual, int64_t width, float* x) {
   }
 }
 
+// What a linear layer makes of its sums, and where: with a bias and a residual, or gated by `inner` columns. A gate's are
+// rounded first, as if they had been written.
+template <typename T>
+struct Epilogue {
+  const T *bias, *residual;
+  int64_t residual_stride, inner;
+  T* out;
+  int64_t out_stride;
+
+  void operator()(
+      int64_t row, int64_t rows, int64_t at, int64_t count, float* sums, float* up, int64_t stride) const {
+    const T* none = nullptr;
+    for (const int64_t last = row + rows; row < last; ++row, sums += stride, up += stride) {
+      T* to = out + row * out_stride + at;
+      add(bias ? bias + at : bias, residual ? residual + row * residual_stride + at : none, count, sums);
+      if (!inner) {
+        copied(sums, count, to);
+        continue;
+      }
+      add(bias ? bias + inner + at : bias, none, count, up);
+      gated<(sizeof(T) < sizeof *up)>(sums, up, count, to);
+    }
+  }
+};
+
 template <typename T>
 static int skinny_linear(
     const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const T* norm_weight,
@@ -878,39 +923,45 @@ static int skinny_linear(
   const bool few = rows <= FEW_ROWS;  // whose outputs a thread makes all at once
   const int64_t taken = few ? rows : in_panels((rows + blocks - 1) / blocks);
   const int64_t step = few ? (columns / threads + OUTPUTS<F>) / OUTPUTS<F> * OUTPUTS<F> : PANEL;
-  const int64_t floats = Rows<F>::floats(taken, width), owned = padded(Rows<F>::room(taken, width) + 2 * taken * step);
+  const int64_t block = (few ? rows : PANEL) * step, closer = WeightRows<F>::room(width);
+  const int64_t floats = Rows<F>::floats(taken, width), owned = padded(2 * block + PANEL * PANEL + 2 * closer);
   const Scratch scratch(padded(taken * stride) + floats + threads * owned);
   float* memory = scratch.data();
   if (!memory) return OUT_OF_MEMORY;
   float* panels = memory + threads * owned;
   auto input = (typename F::X*)(panels + floats);
-  const T* none = nullptr;
+  const Epilogue<T> put = {bias, residual, residual_stride, inner, out, out_stride};
   for (int64_t first = 0; first < rows; first += taken) {
     const int64_t n = std::min(rows - first, taken);
+    const Rows<F> of = {input, panels, n, width};
     share(n, PANEL, (int)std::min<int64_t>(threads, in_panels(n) / PANEL), [=](int64_t row, int64_t stop) {
-      padded_rows<F>(x + (first + row) * x_stride, x_stride, norm_weight, eps, stop - row, width, input + row * stride);
-      if (!few) Rows<F>::pack(input + row * stride, stop - row, width, panels + Rows<F>::floats(row, width));
+      const T* from = x + (first + row) * x_stride;
+      float* to = panels + Rows<F>::floats(row, width);
+      if constexpr (std::is_same_v<T, typename F::X>)
+        if (!few && !norm_weight) return Rows<F>::pack(from, x_stride, stop - row, width, to);
+      padded_rows<F>(from, x_stride, norm_weight, eps, stop - row, width, input + row * stride);
+      if (!few) Rows<F>::pack(input + row * stride, stride, stop - row, width, to);
     });
     share(columns, few ? OUTPUTS<F> : PANEL, threads, [=](int64_t at, int64_t stop) {
-      float *low = memory + (threads > 1 ? part() : 0) * owned, *high = low + taken * step, *room = high + taken * step;
+      float *low = memory + (threads > 1 ? part() : 0) * owned, *high = low + block, *room = high + block;
+      float* closer_rows = room + PANEL * PANEL;
       for (; at < stop; at += step) {
         const int64_t count = std::min(step, stop - at);
-        auto multiply = [=](int64_t output, int64_t next, float* block) {
-          products_of<F>({input, panels, n, width}, weight + output * weight_stride, weight_stride, count, block,
-                         step, room, weight + next * weight_stride);
-        };
-        multiply(at, swiglu ? inner + at : at + step, low);
-        if (swiglu) multiply(inner + at, at + step, high);
-        for (int64_t row = 0; row < n; ++row) {
-          float *y = low + row * step, *up = high + row * step;
-          T* to = out + (first + row) * out_stride + at;
-          add(bias ? bias + at : bias, residual ? residual + (first + row) * residual_stride + at : none, count, y);
-          if (!swiglu) {
-            copied(y, count, to);
-            continue;
-          }
-          add(bias ? bias + inner + at : bias, none, count, up);
-          gated(y, up, count, to);
+        const T *w = weight + at * weight_stride, *up = w + inner * weight_stride;
+        if (few) {
+          few_products<F>(input, n, w, weight_stride, width, count, low, step);
+          if (swiglu) few_products<F>(input, n, up, weight_stride, width, count, high, step);
+          put(first, n, at, count, low, high, step);
+          continue;
+        }
+        const WeightRows<F> of_low(w, weight_stride, count, width, closer_rows);
+        const WeightRows<F> of_high(up, weight_stride, swiglu ? count : 0, width, closer_rows + closer);
+        for (int64_t row = 0; row < n; row += PANEL) {
+          auto ahead = [=](const T* rows) { return Next{row ? nullptr : (const char*)rows, weight_stride * (int64_t)sizeof *w}; };
+          const T* then = w + step * weight_stride;
+          block_products<F>(of, row, of_low, ahead(swiglu ? up : then), low, PANEL, room);
+          if (swiglu) block_products<F>(of, row, of_high, ahead(then), high, PANEL, room);
+          put(first + row, std::min(n - row, PANEL), at, count, low, high, PANEL);
         }
       }
     });
@@ -948,18 +999,9 @@ int skinny_linear(
     });
     share(columns, swiglu ? 16 : OUTPUTS<F>, threads, [=](int64_t begin, int64_t end) {
       const Registers registers;
+      const Epilogue<BFloat16> finish = {bias, residual, residual_stride, inner, out, out_stride};
       auto put = [=](int64_t row, int64_t some, int64_t at, int64_t count, float* block) {
-        for (int64_t r = first + row; r < first + row + some; ++r, block += PANEL) {
-          BFloat16* to = out + r * out_stride + at;
-          const BFloat16* none = nullptr;
-          add(bias ? bias + at : bias, residual ? residual + r * residual_stride + at : residual, count, block);
-          if (!swiglu) {
-            copied(block, count, to);
-            continue;
-          }
-          add(bias ? bias + inner + at : bias, none, count, block + 16);
-          gated(block, block + 16, count, to);
-        }
+        finish(first + row, some, at, count, block, block + 16, PANEL);
       };
       tile_outputs(panels, taken, weight, weight_stride, width, begin, end, inner, put);
     });
@@ -1173,7 +1215,7 @@ struct Attended {
     float* half = key_panel + stride / 2 * PANEL;  // is free: elements of a panel in tiles have 16 bits
     if (!IN_TILES<F>) return;
     few = rows <= PANEL ? (X*)half : nullptr;
-    if (few) Rows<F>::pack(query, rows, width, half);
+    if (few) Rows<F>::pack(query, stride_of<F>(width), rows, width, half);
   }
 
   // Rows from `first` on meet keys and values of a piece; row first + r sees seen[r] of them. `lie`: keys as they lie.
@@ -1853,7 +1895,7 @@ static int decoder_layer(
   const int64_t heads_stride = stride_of<F>(attention), inner_stride = stride_of<F>(inner);
   const int64_t together = rows_together(in, threads);
   const int64_t most = std::max({model, attention, inner});
-  const int64_t panels = Rows<F>::floats(rows, most), for_products = Rows<F>::room(rows, most);
+  const int64_t panels = Rows<F>::floats(rows, most), for_products = Rows<F>::room(most);
   const int64_t padded_row = in_fews<F>(rows);  // as many rows of x are read
   const int64_t owned = padded(std::max(padded_row * stride_of<F>(model), scratch_of(in, together))) + panels + for_products;
   const Scratch scratch(rows * (all + 2 * model + 2 * inner) + padded_row * (heads_stride + inner_stride) + threads * owned);
@@ -1868,7 +1910,7 @@ static int decoder_layer(
     const int64_t me = part(), of = parts();
     float *own_panels = of_threads + me * owned, *room = own_panels + panels, *own = room + for_products;
     auto ready = [=](const X* x, int64_t width) {
-      if (IN_TILES<F> || rows > FEW_ROWS) Rows<F>::pack(x, rows, width, own_panels);
+      if (IN_TILES<F> || rows > FEW_ROWS) Rows<F>::pack(x, stride_of<F>(width), rows, width, own_panels);
       return x;
     };
     auto shared = [=](int64_t count, int64_t unit, auto work) {  // work(first, last) of this thread's share
@@ -2267,7 +2309,7 @@ static int linear_logprob(
   const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK, stretch = (chunks + 15) / 16;  // chunks
   const int64_t stretches = (chunks + stretch - 1) / stretch, stride = stride_of<F>(width);
   const int64_t held = in_panels(std::min<int64_t>(rows, HELD)), places = std::max(stride, CHUNK) + held;
-  const int64_t room = IN_TILES<F> ? 0 : Rows<F>::room(held, width) + Rows<F>::floats(held, width);
+  const int64_t room = IN_TILES<F> ? 0 : Rows<F>::room(width) + Rows<F>::floats(held, width);
   const int64_t owned = padded(held * (stride + CHUNK) + room) + places * PANEL;
   threads = (int)std::min<int64_t>(threads, pulled.sums ? rows : stretches);
   const Scratch scratch(threads * owned + rows * (1 + stretches * (sizeof(Statistics) / sizeof(float))));
@@ -2283,7 +2325,7 @@ static int linear_logprob(
     for (int64_t first = row; first < end; first += HELD) {
       const int64_t n = std::min<int64_t>(end - first, HELD);
       padded_rows<F>(x + first * x_stride, x_stride, nullptr, 0, n, width, input);
-      if (!IN_TILES<F> && n > FEW_ROWS) Rows<F>::pack(input, n, width, panels);
+      if (!IN_TILES<F> && n > FEW_ROWS) Rows<F>::pack(input, stride, n, width, panels);
       for (int64_t s = begin; s < last; ++s) {
         Statistics* of = statistics + s * rows + first;
         for (int64_t row = 0; row < n; ++row) of[row] = Statistics();
@@ -2401,7 +2443,7 @@ static int linear_logprob_backward(
   const int64_t chunk = std::min(all, std::max(PANEL * threads, KEPT_PULLS / high / PANEL * PANEL));
   const int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, held = in_fews<F>(std::min(rows, ROWS_AT_ONCE));
   const int64_t a_panel = std::max(stride, chunk) / TAKEN * PANEL, per_float = sizeof(float) / sizeof(X);
-  const int64_t room = IN_TILES<F> ? 0 : Rows<F>::room(held, width), in_lanes = IN_TILES<F> ? 0 : Rows<F>::floats(rows, width);
+  const int64_t room = IN_TILES<F> ? 0 : Rows<F>::room(width), in_lanes = IN_TILES<F> ? 0 : Rows<F>::floats(rows, width);
   const int64_t owned = padded(a_panel + PANEL * (held + PANEL + 1 + (TAKEN == 2 ? high / per_float : 0)) + room);
   const int64_t inputs = high * stride / per_float, paired_floats = TAKEN == 2 ? high * stride / TAKEN : 0;
   const Scratch scratch(high * stride + inputs + paired_floats + high * chunk / per_float + in_lanes + threads * owned);
@@ -2413,7 +2455,7 @@ static int linear_logprob_backward(
   std::memset(sums, 0, (high * stride + inputs) * sizeof *sums);
   for (int64_t r = 0; r < rows; ++r)  // what has no gradient may be inf or NaN
     if (!by.none(r)) copied(x + r * x_stride, width, input + r * x_width);
-  if (!IN_TILES<F> && rows > FEW_ROWS) Rows<F>::pack(input, rows, width, panels);
+  if (!IN_TILES<F> && rows > FEW_ROWS) Rows<F>::pack(input, x_width, rows, width, panels);
   if constexpr (TAKEN == 2) pair_panels([=](int64_t r) { return input + r * x_width; }, high, stride, high / 2 * PANEL, paired);
   for (int64_t first = 0; first < vocabulary; first += chunk) {
     const int64_t outputs = std::min(chunk, vocabulary - first);

@@ -1,9 +1,9 @@
 """The native decoder: one packed forward of the Llama family with fused operations, on a model's own weights.
 
-Nine operations per layer: norm, q k v, split-norm-rotate, attention, o, norm, gate and up, gated activation, down; the
-residual additions are part of the norms, on a GPU of the products. A model is read once, and again when a forward finds
-it changed, so changes to it take effect: other values, dtype or device, new parameters. A model that does not compute
-exactly what the family's modules compute (hooks, quantised layers) has no native decoder; LoRA has, if asked for.
+Eight operations per layer (nine on a GPU): norm, q k v, split-norm-rotate, attention, o, norm, gated gate and up, down;
+the residual additions are part of the norms, on a GPU of the products. A model is read once, and again when a forward
+finds it changed, so changes to it take effect: other values, dtype or device, new parameters. A model that does not
+compute exactly what the family's modules do (hooks, quantised layers) has no native decoder; LoRA has, if asked for.
 
 Projections that are multiplied together are adjacent in memory: on first use the parameters' `data` are moved there,
 and look the same to every other user of the model. Each has a storage of its own over its part, since savers keep one
@@ -119,16 +119,9 @@ class Layer:
         """The weights as `decoder_layer` takes them; None for a mixture of experts."""
         if isinstance(self.mlp, Experts):
             return None
-        return LayerWeights(
-            self.input_norm.weight,
-            *self.qkv,
-            self.q_norm and self.q_norm.weight,
-            self.k_norm and self.k_norm.weight,
-            *self.o,
-            self.mlp_norm.weight,
-            *self.mlp.gate_up,
-            *self.mlp.down,
-        )
+        heads = (self.q_norm and self.q_norm.weight, self.k_norm and self.k_norm.weight)
+        attention = (self.input_norm.weight, *self.qkv, *heads, *self.o)
+        return LayerWeights(*attention, self.mlp_norm.weight, *self.mlp.gate_up, *self.mlp.down)
 
     def before_attention(
         self,
@@ -167,7 +160,11 @@ class Layer:
         normed, residual = rms_norm(hidden, *self.mlp_norm, rest)
         if isinstance(self.mlp, Experts):
             return self.mlp(normed), residual
-        return _add(self.mlp.down, swiglu(self.mlp.gate_up(normed)), residual)
+        gate_up = self.mlp.gate_up
+        learns = normed.requires_grad and torch.is_grad_enabled()
+        fused = normed.is_cpu and isinstance(gate_up, Linear) and not learns
+        active = skinny_linear(normed, *gate_up, swiglu=True) if fused else swiglu(gate_up(normed))
+        return _add(self.mlp.down, active, residual)
 
 
 def _add(linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from fb_kernels._runtime import cpu
+from fb_kernels.skinny_linear.reference import linear
+from fb_kernels.swiglu.cpu import swiglu as gates
 
 ROWS = 96  # maximum in float32: above it oneDNN is as fast with AVX-512, and faster with AVX2
 TAKES = f"float32 and bfloat16, up to {ROWS} rows; any number of bfloat16 with AVX2, or batch-invariant"
@@ -21,16 +23,13 @@ def skinny_linear(
     swiglu: bool,
     frozen: bool,
 ) -> Tensor:
-    """[N, M], or [N, M / 2] where it is gated."""
-    library, dtype = cpu.library(), x.dtype
-    rows, width = x.shape
-    outputs = weight.shape[0]
+    """[N, M], or [N, M / 2] where it is gated, with the bits of `swiglu`."""
+    library, dtype, (rows, width), outputs = cpu.library(), x.dtype, x.shape, weight.shape[0]
     if isinstance(library, str) or not width:
         return NotImplemented
-    narrow = dtype is torch.bfloat16
+    narrow, threads = dtype is torch.bfloat16, cpu.threads(rows * width * outputs)
     if rows > ROWS and not (narrow and cpu.variant() != "plain") and not cpu.batch_invariant():
-        return NotImplemented
-    threads = cpu.threads(rows * width * outputs)
+        return gates(linear(x, weight, bias), None) if swiglu and norm_weight is None else NotImplemented
     (x_stride, x_step), (weight_stride, weight_step) = x.stride(), weight.stride()
     if dtype not in cpu.STEP or weight.dtype is not dtype or (width > 1 and not x_step == weight_step == 1):
         return NotImplemented

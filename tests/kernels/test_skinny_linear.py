@@ -12,7 +12,7 @@ from cases.base import Sizes
 from cases.skinny_linear import BOTH, OP, VARIANTS, make, scales, wide_chip
 from ways import names, running, with_dtypes
 
-from fb_kernels import skinny_linear
+from fb_kernels import skinny_linear, swiglu
 from fb_kernels._runtime import backend, cpu
 from fb_kernels.skinny_linear.naive import skinny_linear as naive
 from fb_kernels.testing import assert_close_to_reference, poisoned_memory
@@ -58,6 +58,8 @@ def test_any_number_of_rows_gives_a_row_the_same_bits(way: str, options: Sizes) 
         arguments = given(way, 96, width, outputs, **options)
         with running(way):
             together = skinny_linear(**arguments)
+            plain = arguments | {"swiglu": False}
+            assert not arguments.get("swiglu") or torch.equal(swiglu(skinny_linear(**plain)), together)
             for first, last in (0, 1), (1, 3), (2, 6), (5, 12), (30, 38), (3, 20), (40, 89):
                 some = {name: arguments[name][first:last] for name in ("x", "residual") if name in arguments}
                 assert torch.equal(skinny_linear(**arguments | some), together[first:last])
@@ -127,7 +129,7 @@ def test_gates_far_from_zero(way: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("way", CPU)
 def test_gating_of_every_size(way: str) -> None:
-    """silu from where its exponential overflows to where it vanishes."""
+    """silu from where its exponential overflows to where it vanishes; in many rows with the bits that it has alone."""
     gate = torch.cat((torch.linspace(-130, 130, 4001), torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1e-40, -3e38, 3e38])))
     weight = torch.cat((gate, torch.ones_like(gate)))[:, None]
     with running(way):
@@ -136,6 +138,8 @@ def test_gating_of_every_size(way: str) -> None:
     whole = (gate > -88) & (gate.abs() > 1e-37)  # below, the exponential is inf, as in PyTorch
     torch.testing.assert_close(out[whole], expected[whole].float(), rtol=6e-7, atol=0)
     torch.testing.assert_close(out[~whole], expected[~whole].float(), rtol=0, atol=6e-37, equal_nan=True)
+    for many in ([torch.randn(rows, 64).to(dtype) for rows in (300, 96)] for dtype in (torch.float32, torch.bfloat16)):
+        assert torch.equal(skinny_linear(*many, swiglu=True), swiglu(skinny_linear(*many)))
 
 
 @pytest.mark.parametrize("way", CPU)
