@@ -29,7 +29,8 @@ def skinny_linear(
         return NotImplemented
     narrow, threads = dtype is torch.bfloat16, cpu.threads(rows * width * outputs)
     if rows > ROWS and not (narrow and cpu.variant() != "plain") and not cpu.batch_invariant():
-        return gates(linear(x, weight, bias), None) if swiglu and norm_weight is None else NotImplemented
+        follows = swiglu and norm_weight is None and dtype in cpu.STEP  # its own kernel, for the bits of the op
+        return gates(linear(x, weight, bias), None) if follows else NotImplemented
     (x_stride, x_step), (weight_stride, weight_step) = x.stride(), weight.stride()
     if dtype not in cpu.STEP or weight.dtype is not dtype or (width > 1 and not x_step == weight_step == 1):
         return NotImplemented
