@@ -957,8 +957,10 @@ static int skinny_linear(
         const WeightRows<F> of_low(w, weight_stride, count, width, closer_rows);
         const WeightRows<F> of_high(up, weight_stride, swiglu ? count : 0, width, closer_rows + closer);
         for (int64_t row = 0; row < n; row += PANEL) {
-          auto ahead = [=](const T* rows) { return Next{row ? nullptr : (const char*)rows, weight_stride * (int64_t)sizeof *w}; };
           const T* then = w + step * weight_stride;
+          auto ahead = [=](const T* from) {
+            return Next{row ? nullptr : (const char*)from, weight_stride * (int64_t)sizeof *from};
+          };
           block_products<F>(of, row, of_low, ahead(swiglu ? up : then), low, PANEL, room);
           if (swiglu) block_products<F>(of, row, of_high, ahead(then), high, PANEL, room);
           put(first + row, std::min(n - row, PANEL), at, count, low, high, PANEL);
