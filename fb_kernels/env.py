@@ -22,8 +22,8 @@ import torch
 
 import fb_kernels
 from fb_kernels._runtime import backend, cpu, cuda, devices
-from fb_kernels._runtime.cpu import batch_invariant as batch_invariant
 from fb_kernels._runtime.cpu import release_threads as release_threads
+from fb_kernels._runtime.precision import batch_invariant as batch_invariant
 
 
 def report() -> str:

@@ -37,6 +37,7 @@ from torch.utils.dlpack import from_dlpack
 from fb_core.models.experts import Experts
 from fb_core.models.lora import WithLora
 from fb_kernels import LayerWeights, qk_norm_rope, rms_norm, skinny_linear, swiglu
+from fb_kernels.env import batch_invariant
 
 EXPERTS = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}  # families, and their classes' prefix
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"} | EXPERTS
@@ -168,8 +169,11 @@ class Layer:
 
 
 def _add(linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(linear(x), residual), or (their sum, None) where the residual can be written in place."""
-    if _in_place(x) and isinstance(linear, Linear) and linear.bias is None:
+    """(linear(x), residual), or their sum and None: in batch-invariant mode, or written to the residual."""
+    plain = isinstance(linear, Linear) and x.device.type in IN_PLACE and not torch.is_grad_enabled()
+    if plain and batch_invariant():
+        return skinny_linear(x, *linear, residual=residual), None
+    if plain and len(x) > FEW and linear.bias is None:
         return residual.addmm_(x, linear.weight.T), None  # rounded once
     return linear(x), residual
 

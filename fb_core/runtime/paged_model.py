@@ -27,7 +27,6 @@ from fb_kernels import (
     rms_norm,
     skinny_linear,
 )
-from fb_kernels.env import batch_invariant
 
 CHUNK = 512
 """New tokens of one forward at most."""
@@ -121,11 +120,6 @@ class PagedModel:
             self.pages.forget()
         self._read = read
         return same
-
-    @property
-    def invariant(self) -> bool:
-        """Whether a row has the bits of a scored one, as `batch_invariant` says of CPUs."""
-        return batch_invariant() and self.graphs.device.type == "cpu"
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,7 @@ from fb_core.runtime.kv_pages import SIZE, pages_of
 from fb_core.runtime.paged_model import PagedModel
 from fb_core.runtime.sampling import GREEDY, Draw, Draws, drawn
 from fb_kernels import DecodeState, Halt, commit_, topk_entropy
+from fb_kernels.env import batch_invariant
 
 RING = 2
 """Runs whose outcomes the host may still read."""
@@ -37,7 +38,7 @@ def rank(model: PagedModel, hidden: Tensor, logits: Tensor, token: Tensor) -> Te
     from its residual stream hidden [N, D]. The result's precision holds ids and log-probs.
     """
     _, values, ids = topk_entropy(logits, min(RANKED, logits.shape[-1]))
-    if model.invariant or model.head.weight.dtype.itemsize < 4:  # its logits are rounded
+    if batch_invariant() or model.head.weight.dtype.itemsize < 4:  # its logits are rounded
         taken, logprobs = model.logprobs(hidden, token, ids, logits.shape[-1])
         logprobs = torch.where(ids == token[:, None], taken[:, None], logprobs)
         logprobs, order = logprobs.sort(stable=True, descending=True)

@@ -13,7 +13,6 @@ sizes. Threads are torch's, by the OpenMP runtime that it has loaded (threads of
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,6 @@ SHARE = 1 << 17  # minimum products per thread
 ELEMENT = 8  # products that take as long as an element of an elementwise op
 STEP = (torch.float32, torch.bfloat16)  # dtypes of the ops of a model's forward
 LIBRARY = Path(__file__).parents[1] / "libfb_cpu.so"
-
-VARIABLE = "FB_KERNELS_BATCH_INVARIANT"
-INVARIANT = os.environ.get(VARIABLE, "0") == "1"
 
 FUNCTIONS = (
     "skinny_linear",
@@ -48,14 +44,6 @@ FUNCTIONS = (
     "target_logits",
     "qk_norm_rope",
 )
-
-
-def batch_invariant() -> bool:
-    """Whether on CPUs a row has the same bits whatever other rows its call has, as FB_KERNELS_BATCH_INVARIANT=1 asks.
-
-    Then linear layers, attention and log-probs are the compiled kernels' at every size, with one order of sums each.
-    """
-    return INVARIANT
 
 
 def release_threads() -> None:

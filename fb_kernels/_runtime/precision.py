@@ -1,4 +1,4 @@
-"""The dtype in which ops compute, and what `torch.autocast` does to their arguments, as for torch's own functions.
+"""The dtype in which ops compute, the order of their sums, and what `torch.autocast` does to their arguments.
 
 Inside a region for the tensors' device, ops made of products (`linear_logprob`, `linear_logprob_partials`,
 `skinny_linear`, `branch_attention`) take their float tensors in the region's dtype, as `torch.nn.functional.linear` and
@@ -9,6 +9,7 @@ What an op computes inside (sums in float32) is the same as outside. Outside, mi
 
 from __future__ import annotations
 
+import os
 from functools import reduce
 from typing import Any
 
@@ -19,6 +20,16 @@ from fb_kernels._runtime import checks
 
 LOWERED = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda")
+INVARIANT = os.environ.get("FB_KERNELS_BATCH_INVARIANT", "0") == "1"
+
+
+def batch_invariant() -> bool:
+    """Whether a row has the same bits whatever other rows its call has, as FB_KERNELS_BATCH_INVARIANT=1 asks.
+
+    Then linear layers, attention and log-probs have one order of sums each at every size: by the compiled kernels on
+    CPUs, by Triton's on GPUs.
+    """
+    return INVARIANT
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

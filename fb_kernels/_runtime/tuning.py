@@ -26,6 +26,17 @@ def swiglu(dtype: torch.dtype, width: int) -> Launch:
     return _tuned("swiglu", dtype, (block,), {"BLOCK": block, "num_warps": 4 if block <= 1024 else 8})
 
 
+def skinny_linear(dtype: torch.dtype, form: str) -> Launch:
+    """The product of batch-invariant mode, of BLOCK_M outputs of BLOCK_N rows: the same for any number of rows.
+
+    `form` is "unaligned" where rows cannot be read 16 bytes at a time, else "aligned".
+    """
+    default = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
+    if dtype == torch.float32 or form == "unaligned":  # for want of registers
+        default |= {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_stages": 3}
+    return _tuned("skinny_linear", dtype, (form,), default)
+
+
 def linear_logprob_form(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> str:
     """Either "fused", or "chunked", which runs at cuBLAS's rate, for many float32 rows (neither is measured yet).
 

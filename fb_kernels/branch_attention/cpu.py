@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import layout
-from fb_kernels._runtime import cpu
+from fb_kernels._runtime import cpu, precision
 from fb_kernels.branch_attention import reference
 from fb_kernels.branch_attention.arguments import BranchAttention, BranchAttentionBackward
 
@@ -23,7 +23,11 @@ def branch_attention(call: BranchAttention) -> tuple[Tensor, Tensor]:
     results = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     done = torch.empty(len(q), dtype=torch.bool)
     if not _run(
-        "branch_attention", call, {}, {"out": results[0], "lse": results[1], "done": done}, whole=cpu.batch_invariant()
+        "branch_attention",
+        call,
+        {},
+        {"out": results[0], "lse": results[1], "done": done},
+        whole=precision.batch_invariant(),
     ):
         return NotImplemented
     if done.all():

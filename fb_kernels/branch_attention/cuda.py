@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels._runtime import cuda
+from fb_kernels._runtime import cuda, precision
 from fb_kernels.branch_attention.arguments import BranchAttention
 
-TAKES = "float16 and bfloat16, branches of one row, heads of width 64, 128 or 256"
+TAKES = "float16 and bfloat16, branches of one row, heads of width 64, 128 or 256; none in batch-invariant mode"
 
 
 def branch_attention(call: BranchAttention) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,8 @@ def branch_attention(call: BranchAttention) -> tuple[Tensor, Tensor]:
     pages, size = (1, len(prefix_k)) if block_table is None else prefix_k.shape[:2]
     table = cu_branch[None, :1] if block_table is None else block_table
     indices, capacity = (cu_branch, cu_group, prefix_start, prefix_len), size * table.shape[1]
-    conditions = [window is softcap is None, q.dtype in (torch.float16, torch.bfloat16), width in (64, 128, 256)]
+    conditions = [not precision.batch_invariant(), window is softcap is None]
+    conditions += [q.dtype in (torch.float16, torch.bfloat16), width in (64, 128, 256)]
     conditions += [max(rows * heads, pages, capacity, branches, groups) < 1 << 30]
     conditions += [x.is_contiguous() for x in indices] + [x.dtype == cu_branch.dtype for x in (*indices, table)]
     conditions += [x.stride(-1) == 1 for x in (q, q if k is None else k, prefix_k, table)]

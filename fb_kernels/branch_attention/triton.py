@@ -7,7 +7,9 @@ head are neighbours. A tile holds packed rows of one group.
 Keys are read in blocks that begin at the slice's first key and at the first row of the row's own branch, never at a
 place that depends on other rows, and a masked score leaves a row's state unchanged. So a row's bits depend on the keys
 that it sees, on the kernel (the split if no branch is longer than a row), on `max_prefix_len` if it is too small, and
-on alignment, but on no other row. gluon.py has a tile kernel for Hopper only; `tuning.branch_attention_form` chooses.
+on alignment, but on no other row. In batch-invariant mode it does not matter either which keys are the slice's: all
+rows take the tile kernel, whose blocks go on from the slice to the own keys. gluon.py has a tile kernel for Hopper
+only; `tuning.branch_attention_form` chooses.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fb_kernels._runtime import tuning
+from fb_kernels._runtime import precision, tuning
 from fb_kernels.branch_attention import triton_layout as branch_layout
 from fb_kernels.branch_attention.arguments import BranchAttention
 from fb_kernels.branch_attention.triton_backward import branch_attention_backward as branch_attention_backward
@@ -50,17 +52,25 @@ def _attend(
     multiplier, inner,  # of scores, in the soft-cap
     MASKED: tl.constexpr, BY_ROW: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr, ALIGNED: tl.constexpr,
     SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, JOINT: tl.constexpr = False,
 ):  # fmt: skip
     """The state (acc[M, E], top[M], total[M]) after the key blocks low, low + BLOCK_N, ... below high.
 
     acc = sum p v, total = sum p, p = 2^(score multiplier - top), top = max(score multiplier), in units of log 2.
     Without MASKED a row sees all these keys, with MASKED those below `size`, with BY_ROW those from first to last[M].
+    With JOINT (and both) keys from the slice's length on are a branch's own: of `keys` and `values` pointer and row
+    follow, so that a key's number counts from the slice's first, and of `table` the length.
     """
     acc, top, total = state
-    keys, key_row, key_page = keys
-    values, value_row, value_page = values
-    table, table_column, start, page_size = table
+    bound = size
+    if JOINT:
+        keys, key_row, key_page, own_keys, own_key_row = keys
+        values, value_row, value_page, own_values, own_value_row = values
+        table, table_column, start, page_size, bound = table
+    else:
+        keys, key_row, key_page = keys
+        values, value_row, value_page = values
+        table, table_column, start, page_size = table
     place, column = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)  # [N], [E]
     stages: tl.constexpr = 1 if MASKED and BLOCK_N >= 64 else None  # masked blocks are few and short of registers
     all_finite = 1
@@ -69,7 +79,7 @@ def _attend(
         if PAGED:
             at = start + key  # [N], in the group's concatenated pages
             entry = table + tl.cast(at // page_size, tl.int64) * table_column
-            page = (tl.load(entry, mask=key < size, other=0) if MASKED else tl.load(entry)).to(tl.int64)
+            page = (tl.load(entry, mask=key < bound, other=0) if MASKED else tl.load(entry)).to(tl.int64)
             slot = (at % page_size).to(tl.int64)
             key_at = (keys + page * key_page + slot * key_row)[:, None] + column[None, :]  # [N, E]
             value_at = (values + page * value_page + slot * value_row)[:, None] + column[None, :]
@@ -77,6 +87,10 @@ def _attend(
             # a 64-bit scalar and 32-bit offsets in the block: fewer registers than 64-bit offsets
             key_at = keys + tl.cast(n, tl.int64) * key_row + ((place * key_row)[:, None] + column[None, :])
             value_at = values + tl.cast(n, tl.int64) * value_row + ((place * value_row)[:, None] + column[None, :])
+        if JOINT:
+            mine, own = (key >= bound)[:, None], key.to(tl.int64)[:, None]
+            key_at = tl.where(mine, own_keys + own * own_key_row + column[None, :], key_at)
+            value_at = tl.where(mine, own_values + own * own_value_row + column[None, :], value_at)
         if ALIGNED:  # rows begin at multiples of 16 bytes
             key_at = tl.max_contiguous(tl.multiple_of(key_at, (1, 16)), (1, 8))
             value_at = tl.max_contiguous(tl.multiple_of(value_at, (1, 16)), (1, 8))
@@ -115,11 +129,13 @@ def _attend(
         for i in range(low, tl.minimum(high, size)):
             again = values
             if PAGED:
-                entry_page = tl.load(table + tl.cast((start + i) // page_size, tl.int64) * table_column)
-                again += entry_page.to(tl.int64) * value_page
+                entry = table + tl.cast((start + i) // page_size, tl.int64) * table_column
+                again += tl.load(entry, mask=i < bound, other=0).to(tl.int64) * value_page
                 again += tl.cast((start + i) % page_size, tl.int64) * value_row
             else:
                 again += tl.cast(i, tl.int64) * value_row
+            if JOINT:
+                again = tl.where(i < bound, again, own_values + tl.cast(i, tl.int64) * own_value_row)
             value = tl.load(again + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
             strange = ((i >= first) & (i <= last))[:, None] & ~(tl.abs(value) < float("inf"))[None, :]  # [M, E]
             acc = tl.where(strange, acc + value[None, :], acc)
@@ -214,6 +230,7 @@ def _branch_attention_tile_kernel(
     OWN: tl.constexpr, PAGED: tl.constexpr, ALIGNED: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr,
     OFFSETS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    JOINT: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     column = tl.arange(0, BLOCK_E)
@@ -258,34 +275,50 @@ def _branch_attention_tile_kernel(
     else:
         prefix_k += start.to(tl.int64) * prefix_k_row
         prefix_v += start.to(tl.int64) * prefix_v_row
+    before, shared, full = 0, length, 0  # first own key, end of the slice's blocks, begin of own ones
+    if JOINT:  # keys of a branch are counted from the slice's first
+        before, shared, full = length, length // BLOCK_N * BLOCK_N, tl.cdiv(length, BLOCK_N) * BLOCK_N
     state = _prefix_stretch(
         state, query, (prefix_k, prefix_k_row, prefix_k_page),
         (prefix_v, prefix_v_row, prefix_v_page), (block_table, table_column, start, page_size),
-        row, valid, row_start, length, 0, length, window, multiplier, inner,
+        row, valid, row_start, length, 0, shared, window, multiplier, inner,
         WINDOW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
     )  # fmt: skip
     if OWN:
         k += kv_head.to(tl.int64) * k_head
         v += kv_head.to(tl.int64) * v_head
-        begin = tl.load(branches + first_branch)
+        if JOINT:  # the block with keys of the slice and of a branch
+            for branch in range(first_branch, last_branch + 1):
+                begin, end = tl.load(branches + branch), tl.load(branches + branch + 1)
+                last = tl.where((row >= begin) & (row < end), before + row - begin, -1)
+                size = before + tl.minimum(end, last_row + 1) - begin
+                own_k, own_v = k + (begin - before).to(tl.int64) * k_row, v + (begin - before).to(tl.int64) * v_row
+                state = _attend(
+                    state, query, (prefix_k, prefix_k_row, prefix_k_page, own_k, k_row),
+                    (prefix_v, prefix_v_row, prefix_v_page, own_v, v_row),
+                    (block_table, table_column, start, page_size, length),
+                    last + 1 - window, last, shared, full, size, multiplier, inner,
+                    True, True, WINDOW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N, True,
+                )  # fmt: skip
+        begin = tl.load(branches + first_branch) - before
         alone = first_branch == last_branch  # only then can all rows see the same keys
-        size = tl.where(alone, last_row + 1 - begin, 0)
+        size, after = tl.where(alone, last_row + 1 - begin, 0), full
         state, full = _attend_whole_blocks(
             state, query, (k + begin.to(tl.int64) * k_row, k_row, 0), (v + begin.to(tl.int64) * v_row, v_row, 0),
             (block_table, 0, 0, 1), row - begin + 1 - window, row - begin, first_row - begin + 1 - window,
-            size - window, 0, tl.where(alone, first_row + 1 - begin, 0), size, multiplier, inner,
+            size - window, after, tl.where(alone, first_row + 1 - begin, 0), size, multiplier, inner,
             WINDOW, False, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
         )  # fmt: skip
         for branch in range(first_branch, last_branch + 1):
-            begin, end = tl.load(branches + branch), tl.load(branches + branch + 1)
-            last = tl.where((row >= begin) & (row < end), row - begin, -1)
+            begin, end = tl.load(branches + branch) - before, tl.load(branches + branch + 1)
+            last = tl.where((row >= begin + before) & (row < end), row - begin, -1)
             size = tl.minimum(end, last_row + 1) - begin
             state = _attend(
                 state, query, (k + begin.to(tl.int64) * k_row, k_row, 0), (v + begin.to(tl.int64) * v_row, v_row, 0),
                 (block_table, 0, 0, 1), last + 1 - window, last, full, size, size, multiplier, inner,
                 True, True, WINDOW, False, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
             )  # fmt: skip
-            full = 0  # `_attend_whole_blocks` has done keys of a single branch only
+            full = after  # `_attend_whole_blocks` has done keys of a single branch only
 
     acc, top, total = state
     total = tl.where(fits, total, float("nan"))
@@ -462,8 +495,10 @@ def branch_attention(call: BranchAttention) -> tuple[Tensor, Tensor]:
     if q.numel() == 0:
         return out, lse
     repeat, block_e = heads // kv_heads, max(16, tuning.next_power_of_2(width))
-    # a window is one even if it covers all keys, so that a row's bits do not depend on that
-    windowed, everything = window is not None, rows + capacity + 1
+    # a window is one even if it covers all keys, so that a row's bits do not depend on that; with JOINT all have one:
+    # without its masks each product would wait for the one before
+    invariant = precision.batch_invariant()
+    windowed, everything = invariant or window is not None, rows + capacity + 1
     window = everything if window is None else min(window, everything)
     table = cu_branch[None] if block_table is None else block_table
     prefix_k, prefix_v = (x[None] if block_table is None else x for x in (prefix_k, prefix_v))
@@ -496,7 +531,7 @@ def branch_attention(call: BranchAttention) -> tuple[Tensor, Tensor]:
     assert launch["CHUNK"] % launch["BLOCK_N"] == 0
     splits = min(max(1, triton.cdiv(bound, launch["CHUNK"])), SPLITS)
     short = rows == branches if call.max_branch_len is None else call.max_branch_len <= 1
-    if short and splits * rows * heads * width <= WORKSPACE:
+    if short and not invariant and splits * rows * heads * width <= WORKSPACE:
         partial_out = q.new_empty((splits, rows, heads, width), dtype=torch.float32)
         partial_top, partial_total = q.new_empty((2, splits, rows, heads), dtype=torch.float32)
         partial = (partial_out, partial_top, partial_total)
@@ -526,6 +561,6 @@ def branch_attention(call: BranchAttention) -> tuple[Tensor, Tensor]:
     _branch_attention_tile_kernel[(len(tiles) * kv_heads,)](
         q, own_k, own_v, prefix_k, prefix_v, out, lse, tiles, starts, *slices, rows, kv_heads, *sizes, *numbers,
         *q.stride()[:2], *own, *prefix, *table.stride(), COLUMNS=branch_layout.COLUMNS, OWN=k is not None,
-        WINDOW=windowed, ALIGNED=aligned, **constants, **launch,
+        WINDOW=windowed, ALIGNED=aligned, JOINT=invariant and k is not None, **constants, **launch,
     )  # fmt: skip
     return out, lse

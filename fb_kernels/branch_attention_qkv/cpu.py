@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels._runtime import cpu
+from fb_kernels._runtime import cpu, precision
 from fb_kernels.branch_attention_qkv.arguments import BranchAttentionQkv, CachedSequences
 from fb_kernels.branch_attention_qkv.reference import check_sequences
 
@@ -69,5 +69,5 @@ def sequence_arguments(sequences: CachedSequences) -> dict[str, int] | None:
         "v_cache": v_cache.data_ptr(), "v_page": v_page, "v_slot": v_slot, "v_head": v_head, "pages": pages,
         "page": page, "held": held.data_ptr(), "wide_held": held.dtype is torch.int64, "table": table_at,
         "wide_table": wide_table, "table_row": table_row, "table_width": table_width, "slots": slots_at,
-        "wide_slots": wide_slots, "whole": cpu.batch_invariant(),
+        "wide_slots": wide_slots, "whole": precision.batch_invariant(),
     }  # fmt: skip

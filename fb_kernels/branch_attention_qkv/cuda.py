@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels._runtime import cuda
+from fb_kernels._runtime import cuda, precision
 from fb_kernels.branch_attention_qkv.arguments import BranchAttentionQkv
 
-TAKES = "float16 and bfloat16"
+TAKES = "float16 and bfloat16; none in batch-invariant mode"
 
 
 def branch_attention_qkv(call: BranchAttentionQkv) -> Tensor:
@@ -35,7 +35,7 @@ def branch_attention_qkv(call: BranchAttentionQkv) -> Tensor:
     needed = library.fb_branch_attention_qkv_workspace(
         sequences=sequences, rows=rows // sequences, heads=num_heads, head_dim=width, capacity=capacity
     )
-    if not all(conditions) or needed < 0:
+    if not all(conditions) or needed < 0 or precision.batch_invariant():
         return NotImplemented
     out = torch.empty(rows, num_heads, width, dtype=qkv.dtype, device=qkv.device)
     partials = torch.empty(needed, dtype=torch.float32, device=qkv.device)

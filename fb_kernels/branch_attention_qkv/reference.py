@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels._runtime import checks
-from fb_kernels._runtime.precision import accumulation_dtype
+from fb_kernels._runtime.precision import accumulation_dtype, batch_invariant
 from fb_kernels.branch_attention.arguments import BranchAttention
 from fb_kernels.branch_attention.reference import _fold, _unfold, branch_attention
 from fb_kernels.branch_attention_qkv.arguments import BranchAttentionQkv, CachedSequences
@@ -45,11 +45,14 @@ def on_device(
     sequences = call.sequences
     sound, slots = sound_slots(sequences, call.window)
     q, k, v = project_and_write(project, project_out, call, slots)
-    indices = layout(q, sequences.held, sequences.block_table, call.window)
-    scale = call.scale
+    scale, cut, window, table = call.scale, call.window, None, sequences.block_table
+    if batch_invariant():  # blocks of keys begin at the sequence's first, though it need not be there any more
+        cut, window = None, cut
+        table = table if table is None else table.where(_visible(sequences, window), 0)
+    indices = layout(q, sequences.held, table, cut)
     if scale <= 0:  # kernels find the largest score before they scale
         q, scale = (-q, -scale) if scale else (q * 0, 1.0)
-    options = 1, None, None, scale, None
+    options = 1, None, window, scale, None
     state = attend(BranchAttention(q, k, v, sequences.k_cache, sequences.v_cache, *indices, *options))
     return state if state is NotImplemented else state[0].masked_fill_(~sound[:, None, None], torch.nan)
 
@@ -61,6 +64,14 @@ def _host_reads(x: Tensor) -> bool:
 def first_seen(held: Tensor, window: int | None) -> Tensor:
     """[G]: the first key that a sequence's rows see; any number where `held` is below 0."""
     return torch.zeros_like(held) if window is None else (held - (min(window, LARGEST) - 1)).clamp(min=0)
+
+
+def _visible(sequences: CachedSequences, window: int | None) -> Tensor:
+    """[G, n]: which pages have keys that their sequence's rows see."""
+    assert sequences.block_table is not None
+    held, page = sequences.held[:, None], sequences.k_cache.shape[1]
+    begin = torch.arange(sequences.block_table.shape[1], device=held.device) * page
+    return (begin < held) & (begin + page > first_seen(held, window))
 
 
 def sound_slots(sequences: CachedSequences, window: int | None) -> tuple[Tensor, Tensor | None]:
@@ -76,9 +87,7 @@ def sound_slots(sequences: CachedSequences, window: int | None) -> tuple[Tensor,
         sound = (held >= 0) & (held <= size)
     else:
         pages, page = k_cache.shape[:2]
-        size = pages * page
-        first, begin = first_seen(held, window)[:, None], torch.arange(block_table.shape[1], device=held.device) * page
-        visible = (begin < held[:, None]) & (begin + page > first)  # [G, n]
+        size, visible = pages * page, _visible(sequences, window)
         sound = (held >= 0) & (held <= page * block_table.shape[1])
         sound = sound & ~(visible & ((block_table < 0) | (block_table >= pages))).any(1)
     sound = of_rows(sound) & (positions >= 0) & (positions < cos.shape[0])
@@ -87,6 +96,7 @@ def sound_slots(sequences: CachedSequences, window: int | None) -> tuple[Tensor,
     if block_table is None:
         occupied = slots < held
     else:
+        begin, first = torch.arange(visible.shape[1], device=held.device) * page, first_seen(held, window)[:, None]
         key = begin + (slots % page)[:, None]  # [N, n]: index of the key that the slot would hold
         occupied = (of_rows(block_table) == (slots // page)[:, None]) & (key >= of_rows(first))
         occupied = (occupied & (key < of_rows(held)[:, None])).any(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels._runtime import cpu
+from fb_kernels._runtime import cpu, precision
 from fb_kernels.branch_attention_qkv.cpu import sequence_arguments
 from fb_kernels.branch_attention_qkv.reference import check_sequences
 from fb_kernels.decoder_layer.arguments import DecoderLayer
@@ -23,7 +23,7 @@ def decoder_layer(call: DecoderLayer) -> Tensor:
     width, kv_heads = sequences.cos.shape[1], sequences.k_cache.shape[-2]
     if (
         isinstance(library, str)
-        or not 0 < rows <= (rows if cpu.batch_invariant() else ROWS)
+        or not 0 < rows <= (rows if precision.batch_invariant() else ROWS)
         or not (model and attention and inner)
     ):
         return NotImplemented

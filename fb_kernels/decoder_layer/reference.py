@@ -17,8 +17,8 @@ from fb_kernels.skinny_linear import skinny_linear
 def decoder_layer(given: DecoderLayer) -> Tensor:
     """[N, D]."""
     hidden, weights, sequences, eps, window, scale = given
-    plain = hidden.is_cpu
-    if plain and plain_attention._host_reads(hidden):
+    plain = plain_attention._host_reads(hidden)
+    if plain:
         plain_attention.check_sequences(sequences, window, "decoder_layer")
     linear = plain_linear.skinny_linear if plain else skinny_linear
     project = partial(linear, norm_weight=None, eps=eps, residual=None, swiglu=False, frozen=True)

@@ -15,13 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fb_kernels._runtime import tuning
+from fb_kernels._runtime import precision, tuning
 from fb_kernels.linear_logprob.options import Options
 from fb_kernels.linear_logprob.reference import gradient, largest_of_rows, partials_gradient, to_logits
 from fb_kernels.triton import HAS_GLUON
 from fb_kernels.triton.functions import FAR_BELOW, LOG2_E, shift_of, tanh
 
 LARGEST_ID = torch.iinfo(torch.int64).max
+ROWS = 64  # whose launch takes any number of rows in batch-invariant mode
 
 
 @triton.jit
@@ -432,15 +433,16 @@ def _forward(
         return results
     numbers, capped = options.multipliers(), options.softcap is not None
     picked = x.new_empty(rows, dtype=torch.float32)
-    form = tuning.linear_logprob_form(x.dtype, rows, valid, width) if _vectors(x, weight) else "chunked"
-    form = form if pull is None else "chunked"
+    invariant, form = precision.batch_invariant(), "chunked"
+    if pull is None and _vectors(x, weight):
+        form = "fused" if invariant else tuning.linear_logprob_form(x.dtype, rows, valid, width)
     if form == "gluon" and _for_gluon(x, weight[:valid]):
         from fb_kernels.linear_logprob import gluon  # experimental, and not in every Triton
 
         statistics = gluon.statistics(x, weight[:valid], bias, ids, picked, vocab_start, options)
         tiles = statistics.shape[1]
     elif form in ("fused", "gluon"):
-        launch = tuning.linear_logprob(x.dtype, rows, valid, width, bias is not None)
+        launch = tuning.linear_logprob(x.dtype, ROWS if invariant else rows, valid, width, bias is not None)
         vector = 16 // x.dtype.itemsize
         tile = launch["BLOCK_V"] // (2 if launch["BLOCK_M"] * launch["BLOCK_V"] > 1 << 14 else 1)
         blocks = triton.cdiv(valid, launch["BLOCK_V"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -42,6 +43,7 @@ def skinny_linear(n: int = 1, k: int = 2048, m: int = 12_288, *, gated: bool = T
         shape=f"N={n} K={k} M={m}{', gated' if gated else ', residual'}",
         flops=2.0 * n * m * k,
         bytes=2.0 * m * k,
+        launches={"_skinny_linear_kernel": 2 * m * k, "_add_pieces_kernel": 4 * n * m * -(-k // 256)},
         plain={"torch eager": plain},
     )
 
@@ -59,7 +61,10 @@ OPS = (
         skinny_linear,
         by_definition(naive.skinny_linear),
         checked=_checked,
-        compiled=lambda: (),  # its Triton kernels are those of its parts
+        compiled=lambda: [
+            skinny_linear(rows, width, gated=False).cast(torch.bfloat16)
+            for rows, width in ((1, 2048), (1664, 2048), (13, 2049))
+        ],
         takes="x[N, K], weight[M, K], (bias[M]), (norm_weight[K]), (residual[N, M])",
         gives="[N, M], with swiglu [N, M / 2]",
         cpu="fp32, bf16",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels._runtime import cpu
+from fb_kernels._runtime import cpu, precision
 from fb_kernels.skinny_linear.reference import linear
 from fb_kernels.swiglu.cpu import swiglu as gates
 
@@ -28,7 +28,7 @@ def skinny_linear(
     if isinstance(library, str) or not width:
         return NotImplemented
     narrow, threads = dtype is torch.bfloat16, cpu.threads(rows * width * outputs)
-    if rows > ROWS and not (narrow and cpu.variant() != "plain") and not cpu.batch_invariant():
+    if rows > ROWS and not (narrow and cpu.variant() != "plain") and not precision.batch_invariant():
         follows = swiglu and norm_weight is None and dtype in cpu.STEP  # its own kernel, for the bits of the op
         return gates(linear(x, weight, bias), None) if follows else NotImplemented
     (x_stride, x_step), (weight_stride, weight_step) = x.stride(), weight.stride()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fb_kernels._runtime import cuda
+from fb_kernels._runtime import cuda, precision
 
-TAKES = "float16 and bfloat16, up to 32 rows"
+TAKES = "float16 and bfloat16, up to 32 rows; none in batch-invariant mode"
 
 
 def skinny_linear(
@@ -26,7 +26,7 @@ def skinny_linear(
     conditions += [value.dtype == x.dtype for value in tensors]
     conditions += [value.shape[-1] < 2 or value.stride(-1) == 1 for value in tensors]
     rows, width = x.shape
-    if not all(conditions) or rows > 32:
+    if not all(conditions) or rows > 32 or precision.batch_invariant():
         return NotImplemented
     out = torch.empty(rows, weight.shape[0] // (2 if swiglu else 1), dtype=x.dtype, device=x.device)
     launched = cuda.launch(

@@ -13,21 +13,25 @@ from transformers import PreTrainedModel
 
 from fb_core import (
     CollaborativeDecoder,
+    CompatibilityScorer,
+    Engine,
     FutureBridgeSelector,
     LLMPreference,
     LocalLLM,
+    RandomChoice,
     RequestPolicy,
     SLMPreference,
     TokenReranker,
 )
 from fb_core.decode.decoder import LowLatencyDecoder
+from fb_core.decode.pair import Pair
 from fb_core.decode.selectors import ValueSelector
 from fb_core.rerank.value_head import ValueHead
 from fb_core.runtime.kv_pages import pages_of
 from fb_core.runtime.paged_model import PagedModel, Part
 from fb_core.runtime.plain import Stop, lockstep
 from fb_core.runtime.step import DecodeStep
-from fb_kernels._runtime import backend
+from fb_kernels._runtime import backend, precision
 
 pytestmark = pytest.mark.gpu
 SMALL = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2} | {
@@ -69,6 +73,27 @@ def tokens_are_the_plain_decoders(device: str = DEVICE) -> None:
             assert got.token_ids.tolist() == want.token_ids.tolist()
             assert [event.pool for event in got.events] == [event.pool for event in want.events]
             assert len(want.events) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_batch_invariant_mode_an_engine_reports_what_the_scorer_says(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "INVARIANT", True)
+    slm = model(dtype)
+    prompts = [tokens(count).tolist() for count in (5, 130, 64, 300, 1, 129)]
+    with Engine(
+        Pair(slm, None), RandomChoice(0), RequestPolicy(9.0), pool="slm", max_batch=4, max_length=400
+    ) as engine:
+        handles = [engine.submit(prompt, 40, ranking=True) for prompt in prompts]
+        written = [list(handle) for handle in handles]
+    ids = [[token.id for token in own] for own in written]
+    scorer = CompatibilityScorer(slm)
+    together = scorer.logprobs_many([(prompt, [own]) for prompt, own in zip(prompts, ids, strict=True)])
+    for prompt, own, reported, (row,) in zip(prompts, ids, written, together, strict=True):
+        (alone,) = scorer.logprobs(prompt, [own])
+        assert torch.equal(row, alone)
+        assert torch.tensor([token.ranked.taken for token in reported]).equal(alone.cpu())
 
 
 @pytest.mark.parametrize("where", ["current", "other"])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from fb_kernels.triton.interpreter import _wide
 
 
 def refuse_bfloat16() -> None:
@@ -18,6 +23,18 @@ def refuse_bfloat16() -> None:
     builder.binary_op = _refuse(builder.binary_op)
     builder.unary_op = _refuse(builder.unary_op)
     interpreter.ReduceScanOpInterface.check_tensor = _refuse_tensors(interpreter.ReduceScanOpInterface.check_tensor)
+
+
+@contextmanager
+def sums_in_order() -> Iterator[None]:
+    """Products of tiles are the same wherever a row lies in its tile, as a GPU's are and those of BLAS are not."""
+
+    def create_dot(_: Any, a: TensorHandle, b: TensorHandle, onto: TensorHandle, *__: Any) -> TensorHandle:
+        products = np.einsum("mk,kn->mn", _wide(a).data, _wide(b).data, dtype=onto.data.dtype)
+        return TensorHandle(products + onto.data, onto.dtype.scalar)
+
+    with mock.patch.object(InterpreterBuilder, "create_dot", create_dot):
+        yield
 
 
 def _refuse(original: Callable) -> Callable:

@@ -25,6 +25,7 @@ from cases.branch_attention import (
     TILE,
     Groups,
     in_16_bits,
+    keys_anywhere,
     make,
     one_row,
     small,
@@ -223,6 +224,7 @@ def part(case: Case, rows: slice, groups: Groups) -> Case:
 
 ALIKE = [(*pair, {}) for pair in ALL if pair[0] != "device"]
 ALIKE += [("reference", None, {"softcap": 2.0}), ("triton", TILE, {"window": 7}), ("triton", SPLIT, {"window": 7})]
+ALIKE += [("triton invariant", None, {"window": 7})]
 
 
 @pytest.mark.parametrize(("way", "longest", "options"), ALIKE, ids=str)
@@ -234,7 +236,7 @@ def test_bits_are_the_same_in_every_batch(way: str, longest: int | None, options
         groups = [([1] * len(lengths), start, length) for lengths, start, length in groups]
     if way == "cuda":  # tiles of 32 packed rows, and a few chunks
         groups = [([1] * rows, start, length) for rows, start, length in ((20, 0, 300), (41, 3, 1), (2, 10, 190))]
-    if way in ("triton", "cuda"):
+    if way.startswith(("triton", "cuda")):
         pieces: list[Groups] = [[([rows], *at)] for lengths, *at in groups for rows in lengths]
     else:
         pieces = [[group] for group in groups]
@@ -248,6 +250,13 @@ def test_bits_are_the_same_in_every_batch(way: str, longest: int | None, options
         assert same(alone, [out[rows], lse[:, rows]])
         if way in CPU:
             assert same(own, [grad[rows] for grad in grads])
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 9}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_where_keys_lie(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    with blocks("triton invariant"):
+        keys_anywhere(dtype, 27, (0, 1, 7, 8, 15, 16, 26), **options)
 
 
 @pytest.mark.parametrize("others", [[[1, 2]], [[0, 1]], [[0]], [[3], [1, 0, 1]]], ids=str)
@@ -292,7 +301,7 @@ def test_layouts_that_do_not_fit(
     groups: Groups = [([3, 1], 1, 6), ([1, 1], 8, 3)]
     case = called(way, groups, page=page, spare=0, index=torch.int64, longest=longest)
     case.tensors[f"layout.{name}"][place] = value
-    if way not in ("device", "triton", "cuda"):
+    if not way.startswith(("device", "triton", "cuda")):
         with blocks(way):
             with pytest.raises(ValueError, match=rf"^BranchLayout: ({name}|prefix_len): expected .*, got .*; .+"):
                 case.run()
@@ -300,7 +309,7 @@ def test_layouts_that_do_not_fit(
     (out, lse), grads = outcome(case, way)
     bad = torch.zeros(6, dtype=torch.bool)
     bad[list(wrong)] = True
-    for x in (out, lse.T, *grads[: 3 if way == "triton" else 1]):
+    for x in (out, lse.T, *grads[: 3 if way.startswith("triton") else 1]):
         assert x[bad].isnan().all()
         assert x[~bad].isfinite().all()
     for x in grads[3:]:  # to which what does not fit adds nothing

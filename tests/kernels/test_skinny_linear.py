@@ -50,13 +50,13 @@ def test_a_row_alone_has_the_same_bits(way: str, options: Sizes) -> None:
                 assert torch.equal(skinny_linear(**arguments | one)[0], together[row])
 
 
-@pytest.mark.parametrize("way", CPU)
+@pytest.mark.parametrize("way", [*CPU, "triton invariant"])
 @of_every_variant
 def test_any_number_of_rows_gives_a_row_the_same_bits(way: str, options: Sizes) -> None:
-    """From those that read a weight as it lies to those that are in lanes, and in any place among them."""
+    """From those that read a weight as it lies to those that are in lanes or tiles, and in any place among them."""
     for width, outputs in (37, 11), (300, 70), (512, 33):
         arguments = given(way, 96, width, outputs, **options)
-        with running(way):
+        with running(way), OP.way(way).small():
             together = skinny_linear(**arguments)
             plain = arguments | {"swiglu": False}
             assert not arguments.get("swiglu") or torch.equal(swiglu(skinny_linear(**plain)), together)

@@ -23,7 +23,7 @@ import pytest
 import torch
 from cases.base import Op
 
-from fb_kernels._runtime import backend, cpu, cuda, tuning
+from fb_kernels._runtime import backend, cpu, cuda, precision, tuning
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")
@@ -106,8 +106,10 @@ def running(way: str) -> Iterator[None]:
         if kind == "cpu":
             library = stack.enter_context(arm64.library()) if which == "arm64" else narrowed(which)
             patch.setattr(cpu, "library", lambda: library)
-            patch.setattr(cpu, "INVARIANT", which == "invariant")
-        if kind == "triton" and which:
+        patch.setattr(precision, "INVARIANT", which == "invariant")
+        if way == "triton invariant" and os.environ["TRITON_INTERPRET"] == "1":
+            stack.enter_context(import_module("interpreter").sums_in_order())
+        if kind == "triton" and "=" in which:
             name, _, choice = which.partition("=")
             patch.setattr(tuning, name, lambda *_: choice)
         if kind == "cuda" and not torch.cuda.is_available():

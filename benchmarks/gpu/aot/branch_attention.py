@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ import torch
 import fb_kernels
 from benchmarks.gpu.aot.compiler import Case, Cost, Tile
 from fb_kernels import BranchLayout
-from fb_kernels._runtime import tuning
+from fb_kernels._runtime import precision, tuning
 from fb_kernels.branch_attention.arguments import BranchAttention
 from fb_kernels.branch_attention.triton import branch_attention
 from fb_kernels.triton import HAS_GLUON
@@ -32,6 +33,7 @@ def case(
     window: int | None = None,
     softcap: float | None = None,
     form: str = "tile",
+    invariant: bool = False,
 ) -> Case:
     """Groups are (branch lengths, prefix length). Only the costs depend on them: the layout's values are never read."""
     lengths = [length for branches, _ in groups for length in branches]
@@ -62,7 +64,11 @@ def case(
         SPLIT: Cost(q.numel() * size + prefix_bytes + partial_bytes, flops * on_prefix),
         COMBINE: Cost(rows_bytes + partial_bytes, flops * on_own),
     }
-    shape = f"{shape} {heads[0]}/{heads[1]}x{width} {NAMES[dtype]}" + " gluon" * (form == "gluon")
+    shape = (
+        f"{shape} {heads[0]}/{heads[1]}x{width} {NAMES[dtype]}"
+        + " gluon" * (form == "gluon")
+        + " invariant" * invariant
+    )
     wide = width > 128  # the split, and windowed tiles, then take 32 rows at a time: too few for HGMMA
     products = () if wide and window else (TILE,) if wide else (TILE, SPLIT)
     products = (GLUON,) if form == "gluon" else () if dtype == torch.float32 or pad else products
@@ -87,12 +93,18 @@ def case(
         shapes = (length, repeat, width), (length, 1, width), (count, 1, width)
         q, k, cache = (torch.zeros(shape, dtype=dtype) for shape in shapes)
         layout = BranchLayout.of(branches=[[length]], prefixes=[(0, count)])
-        with mock.patch.object(tuning, "branch_attention_form", return_value=form):
+        with chosen():
             fb_kernels.branch_attention(q, k, k, cache, cache, layout)
         return length * repeat // launch["BLOCK_M"]
 
+    @contextmanager
+    def chosen() -> Iterator[None]:
+        mode = mock.patch.object(precision, "INVARIANT", invariant)
+        with mode, mock.patch.object(tuning, "branch_attention_form", return_value=form):
+            yield
+
     def call() -> None:
-        with mock.patch.object(tuning, "branch_attention_form", return_value=form):
+        with chosen():
             branch_attention(given)
 
     return Case(*("branch_attention", shape, call, costs, products, exact), {TILE: tile, SPLIT: tile, GLUON: pipelined})
@@ -104,6 +116,8 @@ def cases() -> Iterator[Case]:
             yield case([([128] * 13, prefix)] * count, f"{count} x K=13 L=128 P={prefix}")
     trajectory = [([2048], 0), *(([128] * 13, p) for p in (512, 1024, 1536, 2048))]
     yield case(trajectory, "trajectory 2048 + 4 x K=13 L=128")
+    yield case([([128] * 13, 2048)] * 4, "4 x K=13 L=128 P=2048", invariant=True)
+    yield case([([1], 2048)], "L=1 P=2048 pages of 16", page=16, invariant=True)
     if HAS_GLUON:  # on other architectures "tile" runs instead
         for prefix in (1024, 2048):
             yield case([([128] * 13, prefix)] * 4, f"4 x K=13 L=128 P={prefix}", form="gluon")
@@ -112,20 +126,17 @@ def cases() -> Iterator[Case]:
             yield case([([128] * 13, 1024)], "K=13 L=128 P=1024", heads, width, torch.float16, form="gluon")
     for prefix in (1024, 4096):
         yield case([([1] * 13, prefix)], f"K=13 L=1 P={prefix}")
-    for length, branches in ((128, "L=128"), (1, "L=1")):
-        groups = [([length] * 13, 1024)]
+    for length in (128, 1):
+        groups, where = [([length] * 13, 1024)], f"K=13 L={length} P=1024"
         for width in (64, 80, 96, 256):
-            yield case(groups, f"K=13 {branches} P=1024", width=width)
-        yield case(groups, f"K=13 {branches} P=1024 softcap", softcap=50.0)
-        yield case(groups, f"K=13 {branches} P=1024 softcap", width=256, softcap=50.0)
-        yield case(groups, f"K=13 {branches} P=1024 window softcap", window=512, softcap=50.0)
-        yield case(groups, f"K=13 {branches} P=1024 window", window=512)
-        yield case(groups, f"K=13 {branches} P=1024 window softcap", width=256, window=512, softcap=50.0)
-        yield case(groups, f"K=13 {branches} P=1024 pages of 16", page=16)
-        yield case(groups, f"K=13 {branches} P=1024 pages of 16", width=256, page=16, window=512)
-        yield case(groups, f"K=13 {branches} P=1024 unaligned", pad=1)
-        yield case(
-            groups, f"K=13 {branches} P=1024 unaligned window pages of 16", width=256, pad=1, window=512, page=16
-        )
-        yield case(groups, f"K=13 {branches} P=1024", (32, 2), dtype=torch.float16)
-        yield case(groups, f"K=13 {branches} P=1024", dtype=torch.float32)
+            yield case(groups, where, width=width)
+        for width in (128, 256):
+            yield case(groups, f"{where} softcap", width=width, softcap=50.0)
+            yield case(groups, f"{where} window softcap", width=width, window=512, softcap=50.0)
+        yield case(groups, f"{where} window", window=512)
+        yield case(groups, f"{where} pages of 16", page=16)
+        yield case(groups, f"{where} pages of 16", width=256, page=16, window=512)
+        yield case(groups, f"{where} unaligned", pad=1)
+        yield case(groups, f"{where} unaligned window pages of 16", width=256, pad=1, window=512, page=16)
+        yield case(groups, where, (32, 2), dtype=torch.float16)
+        yield case(groups, where, dtype=torch.float32)

@@ -18,6 +18,7 @@ import benchmarks.gpu.aot
 import fb_kernels
 from benchmarks.gpu.aot.compiler import Case, Cost
 from fb_kernels import calls
+from fb_kernels._runtime import precision
 from fb_kernels._runtime.backend import flat
 from fb_kernels._runtime.op import Op
 from fb_kernels.calls import Call, Calls
@@ -47,10 +48,10 @@ def compiled(function: Calls) -> list[Call]:
 
 
 def case(op: str, call: Call) -> Case:
-    """A call and, where it has one, its gradient, as Triton runs them."""
+    """A call and, where it has one, its gradient, as Triton runs them; a linear layer as in batch-invariant mode."""
 
     def launch() -> None:
-        with mock.patch.object(Op, "__call__", by_triton):
+        with mock.patch.object(Op, "__call__", by_triton), mock.patch.object(precision, "INVARIANT", True):
             leaves = {name: call.tensors[name].detach().requires_grad_() for name in call.gradients}
             results = call.run(**leaves)
             if leaves:

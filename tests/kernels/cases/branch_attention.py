@@ -13,9 +13,10 @@ import torch
 from hypothesis import strategies as st
 from layouts import LAYOUTS
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cases.base import INDICES, ROWS, Case, Op, Way, definition, generator, ids, launched, normal, seeds, single
-from fb_kernels import BranchLayout
+from fb_kernels import BranchLayout, branch_attention
 from fb_kernels._runtime.precision import accumulation_dtype
 from fb_kernels.branch_attention import reference, triton_backward, triton_layout
 from fb_kernels.branch_attention.naive import branch_attention as naive
@@ -222,6 +223,27 @@ def small() -> Iterator[None]:
         yield
 
 
+def keys_anywhere(dtype: torch.dtype, rows: int, places: Sequence[int], **options: Any) -> None:
+    """Check that rows have the same bits wherever their keys lie: own, in a slice, in pages, beside another branch."""
+    q, k, v = (x.to(dtype) for x in normal(0, (rows, 2, 16), (rows, 1, 16), (rows, 1, 16)))
+    whole = branch_attention(q, k, v, k, v, BranchLayout.of([[rows]], [(0, 0)]), return_lse=True, **options)
+    for at in places:
+        beside = min(rows - at, 3)
+        mine = [torch.cat([x[at:], x[at : at + beside]]) for x in (q, k, v)]
+        layout = BranchLayout.of([[rows - at, beside]], [(0, at)])
+        out, lse = branch_attention(*mine, k, v, layout, return_lse=True, **options)
+        assert torch.equal(out, torch.cat([whole[0][at:], whole[0][at : at + beside]]))
+        assert torch.equal(lse[:, : rows - at], whole[1][:, at:])
+        order = torch.randperm(rows // 4 + 1, generator=generator(at))
+        pages = [pad(x, (0, 0, 0, 0, 0, 4 - rows % 4)).view(-1, 4, 1, 16) for x in (k, v)]
+        pages = [torch.empty_like(x).index_copy_(0, order, x) for x in pages]
+        layout = BranchLayout.of([[1]], [(0, at)], block_table=[order.tolist()])
+        row = [x[at : at + 1] for x in (q, k, v)]
+        out, lse = branch_attention(*row, *pages, layout, return_lse=True, **options)
+        assert torch.equal(out[0], whole[0][at])
+        assert torch.equal(lse[:, 0], whole[1][:, at])
+
+
 def one_row(*rows_and_slices: tuple[int, int, int], **options: Any) -> Case:
     """Float32 groups of so many branches of one row each."""
     return single(make([([1] * rows, start, length) for rows, start, length in rows_and_slices], **options))
@@ -257,6 +279,17 @@ PAGES = PREFIX[:8].view(2, 4, 2, 16)
 TABLE = ids(0, 1, -1, 0, 1, 2).view(2, 3)
 IN_PAGES = {"prefix_k": PAGES, "prefix_v": PAGES}
 FROZEN = IN_PAGES | {"layout.block_table": TABLE}
+TRITON = Way(
+    sizes=sizes(2, 4, 20, FEW, (1, 8, 16, 20)),
+    small=small,
+    also=[
+        {"groups": [([1], 0, 18)], "heads": (16, 1), "width": 20},
+        {"groups": [([2, 1], 1, 20)], "heads": (10, 2), "width": 80},
+        {"groups": [([2], 0, 9)], "heads": (1, 1), "width": 256},
+        {"groups": [([19], 0, 0), ([3, 7, 1], 2, 35)], "heads": (2, 1), "width": 64},
+    ],
+    refused=[lambda: single(make([([2], 0, 3)], width=257))],
+)
 GLUON = {}
 if HAS_GLUON and os.environ["TRITON_INTERPRET"] == "1":  # on a GPU it has a process of its own, in tests/gpu
     taken = sizes(2, 7, 20, [(1, 1), (2, 1), (4, 2)], (16,))
@@ -276,17 +309,8 @@ OP = Op(
     {
         "reference": Way(EVERY, small=small_blocks, also=SPANNING),
         "device": Way(EVERY, small=small_blocks),
-        "triton": Way(
-            sizes=sizes(2, 4, 20, FEW, (1, 8, 16, 20)),
-            small=small,
-            also=[
-                {"groups": [([1], 0, 18)], "heads": (16, 1), "width": 20},
-                {"groups": [([2, 1], 1, 20)], "heads": (10, 2), "width": 80},
-                {"groups": [([2], 0, 9)], "heads": (1, 1), "width": 256},
-                {"groups": [([19], 0, 0), ([3, 7, 1], 2, 35)], "heads": (2, 1), "width": 64},
-            ],
-            refused=[lambda: single(make([([2], 0, 3)], width=257))],
-        ),
+        "triton": TRITON,
+        "triton invariant": TRITON,
         **GLUON,
         "cuda": Way(
             (torch.bfloat16, torch.float16),

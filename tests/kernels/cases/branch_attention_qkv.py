@@ -235,6 +235,12 @@ def wrong_pages(heads: int, width: int) -> list[tuple[str, dict[str, Any], type[
 
 EVERY = (torch.float64, *LOW)
 HEADS, OTHER = torch.ones(6, 64), torch.arange(6)
+TRITON = Way(
+    sizes=sizes(0, FEW, rows=st.integers(0, 3), kv_heads=st.integers(1, 2)),
+    kernels=0,  # of its own: they are those of its parts
+    small=branch_attention.small,
+    also=[{"held": 20, "half": 32, "window": window, "keep": "some"} for window in (None, 7)],
+)
 OP = Op(
     "branch_attention_qkv",
     make,
@@ -243,12 +249,8 @@ OP = Op(
     {
         "reference": Way(EVERY, also=[{"held": 40, "half": 16}, {"held": 40, "half": 16, "page": 16, "sequences": 5}]),
         "device": Way(EVERY),
-        "triton": Way(
-            sizes=sizes(0, FEW, rows=st.integers(0, 3), kv_heads=st.integers(1, 2)),
-            kernels=0,  # of its own: they are those of its parts
-            small=branch_attention.small,
-            also=[{"held": 20, "half": 32, "window": window, "keep": "some"} for window in (None, 7)],
-        ),
+        "triton": TRITON,
+        "triton invariant": TRITON,
         "cuda": Way(
             (torch.bfloat16, torch.float16),
             COMPILED,

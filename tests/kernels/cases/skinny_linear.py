@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases.base import ROWS, WIDTHS, Case, Op, Sizes, Way, definition, normal, seeds, single
+from cases.base import ROWS, WIDTHS, Case, Op, Sizes, Way, definition, launched, normal, seeds, single
 from fb_kernels._runtime import cuda
 from fb_kernels.rms_norm.naive import rms_norm
 from fb_kernels.skinny_linear.cpu import ROWS as ROWS_ON_CPU
@@ -102,6 +103,14 @@ def wide_chip() -> Iterator[None]:
         library.fb_emulate_multiprocessors(before)
 
 
+@contextmanager
+def small() -> Iterator[None]:
+    """Tiles that a few rows and outputs cross, and pieces of two steps."""
+    tile = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16}
+    with launched(skinny_linear=tile), mock.patch("fb_kernels.skinny_linear.triton.PIECE", 32):
+        yield
+
+
 COLUMNS = (0, 1, 8, 24, 31, 32, 33, 64, 72, 264, 520, 1032, 2048, 2056, 2600)
 BOTH = ("bias", "norm_weight")
 VARIANTS: list[Sizes] = [{}, {"given": BOTH, "behind": "residual"}, {"given": BOTH, "behind": "swiglu"}]
@@ -116,6 +125,14 @@ OP = Op(
             also=[{"rows": 6, "width": 96, "outputs": 64} | options for options in VARIANTS],
         ),
         "triton": Way(kernels=0),  # but those of its parts
+        "triton invariant": Way(
+            small=small,
+            kernels=2,
+            also=[
+                {"rows": rows, "width": 300, "outputs": 67} | each
+                for rows, each in zip((7, 150, 3), VARIANTS, strict=True)
+            ],
+        ),
         "cuda": Way(
             (torch.bfloat16, torch.float16),
             sizes(st.integers(0, 32), st.sampled_from(COLUMNS), st.integers(0, 70)).filter(staged),

@@ -12,13 +12,15 @@ from unittest import mock
 import pytest
 import torch
 from cases import OPS
-from cases.base import Case
+from cases.base import Case, normal
+from cases.branch_attention import keys_anywhere
 from test_contract import check, evaluate
 
 from benchmarks.gpu.aot import linear_logprob
 from benchmarks.gpu.aot.compiler import ARCHITECTURES, launches
 from benchmarks.gpu.aot.executed import executed as executed_instructions
-from fb_kernels._runtime import tuning
+from fb_kernels import skinny_linear
+from fb_kernels._runtime import precision, tuning
 from fb_kernels.branch_attention import triton_backward
 from ptx.launches import executed
 from ptx.machine import Executed
@@ -38,7 +40,12 @@ def calls() -> Iterator[Any]:
         for dtype in OPS[name].way(way).dtypes:
             for place in range(TYPICAL, len(OPS[name].way(way).also)):
                 for small in (False, True) if place == TYPICAL else (False,):
-                    words = [way.partition("=")[2], str(dtype)[6:], "small" * small, str(place) * (place >= 0)]
+                    words = [
+                        way.partition(" ")[2].rpartition("=")[2],
+                        str(dtype)[6:],
+                        "small" * small,
+                        str(place) * (place >= 0),
+                    ]
                     if dtype == torch.bfloat16:
                         slow = not (small or place == 0)
                     else:
@@ -55,7 +62,9 @@ def run(name: str, way: str, dtype: torch.dtype, place: int, small: bool) -> tup
     op, taken = OPS[name], OPS[name].way(way)
     case = op.cast(op.make(**(op.typical if place == TYPICAL else taken.also[place])), dtype)
     form, _, choice = way.partition(" ")[2].partition("=")
-    chosen = mock.patch.object(tuning, form, return_value=choice) if form else nullcontext()
+    chosen = mock.patch.object(tuning, form, return_value=choice) if choice else nullcontext()
+    if form == "invariant":
+        chosen = mock.patch.object(precision, "INVARIANT", True)
     with executed() as done, taken.small() if small else nullcontext(), chosen:
         return case, evaluate(case), done
 
@@ -83,6 +92,21 @@ def pieces() -> list[Executed]:
 
 def test_a_prefix_in_pieces(executed_kernels: Callable) -> None:
     executed_kernels(pieces())
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40}], ids=str)
+@pytest.mark.sweep(2)
+def test_in_batch_invariant_mode_bits_do_not_depend_on_company(
+    options: dict[str, Any], executed_kernels: Callable
+) -> None:
+    """By the tensor cores' instructions, in usual launches: of attention over several blocks, and of a linear layer."""
+    x, weight, residual = (x.bfloat16() for x in normal(0, (130, 300), (40, 300), (130, 40)))
+    with executed() as done, mock.patch.object(precision, "INVARIANT", True):
+        keys_anywhere(torch.bfloat16, 150, (64, 149), **options)
+        together = skinny_linear(x, weight, residual=residual)
+        for rows in slice(1), slice(100, 130):
+            assert torch.equal(skinny_linear(x[rows], weight, residual=residual[rows]), together[rows])
+    executed_kernels(done)
 
 
 def test_executed_instructions_predict_a_rate() -> None:
