@@ -28,12 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels._runtime import PACKAGE, cpu, cuda, devices, tuning
+from fb_kernels._runtime import PACKAGE, cpu, cuda, devices, precision, tuning
 
 VARIABLE = "FB_KERNELS_BACKEND"
 BACKENDS = ("auto", "reference", "triton", "cuda", "cpu")
 
 KERNELS = ("cuda", "triton", "cpu")
+INVARIANT = ("skinny_linear", "branch_attention", "branch_attention_qkv", "linear_logprob")  # ops with such a mode
 _TRIED = {  # (backend, device): kinds of kernels in the order of preference
     ("auto", "cpu"): ("cpu",),
     ("auto", "cuda"): ("cuda", "triton"),
@@ -231,6 +232,8 @@ def implementation(name: str, stem: str, reference: Callable, own: list[str], de
                 f"{name}: expected arguments that the {requested} kernel takes, got others (dtype or sizes); "
                 f"set {VARIABLE}=auto or {VARIABLE}=auto,{stem}=reference"
             )
+        if device == "cuda" and precision.batch_invariant() and stem in INVARIANT:
+            _warn_once(name, "batch-invariant", "reference", why if first == "reference" else "the arguments")
         if _seen is not None:
             _seen[name] = "reference"
         return reference(*arguments)

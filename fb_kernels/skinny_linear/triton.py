@@ -121,6 +121,7 @@ def _own_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
     x, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (x, weight))
     vector = 16 // x.itemsize if aligned(x, weight) else 1
     launch = tuning.skinny_linear(x.dtype, "unaligned" if vector == 1 else "aligned")
+    assert PIECE % launch["BLOCK_K"] == 0
     bias = None if bias is None else bias.contiguous()
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fb_kernels import BranchLayout, branch_attention, linear_logprob, skinny_linear, swiglu
-from fb_kernels._runtime import backend, cpu, cuda
+from fb_kernels._runtime import backend, cpu, cuda, precision
 
 X = torch.linspace(-3, 3, 24).reshape(2, 12)
 
@@ -207,6 +207,14 @@ def test_triton_in_place_of_a_compiled_kernel_is_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(run(X), X + 1)
+
+
+@pytest.mark.usefixtures("without_a_library")
+def test_a_call_that_batch_invariant_mode_has_no_kernel_for_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "INVARIANT", True)
+    monkeypatch.setattr(backend, "_module", lambda _, stem: SimpleNamespace(**{stem: lambda _: NotImplemented}))
+    with pytest.warns(RuntimeWarning, match=r"^skinny_linear: expected its batch-invariant .* \(the arguments\)"):
+        assert torch.equal(on_cuda("skinny_linear", ["triton"])(X), -X)
 
 
 @pytest.mark.usefixtures("without_a_library")

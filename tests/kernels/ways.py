@@ -30,7 +30,6 @@ FLAGS = ("-std=c++17", "-O1", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenm
 FLAGS += ("-Wno-psabi",)  # of emulated tiles, which are made of vectors that the processor may not have
 # Of the CPU, bits; then with dot products of bfloat16, with emulated tiles, and in the batch-invariant mode.
 VECTORS = {"128": 128, "256": 256, "512": 512, "dots": 513, "tiles": 514, "invariant": 513}
-INVARIANT = ("branch_attention", "branch_attention_qkv", "linear_logprob", "skinny_linear")  # ops with such a mode
 READING = ("branch_attention", "branch_attention_qkv", "commit", "qk_norm_rope")  # ops whose reference does on the CPU
 NARROWED = """
 #include <cstdlib>
@@ -74,7 +73,7 @@ def narrowed(widest: str) -> ctypes.CDLL:
 def names(op: Op) -> list[str]:
     """The implementations of an op, the CPU's once for each kind of vectors."""
     narrow = "cpu" in op.ways and torch.bfloat16 in op.ways["cpu"].dtypes
-    absent = [() if narrow else ("dots", "tiles"), () if op.name in INVARIANT else ("invariant",)]
+    absent = [() if narrow else ("dots", "tiles"), () if op.name in backend.INVARIANT else ("invariant",)]
     widths = [f"cpu {each}" for each in VECTORS if each not in chain(*absent)] if "cpu" in op.ways else []
     return [name for name in op.ways if name != "cpu"] + widths
 

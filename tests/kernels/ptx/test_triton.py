@@ -16,10 +16,10 @@ from cases.base import Case, normal
 from cases.branch_attention import keys_anywhere
 from test_contract import check, evaluate
 
-from benchmarks.gpu.aot import linear_logprob
+from benchmarks.gpu.aot import linear_logprob as heads
 from benchmarks.gpu.aot.compiler import ARCHITECTURES, launches
 from benchmarks.gpu.aot.executed import executed as executed_instructions
-from fb_kernels import skinny_linear
+from fb_kernels import linear_logprob, skinny_linear
 from fb_kernels._runtime import precision, tuning
 from fb_kernels.branch_attention import triton_backward
 from ptx.launches import executed
@@ -99,18 +99,20 @@ def test_a_prefix_in_pieces(executed_kernels: Callable) -> None:
 def test_in_batch_invariant_mode_bits_do_not_depend_on_company(
     options: dict[str, Any], executed_kernels: Callable
 ) -> None:
-    """By the tensor cores' instructions, in usual launches: of attention over several blocks, and of a linear layer."""
-    x, weight, residual = (x.bfloat16() for x in normal(0, (130, 300), (40, 300), (130, 40)))
+    """By the tensor cores' instructions, in usual launches: attention over several blocks, a linear layer, the head."""
+    x, weight, residual = (x.bfloat16() for x in normal(0, (130, 304), (40, 304), (130, 40)))
+    ids = torch.arange(130) % 40
     with executed() as done, mock.patch.object(precision, "INVARIANT", True):
         keys_anywhere(torch.bfloat16, 150, (64, 149), **options)
-        together = skinny_linear(x, weight, residual=residual)
+        together, scored = skinny_linear(x, weight, residual=residual), linear_logprob(x, weight, ids)
         for rows in slice(1), slice(100, 130):
             assert torch.equal(skinny_linear(x[rows], weight, residual=residual[rows]), together[rows])
+            assert torch.equal(linear_logprob(x[rows], weight, ids[rows]), scored[rows])
     executed_kernels(done)
 
 
 def test_executed_instructions_predict_a_rate() -> None:
-    case = next(iter(linear_logprob.cases()))
+    case = next(iter(heads.cases()))
     launch = next(each for each in launches(case, HOPPER) if each.tile)
     assert launch.tile
     assert launch.tile.run
