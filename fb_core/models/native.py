@@ -45,6 +45,7 @@ WINDOWED = ("mistral", "mixtral")  # by the config, others by the attention modu
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 LINUX = sys.platform == "linux"
 CACHE_LINE, HUGE_PAGE = 64, 2 << 20  # bytes
+KEPT = 31 << 20  # bytes, so that a forward's tensors do not fault in anew
 UNTRIMMED = 1 << 28  # bytes that are moved before their old memory goes back to the system
 WHOLE = "fb_whole"  # attribute of a storage: what it is the first part of
 READ = "fb_read"  # and this one: the decoders of the models whose first projection lies in it
@@ -506,6 +507,7 @@ def trim() -> None:
     """Give freed memory back to the system: glibc keeps that of parts below 32 MB."""
     if LINUX and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
+        torch.empty(KEPT, dtype=torch.uint8)  # freed at once: then it keeps twice that
 
 
 def _storages(groups: Sequence[Sequence[nn.Parameter]]) -> Iterator[Tensor]:
