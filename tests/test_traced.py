@@ -23,7 +23,8 @@ UNTRACED = re.compile(
     r"<!-- ([\w -]+): written .*?<!-- end of \1 -->|^```.*?^```|^> [^\n]*|`[^`]*`|\]\([^)]*\)", re.S | re.M
 )
 FIGURE = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+%?|%)")
-SETTING, PAPER, NOT_KEPT = "setting", "paper", "not kept"
+SETTING, PAPER, NOT_KEPT, MADE = "setting", "paper", "not kept", "as made"
+PAIRS = "pretrained_pair/pairs.json"  # what make_pair.py found of each model
 SMALL, CONTROL = "0", "1"  # the pretrained pairs
 TABLES = {"worlds.md": "experiments/tables.json", "pretrained_pair/README.md": "pretrained_pair/tables.json"}
 TRACED: dict[str, list[tuple[str, ...]]] = {  # figures, and where: table, row, column, parts of the mean and its ends
@@ -53,21 +54,30 @@ TRACED: dict[str, list[tuple[str, ...]]] = {  # figures, and where: table, row, 
     ],
     "choice.md": [("5% 5% 95% 30% 20%", SETTING)],
     "pretrained_pair/README.md": [
-        ("89% 38% 26% 96% 19% 2% 21%", NOT_KEPT),
+        ("89% 36%", MADE, "large.accuracy small.accuracy"),
+        ("25% 96%", MADE, "small.terse_right small.careful_right"),
+        ("18%", MADE, "control.accuracy"),
+        ("2% 21%", NOT_KEPT),
         ("0.94", SETTING),
-        ("21.6%", CONTROL, "methods slm-preference accuracy"),
-        ("22.0%", CONTROL, "methods greedy accuracy"),
-        ("32.2 25.9 38.8", SMALL, "methods published minus greedy", "0 1 2"),
-        ("28.6 22.9 34.7", SMALL, "methods published minus direct", "0 1 2"),
+        ("35.6%", SMALL, "methods slm-preference accuracy"),
+        ("36.0%", SMALL, "methods greedy accuracy"),
+        ("35.0 28.8 41.5", SMALL, "methods published minus greedy", "0 1 2"),
+        ("29.4 23.5 35.7", SMALL, "methods published minus direct", "0 1 2"),
         ("1.5", SMALL, "methods published llm_tokens"),
-        ("3.7 1.2 6.4", SMALL, "methods deployed minus published", "0 1 2"),
-        ("34.6 28.4 41.0", SMALL, "methods deployed above_line", "0 1 2"),
-        ("11.4 6.2 16.7", SMALL, "methods deployed above_read_line", "0 1 2"),
-        ("6.6 2.1 11.0", CONTROL, "below greedy published", "0 2 1"),
-        ("0.8 -0.4 2.9", CONTROL, "below greedy deployed", "0 2 1"),
-        ("92% 65% 24% 57% 41% 5% 16%", NOT_KEPT),
+        ("6.2 2.8 9.7", SMALL, "methods deployed minus published", "0 1 2"),
+        ("39.9 33.6 46.4", SMALL, "methods deployed above_line", "0 1 2"),
+        ("16.6 11.5 21.7", SMALL, "methods deployed above_read_line", "0 1 2"),
+        ("7.8 3.0 12.6", CONTROL, "below greedy published", "0 2 1"),
+        ("0.6 -0.1 2.2", CONTROL, "below greedy deployed", "0 2 1"),
+        ("93%", SMALL, "agreement word reranker pairwise"),
+        ("66%", SMALL, "agreement word LLM pairwise"),
+        ("23%", SMALL, "agreement word SLM pairwise"),
+        ("40%", CONTROL, "agreement word reranker pairwise"),
+        ("40%", SMALL, "agreement digit reranker pairwise"),
+        ("5%", SMALL, "agreement digit reranker top1"),
+        ("16%", SMALL, "agreement digit SLM top1"),
         ("2.0", PAPER, "published takeover"),
-        ("37.9%", CONTROL, "methods majority accuracy"),
+        ("38.1%", CONTROL, "methods majority accuracy"),
     ],
 }
 
@@ -75,6 +85,10 @@ TRACED: dict[str, list[tuple[str, ...]]] = {  # figures, and where: table, row, 
 def cell(run: dict[str, Any], where: str, part: int) -> float:
     """A value of a run's tables; shares and their differences in percent."""
     table, key, *columns = where.split()
+    if table == "agreement":  # on validation states: of a kind of events, by a score
+        rows = {(row["where"], row["kind"], row["score"]): row for row in run["parts"]["agreement"]}
+        value = rows["validation", key, columns[0]][columns[1]]
+        return 100 * value[part]
     if table == "below":  # a difference, as points below
         return -cell(run, f"methods {columns[0]} minus {key}", part)
     (value,) = (row for row in run["results"] if (row["table"], row["key"]) == (table, key))
@@ -88,6 +102,9 @@ def values(page: str, kind: str, where: str = "", parts: str = "0") -> list[floa
     if kind == PAPER:
         first, *second = where.split()
         return [averages()[first] - sum(averages()[name] for name in second)]
+    if kind == MADE:
+        made = json.loads((ROOT / "docs" / PAIRS).read_text(encoding="utf-8"))
+        return [100 * made[model][column] for model, column in (each.split(".") for each in where.split())]
     runs = json.loads((ROOT / "docs" / TABLES[page]).read_text(encoding="utf-8"))
     return [cell(runs[int(run)], where, int(part)) for run in kind.split() for part in parts.split()]
 
