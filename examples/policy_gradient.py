@@ -1,8 +1,8 @@
 """GRPO in a loop of one's own: sampled completions, their log-probs and entropies with gradients, and one step.
 
 `shared_prefix_logprobs_many` runs each prompt once for all its completions. It takes a model in
-DistributedDataParallel, or one that FSDP2 shards, in place of a plain one. A trainer with its own forward takes
-`of_hidden_states`: hidden states, head and ids in, log-probs and entropies out, no logits.
+DistributedDataParallel or DeepSpeed (stages 1 and 2), or one that FSDP2 shards, in place of a plain one. A trainer with
+its own forward takes `of_hidden_states`: hidden states, head and ids in, log-probs and entropies out, no logits.
 Run it with `python examples/policy_gradient.py`; a tiny model learns to write tokens with even ids.
 """
 

@@ -34,16 +34,16 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
     - Positions after the end of a completion get 0, as in TRL.
 
     Batches with images or token types go through TRL's own method. Model and TRL are not modified;
-    DistributedDataParallel and FSDP2 see an ordinary forward of the model. With `torch_compile` the packed forwards run
-    as they are, uncompiled.
+    DistributedDataParallel, FSDP2 and DeepSpeed (stages 1 and 2) see an ordinary forward of the model. With
+    `torch_compile` the packed forwards run as they are, uncompiled.
 
     Raises:
         ImportError: on import of this module, without the extra `trl`.
         TypeError: not a transformers model.
         ValueError: on construction: a model that a packed forward would compute wrongly (as `shared_prefix_logprobs`),
             dropout, or settings that need what a packed forward lacks: a router's auxiliary loss, a
-            float32 head on a model of another dtype, DeepSpeed, FSDP's first version, DataParallel. On a batch: an
-            empty prompt.
+            float32 head on a model of another dtype, DeepSpeed's stage 3, FSDP's first version, DataParallel. On a
+            batch: an empty prompt.
     """
 
     _buffered_inputs: Any  # of TRL: the micro-batches of a generation
@@ -51,10 +51,11 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `trl.GRPOTrainer`."""
         super().__init__(*args, **kwargs)
+        plugin = self.accelerator.state.deepspeed_plugin
         for name, in_use, remedy in (
             ("router_aux_loss_coef", self.aux_loss_enabled, "pass 0"),
             ("cast_lm_head_to_fp32", self.args.cast_lm_head_to_fp32, "pass False"),
-            ("deepspeed", self.is_deepspeed_enabled, "train on one device or with DistributedDataParallel"),
+            ("deepspeed", getattr(plugin, "zero_stage", 0) == 3, "pass a configuration of stage 1 or 2"),
             ("fsdp", self.is_fsdp_enabled and not self.accelerator.is_fsdp2, "pass fsdp_version 2"),
             ("n_gpu", self.args.n_gpu > 1, "start a process for each GPU with torchrun or accelerate launch"),
         ):

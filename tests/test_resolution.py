@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = ("x86_64", "aarch64")
 SETS = ("constraints.txt", *sorted(f"constraints/{path.name}" for path in (ROOT / "constraints").glob("torch-*.txt")))
-SOURCE_ALONE = ("rouge-score", "sqlitedict", "word2number")  # lm-eval's: the index has no wheel of them
+SOURCE_ALONE = ("deepspeed", "rouge-score", "sqlitedict", "word2number")  # the index has no wheel of them
 LOCAL = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_CONFIG_FILE", "PIP_CONSTRAINT", "UV_FIND_LINKS", "UV_CONSTRAINT")
 pytestmark = pytest.mark.index
 

@@ -156,6 +156,11 @@ def check_in_memory(name: str, model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name}: expected weights in memory, got an offloaded {type(model).__name__}; load it without offloading"
         )
+    if hasattr(next(model.parameters(), None), "ds_id"):
+        raise ValueError(
+            f"{name}: expected whole weights, got a {type(model).__name__} sharded by DeepSpeed's stage 3; use stage 1 "
+            "or 2"
+        )
 
 
 @contextmanager

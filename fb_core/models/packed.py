@@ -577,14 +577,14 @@ def check_packed_forward(model: PreTrainedModel, whole: nn.Module | None = None)
 
 
 def through(model: Any, ask: Callable[[], Result]) -> Result:
-    """`ask()` as the forward of the model: FSDP2 gathers weights for it, DistributedDataParallel sees its gradients.
+    """`ask()` as the forward of the model: FSDP2 gathers weights for it, a `parallel` wrapper sees its gradients.
 
     Code that torch.compile has made of the model's own forward is not used.
     """
     while hasattr(model, "_orig_mod"):
         model = model._orig_mod
     module: Any = model
-    if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
+    if parallel(model) and torch.is_grad_enabled():
         module = model.module
     elif not sharded(model):
         return ask()
@@ -604,9 +604,14 @@ def sharded(model: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__)
 
 
+def parallel(model: nn.Module) -> bool:
+    """Whether it is a wrapper that adds up gradients over processes: DistributedDataParallel or a DeepSpeed engine."""
+    return isinstance(model, DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine"
+
+
 def unwrapped(model: Any) -> Any:
-    """The model in the wrappers of torch.compile and DistributedDataParallel."""
-    while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
+    """The model in the wrappers of torch.compile, DistributedDataParallel and DeepSpeed."""
+    while hasattr(model, "_orig_mod") or parallel(model):
         model = getattr(model, "_orig_mod", None) or model.module
     return model
 

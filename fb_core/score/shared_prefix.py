@@ -348,8 +348,9 @@ def shared_prefix_logprobs(
 
     Args:
         model: a transformers causal LM whose attention goes through `AttentionInterface`, or a PEFT model of one, also
-            in DistributedDataParallel or sharded by FSDP2: pass the outermost. On first use, and again in training
-            mode, a packed forward of a few tokens is compared with a plain one.
+            in DistributedDataParallel, in an engine of DeepSpeed (stages 1 and 2) or sharded by FSDP2: pass the
+            outermost. On first use, and again in training mode, a packed forward of a few tokens is compared with a
+            plain one.
         prefix: [P] token ids, at least one.
         continuations: K sequences [R_k] of token ids, of any lengths.
         temperature: divides the logits.

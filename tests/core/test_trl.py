@@ -28,6 +28,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerF
 from warm import launched
 
 import fb_core
+from fb_core import shared_prefix_logprobs
 from fb_core.models.packed import packed_forward
 from fb_kernels.testing import assert_close_to_reference, largest_tensor
 
@@ -387,13 +388,32 @@ def test_a_run_is_trls_own(settings: dict[str, Any], tmp_path: Path) -> None:
         close(value, weights[1][name], 1e-3)
 
 
-def rank(environment: dict[str, str], folder: Path) -> None:
-    os.environ.update(environment | {"CUDA_VISIBLE_DEVICES": ""})
+def deepspeed(stage: int) -> dict[str, Any]:
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    shards = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+    return {"deepspeed": {**dict.fromkeys(auto, "auto"), **shards, "zero_force_ds_cpu_optimizer": False}}
+
+
+LAUNCHED = {"ddp": {}, **{f"deepspeed {stage}": deepspeed(stage) for stage in (1, 2, 3)}}
+
+
+def rank(environment: dict[str, str], folder: Path, how: str) -> None:
+    os.environ.update(environment | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"})
+    settings = {"max_steps": 3, "per_device_train_batch_size": 2, "loss_type": "grpo", **LAUNCHED[how]}
+    if how == "deepspeed 3":
+        model, theirs = tiny(), trainer(GRPOTrainer, tiny(), folder, **settings)
+        with pytest.raises(ValueError, match=r"deepspeed: .* stage 1 or 2"):
+            trainer(SharedPrefixGRPOTrainer, model, folder, **settings)
+        theirs.train()
+        with pytest.raises(ValueError, match="sharded by DeepSpeed's stage 3"):
+            shared_prefix_logprobs(theirs.model_wrapped, [1, 2], [[3]])
+        return
     weights = []
     for kind in (SharedPrefixGRPOTrainer, GRPOTrainer):
-        one = trainer(kind, tiny(), folder, max_steps=3, per_device_train_batch_size=2, loss_type="grpo")
+        one = trainer(kind, tiny(), folder, **settings)
         assert one.accelerator.num_processes == 2
         one.train()
+        assert type(one.model_wrapped).__name__ == ("DistributedDataParallel" if how == "ddp" else "DeepSpeedEngine")
         weights.append(one.model.state_dict())
     for name, value in weights[0].items():
         close(value, weights[1][name], 1e-3)
@@ -403,10 +423,11 @@ def rank(environment: dict[str, str], folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_trls_own_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", LAUNCHED)
+def test_two_processes_train_as_trls_own_do(how: str, tmp_path: Path) -> None:
     """Forked, since importing TRL takes most of the time."""
     forks = get_context("fork")
-    ranks = [forks.Process(target=rank, args=(own, tmp_path / own["RANK"])) for own in launched(2)]
+    ranks = [forks.Process(target=rank, args=(own, tmp_path / own["RANK"], how)) for own in launched(2)]
     for each in ranks:
         each.start()
     for each in ranks:
