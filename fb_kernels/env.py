@@ -31,6 +31,7 @@ def report() -> str:
 
     Never raises on a machine where something is missing; the table says what and why.
     """
+    asked = os.environ.get(backend.VARIABLE, "auto") + ", batch-invariant" * batch_invariant()
     sections = (
         ("software", [("python", platform.python_version()), *((name, _version(name)) for name in _TESTED)]),
         ("triton kernels", [("triton", _triton())]),
@@ -42,7 +43,7 @@ def report() -> str:
         ("compiled libraries", [("fb_kernels", _state(cuda)), ("fb_cpu", _state(cpu))]),
         ("known devices", [("folder", str(devices.folder()))]),
         (
-            f"ops ({backend.VARIABLE}={os.environ.get(backend.VARIABLE, 'auto')}); other calls run the reference",
+            f"ops ({backend.VARIABLE}={asked}); other calls run the reference",
             [row for name, stem in _ops() for row in _what_runs(name, stem)],
         ),
     )
@@ -78,7 +79,7 @@ def _state(kernels: ModuleType) -> str:
     library = kernels.library()
     if isinstance(library, str):
         return library
-    instructions = f", by {cpu.variant()}{', batch-invariant' * batch_invariant()}" if kernels is cpu else ""
+    instructions = f", by {cpu.variant()}" if kernels is cpu else ""
     return f"loaded, with version {kernels.ABI_VERSION} of its C interface{instructions}"
 
 

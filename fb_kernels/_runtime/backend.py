@@ -229,7 +229,7 @@ def implementation(name: str, stem: str, reference: Callable, own: list[str], de
                 return out
         if requested == first and first in own:
             raise NotTakenError(
-                f"{name}: expected arguments that the {requested} kernel takes, got others (dtype or sizes); "
+                f"{name}: expected arguments that the {requested} kernel takes, got others (dtype, sizes or mode); "
                 f"set {VARIABLE}=auto or {VARIABLE}=auto,{stem}=reference"
             )
         if device == "cuda" and precision.batch_invariant() and stem in INVARIANT:

@@ -28,6 +28,7 @@ from fb_kernels.branch_attention.triton_backward import branch_attention_backwar
 from fb_kernels.branch_attention.triton_layout import prefix_slice, read_tile
 from fb_kernels.triton import HAS_GLUON
 from fb_kernels.triton.functions import tanh
+from fb_kernels.triton.rows import are_aligned
 
 SPLITS = 64  # most pieces of a prefix; a longer prefix has longer pieces
 WORKSPACE = 1 << 28  # most float32 elements of partial results; a call that needs more takes the tile kernel
@@ -520,7 +521,7 @@ def branch_attention(call: BranchAttention) -> tuple[Tensor, Tensor]:
         "BLOCK_E": block_e,
         "OFFSETS": branch_layout.OFFSETS,
     }
-    aligned = branch_layout.aligned(q, own_k, own_v, prefix_k, prefix_v, out)
+    aligned = are_aligned(q, own_k, own_v, prefix_k, prefix_v, out)
     form = ("" if softcap is None else "capped") + ("window" if windowed else "")
     form = (form or "plain") if aligned else "unaligned"
     own = (*own_k.stride()[:2], *own_v.stride()[:2])

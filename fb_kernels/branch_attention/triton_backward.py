@@ -24,6 +24,7 @@ from fb_kernels.branch_attention import triton_layout as branch_layout
 from fb_kernels.branch_attention.arguments import BranchAttentionBackward
 from fb_kernels.branch_attention.triton_layout import prefix_slice, read_tile
 from fb_kernels.triton.functions import tanh
+from fb_kernels.triton.rows import are_aligned
 
 PROGRAMS = 128  # the prefix is cut into pieces up to so many query programs, about one a multiprocessor
 PIECE = 128  # least keys of a piece
@@ -579,7 +580,7 @@ def branch_attention_backward(call: BranchAttentionBackward) -> tuple[Tensor, Te
         return NotImplemented
     if grad_lse is not None:  # they share their strides
         lse, grad_lse = lse.contiguous(), grad_lse.contiguous()
-    aligned, block_e = branch_layout.aligned(*tensors), max(16, tuning.next_power_of_2(width))
+    aligned, block_e = are_aligned(*tensors), max(16, tuning.next_power_of_2(width))
     form = "aligned" if aligned else "unaligned"
     launch = tuning.branch_attention_backward(q.dtype, width, repeat, triton.cdiv(rows, filled), form)
     tiles, starts, _ = branch_layout.tables(indices, rows, repeat, launch["BLOCK_M"])

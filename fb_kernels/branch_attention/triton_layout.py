@@ -46,16 +46,6 @@ def tables(indices: layout.Indices, rows: int, repeat: int, block: int, *, each_
     return layout.remembered(indices, ("tables", rows, repeat, block, each_row), make)
 
 
-def aligned(*tensors: Tensor) -> bool:
-    """Whether every row of every tensor begins at a multiple of 16 bytes and is dense."""
-    return all(
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(step * x.itemsize % 16 == 0 for step in (x.shape[-1], *x.stride()[:-1]))
-        for x in tensors
-    )
-
-
 @triton.jit
 def rises(offsets, count, last, OFFSETS: tl.constexpr):
     """Whether offsets[0 .. count] rise from 0 to `last`; false if there are none."""

@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fb_kernels._runtime import precision, tuning
-from fb_kernels.branch_attention.triton_layout import aligned
 from fb_kernels.rms_norm.triton import rms_norm
 from fb_kernels.skinny_linear.reference import linear
 from fb_kernels.swiglu.triton import swiglu as gated
+from fb_kernels.triton.rows import are_aligned
 
 PIECE = 256  # columns whose products are summed before they are added to those before them
 FEW = 32  # most rows whose pieces are programs of their own, where tiles leave multiprocessors idle
@@ -119,7 +119,7 @@ def skinny_linear(
 def _own_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     (rows, width), outputs = x.shape, len(weight)
     x, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (x, weight))
-    vector = 16 // x.itemsize if aligned(x, weight) else 1
+    vector = 16 // x.itemsize if are_aligned(x, weight) else 1
     launch = tuning.skinny_linear(x.dtype, "unaligned" if vector == 1 else "aligned")
     assert PIECE % launch["BLOCK_K"] == 0
     bias = None if bias is None else bias.contiguous()
