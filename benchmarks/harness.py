@@ -476,8 +476,11 @@ def changed() -> list[str]:
 
 
 def device_name() -> str:
-    """The name of the folder of this device's results: "cpu", or "h200" for an NVIDIA H200."""
-    return devices.file_name(torch.cuda.get_device_name()) if DEVICE == "cuda" else "cpu"
+    """The name of the folder of this device's results: "h200" for an NVIDIA H200, "cpu" for AVX-512 without AMX."""
+    if DEVICE == "cuda":
+        return devices.file_name(torch.cuda.get_device_name())
+    kinds = {"amx_bf16": "cpu-amx", "avx512f": "cpu", "avx2": "cpu-avx2"}
+    return next((kinds[name] for name in reversed(_instructions()) if name in kinds), f"cpu-{platform.machine()}")
 
 
 def write_results(directory: Path, results: Mapping[str, Sequence[Result | dict[str, str]]]) -> list[Path]:

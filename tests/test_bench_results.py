@@ -56,13 +56,13 @@ def bench(folder: Path, *options: str) -> int:
 def test_what_was_measured_outlives_its_process(tmp_path: Path) -> None:
     assert bench(tmp_path, "--peers", "eager") == 3
     assert bench(tmp_path, "--peers", "compiled") == 3
-    files = {path.name: json.loads(path.read_text())["cases"] for path in (tmp_path / "out" / "cpu").iterdir()}
+    files = {path.name: json.loads(path.read_text())["cases"] for path in next((tmp_path / "out").iterdir()).iterdir()}
     found = {name: [case["impl"] for case in cases] for name, cases in files.items()}
     assert found == {"toy.json": ["fb", "eager"], "toy_compiled.json": ["fb", "compiled"]}
     ours, peer = files["toy.json"]
     assert ours["backend"] in ("cpu", "reference")
     assert peer["backend"] == ""
-    read = read_results(tmp_path / "out" / "cpu")["toy"]["cases"]
+    read = read_results(next((tmp_path / "out").iterdir()))["toy"]["cases"]
     assert [case["impl"] for case in read] == ["fb", "eager", "compiled"]
 
 

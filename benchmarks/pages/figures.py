@@ -59,6 +59,7 @@ SPEED = (  # label, result file, op, part of the shape
     ("log-probs of an LM head", "linear_logprob", "linear_logprob", ""),
     ("rerank at an event", "decode", "rerank_event", "(deployed)"),
 )
+CPUS = {"cpu": "AVX-512", "cpu-avx2": "AVX2", "cpu-amx": "AMX"}  # folders of their results, and what they know
 MODEL = {"cpu": "random 42M model"} | dict.fromkeys(GPUS, "Qwen3-1.7B's shapes, random")  # of scorer and decoding
 SIZES = {
     "R": "{} runs",
@@ -298,6 +299,8 @@ def render_benchmarks(text: str, root: Path = ROOT) -> str:
         lines += [f"![{name}]({device}/{name}.svg)" for name in plot_names(root, device)]
         lines += ["", *deployment(gpu)]
     shown = [result for name, result in cpu.items() if name not in ON_THEIR_PAGE]
+    kinds = {words: own for device, words in CPUS.items() if (own := load(root, device))}
+    text = replace_block(text, "kinds", of_kinds(kinds))
     return replace_block(replace_block(text, "gpus", lines), "cpu", [*ratios(shown), *deployment(cpu)])
 
 
@@ -393,6 +396,21 @@ def ratios(results: Sequence[dict[str, Any]]) -> list[str]:
         tables.setdefault(stamp, []).extend([f"`{op}`", "<br>".join(shapes)] for op, shapes in rows.items())
     head = ["op", "shape, and the fastest peer's time / ours"]
     return [line for stamp, rows in tables.items() for line in (f"*{stamp}*", "", *markdown_table(head, rows), "")]
+
+
+def of_kinds(kinds: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[str]:
+    """Where the pretrained model, or the head, was timed on several kinds of CPU: the fastest peer against ours."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for kind, results in kinds.items():
+        for ratio, case, best in roofline.against_best([case for own in results.values() for case in own["cases"]]):
+            if PRETRAINED in case["shape"] or case["op"].startswith("linear_logprob"):
+                rows.setdefault((case["op"], case["shape"]), {})[kind] = f"{best['impl']} {ratio:.2f}x"
+    cells = [
+        [f"`{op}`, {shape}", *(row.get(kind, "") for kind in kinds)]
+        for (op, shape), row in rows.items()
+        if len(row) > 1
+    ]
+    return markdown_table(["op, shape", *kinds], cells) if cells else []
 
 
 def replace_block(text: str, name: str, lines: list[str], source: Path | None = None) -> str:
