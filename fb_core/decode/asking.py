@@ -83,7 +83,8 @@ def candidate_pool(
     A single prompt goes through `llm.candidates`, so that its cache stays in step with the sequence.
 
     Args:
-        logits: [n, V] the SLM's at each state, over the ids that both models share.
+        logits: [n, V] the SLM's at each state, over the ids that both models share; the LLM's candidates of logit -inf
+            are dropped.
         llm: gives its candidates and the log-probabilities of the SLM's; may be None for pool "slm" only, whose
             llm_logprob is then NaN.
         prompts: the [P] tokens of each state.
@@ -108,6 +109,7 @@ def candidate_pool(
             answers = [Candidates(ids[:0], logprob[:0], slm_scores) for ids, logprob, slm_scores in answers]
     proposed = [answer.ids.where(answer.ids < size, -1) for answer in answers]
     llm_ids = pad_sequence(proposed, batch_first=True, padding_value=-1).to(logits.device)
+    llm_ids = llm_ids.where(logits.gather(1, llm_ids.clamp_min(0)) > -torch.inf, -1)  # what is not to be chosen
     pool_ids, counts, sources = joint_pool(slm_ids, llm_ids)
     slm_logprob, pools = logits.float().log_softmax(-1), []
     for row, (answer, count) in enumerate(zip(answers, counts.tolist(), strict=True)):

@@ -325,6 +325,9 @@ class CollaborativeDecoder:
     def choose(self, draws: Sequence[Draw], step: Step) -> list[int]:
         """One token per row: the selector's where the policy asks (kept as an event), or the SLM's own."""
         logits = step.logits[:, : self.vocabulary]
+        if early := [number for number, row in enumerate(step.rows) if row.early]:
+            logits = logits.clone()
+            logits[torch.tensor(early)[:, None], sorted(self.pair.ends)] = -torch.inf
         entropy, asking = gate(self.policy, step, logits, self.max_events)
         if draws:
             how = Draws.of([draws[row.index] for row in step.rows], logits.device)

@@ -25,7 +25,7 @@ from fb_core.decode.policy import RequestPolicy
 from fb_core.decode.selectors import Selector
 from fb_core.events import Event
 from fb_core.models.facts import max_positions
-from fb_core.models.tokens import check_max_new_tokens, checked_prompts, token_ids
+from fb_core.models.tokens import check_max_new_tokens, checked_prompts, id_list, token_ids
 from fb_core.runtime.plain import Running, Stop
 from fb_core.runtime.sampling import GREEDY, Sampling, check_sampling, occurrences
 from fb_core.runtime.step import Ranked
@@ -191,12 +191,13 @@ class Engine:
         threshold: float | None = None,
         max_events: int | None = None,
         selector: Selector | None = None,
-        ranking: bool = False,
+        ranking: bool | Sequence[int] = False,
         listener: Listener | None = None,
         sampling: Sampling | None = None,
         sample: int = 0,
         prompt_ranking: bool = False,
         ignore_ends: bool = False,
+        min_new_tokens: int = 0,
     ) -> Handle[Generation]:
         """Submit a prompt; it runs now or as soon as there is room.
 
@@ -206,13 +207,16 @@ class Engine:
             threshold: nats, for this sequence; None for the policy's.
             max_events: for this sequence, at most the engine's; None for the engine's.
             selector: for this sequence; None for the engine's.
-            ranking: whether each token comes with the SLM's likeliest tokens at its place, and with its own log-prob.
+            ranking: whether each token comes with the SLM's likeliest tokens at its place, and with its own log-prob;
+                or the ids whose log-probs come in place of the likeliest ones.
             listener: called with the tokens, which iterating over the handle then does not give.
             sampling: how the SLM's own tokens are drawn, as of `CollaborativeDecoder.generate`; None for greedy ones.
             sample: index among the samples of this prompt.
             prompt_ranking: whether the likeliest tokens at each place of the prompt are in the handle's `prompt_ranks`;
                 such a prompt is computed whole, and `max_new_tokens` may be 0.
             ignore_ends: whether the tokens that end a generation end nothing.
+            min_new_tokens: tokens before which none that ends a generation is chosen, as if the models gave it no
+                probability; for a pool of both models' candidates, or where no large model is asked.
 
         Raises:
             TypeError: ids that are not integers, a selector that is not a `Selector`, or sampling of another type.
@@ -243,8 +247,13 @@ class Engine:
         if sampling is not None:
             check_sampling(sampling)
             draw = sampling.draw(tokens, sample)
-        row = Running(0, tokens, len(ids))
-        task = PairTask(row, stop, policy.threshold, events, ranking, draw, prompt_ranking, selector=selector)
+        least = check_count("min_new_tokens", min_new_tokens, 0)
+        if least and events and decoder.intervention.pool == "llm":
+            raise ValueError('min_new_tokens: expected 0 with the pool "llm", got more; use the pool "joint"')
+        row = Running(0, tokens, len(ids), least=0 if ignore_ends else least)
+        wanted = None if isinstance(ranking, bool) else id_list("ranking_ids", ranking, decoder.vocabulary)
+        asked = wanted is not None or bool(ranking)
+        task = PairTask(row, stop, policy.threshold, events, asked, wanted, draw, prompt_ranking, selector=selector)
         self._state.loop.check(task)
         handle: Handle[Generation] = Handle(self._state, task, listener)
         self._state.enter(handle)

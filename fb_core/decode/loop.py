@@ -52,7 +52,8 @@ class Asking:
     """An event that waits to be resolved."""
 
     state: State
-    logits: Tensor  # [1, V] the SLM's
+    logits: Tensor  # [1, V] the SLM's, of ids that may be chosen
+    own: Tensor  # [1, V] those of all
     since: int  # steps run when it halted
     answer: Future[Sequence[Pool] | OSError] | None  # None if the LLM runs in this process
     began: float = field(default_factory=time.perf_counter)
@@ -211,12 +212,14 @@ class PairLoop(Loop[PairTask]):
         tokens = torch.tensor(task.row.tokens, device=self.step.logits.device)
         prefix = Prefix(self.model.kv, 0, len(tokens), tuple(task.pages[: pages_of(len(tokens))]))
         state = State(tokens, len(task.row.new), entropy, prefix)
-        logits = self.step.logits[task.step_row : task.step_row + 1].to(torch.float32, copy=True)
+        own = logits = self.step.logits[task.step_row : task.step_row + 1].to(torch.float32, copy=True)
+        if task.row.early:
+            logits = own.index_fill(1, self.step.ends, -torch.inf)
         answer = None
         if self._threads is not None:
             made = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
             answer = self._threads.submit(_ask_elsewhere, task, self.intervention.pools, [state], logits, made)
-        task.asking = Asking(state, logits, self.step.begun, answer)
+        task.asking = Asking(state, logits, own, self.step.begun, answer)
 
     def _resolve_events(self, changed: list[PairTask]) -> None:
         """Resolve the events that are answered; with the LLM in this process, all of them once enough have gathered."""
@@ -260,7 +263,7 @@ class PairLoop(Loop[PairTask]):
             top = None
             if task.ranking:
                 token, row = torch.tensor([event.token], device=each.logits.device), task.step_row
-                top = ranked(rank(self.model, self.step.hidden[row, None], each.logits, token)[0].tolist())
+                top = ranked(rank(self.model, self.step.hidden[row, None], each.own, token, task.given)[0].tolist())
             self.resume(task, event.token, top)
 
     def _events(

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 from math import isnan
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class Task:
     threshold: float  # nats of entropy at which it halts
     halts: int  # how often it may still do so
     ranking: bool = False  # whether the likeliest tokens at each place are recorded
+    given: Sequence[int] | None = None  # ids that are recorded instead
     draw: Draw = GREEDY
     prompt_ranking: bool = False  # the same at each place of the prompt
     continuations: Sequence[Tensor] | None = None  # [R] each, scored instead of new tokens
@@ -68,11 +69,13 @@ class Task:
 AnyTask = TypeVar("AnyTask", bound=Task)
 
 
-def _wanted(tasks: Sequence[Task]) -> dict[str, bool]:
+def _wanted(tasks: Sequence[Task]) -> dict[str, Any]:
     """What a step over these sequences computes besides."""
     return {
-        "ranked": any(task.ranking for task in tasks),
+        "ranked": any(task.ranking and task.given is None for task in tasks),
+        "given": {number: task.given for number, task in enumerate(tasks) if task.given is not None},
         "sampled": any(task.draw.temperature > 0 for task in tasks),
+        "early": any(task.row.early for task in tasks),
     }
 
 
@@ -298,7 +301,8 @@ class Loop(Generic[AnyTask]):
         self.rows.append(task)
         limit = task.stop.length(task.row) - 1  # it halts before its last token
         try:
-            self.step.put(task.step_row, task.row.tokens, task.pages, limit, task.threshold, task.draw)
+            least = task.row.prompt + task.row.least
+            self.step.put(task.step_row, task.row.tokens, task.pages, limit, task.threshold, task.draw, least)
             self.step.resume(task.step_row, task.halts)
         except Exception as problem:
             self.fail(task, problem)

@@ -44,6 +44,12 @@ class Running:
     tokens: list[int]  # prompt and what was generated
     prompt: int  # its length
     events: list[Event] = field(default_factory=list)  # of a decoder that makes events
+    least: int = 0  # new tokens before which none is chosen that ends it
+
+    @property
+    def early(self) -> bool:
+        """Whether the next token is not to end it."""
+        return len(self.tokens) < self.prompt + self.least
 
     @property
     def new(self) -> list[int]:

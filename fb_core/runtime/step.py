@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product, repeat
+from itertools import product
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ RING = 2
 """Runs whose outcomes the host may still read."""
 RANKED = 20
 """Likeliest tokens that are known of a place, where they are asked for."""
+EMPTY: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 class Ranked(NamedTuple):
@@ -31,18 +33,26 @@ class Ranked(NamedTuple):
     place: int = 0  # of that token among all, from 1, where it is one of a prompt's
 
 
-def rank(model: PagedModel, hidden: Tensor, logits: Tensor, token: Tensor) -> Tensor:
+def rank(
+    model: PagedModel, hidden: Tensor, logits: Tensor, token: Tensor, given: Sequence[int] | None = None
+) -> Tensor:
     """Ids and log-probs [N, 2, k + 1] of the likeliest tokens, ties to the lowest, and of the token taken.
 
     From logits [N, V] and token [N] int64; of a 16-bit model, and in batch-invariant mode, the log-probs are computed
-    from its residual stream hidden [N, D]. The result's precision holds ids and log-probs.
+    from its residual stream hidden [N, D]. The result's precision holds ids and log-probs. If ids are `given`, theirs
+    take the place of the likeliest ones.
     """
-    _, values, ids = topk_entropy(logits, min(RANKED, logits.shape[-1]))
+    if given is None:
+        _, values, ids = topk_entropy(logits, min(RANKED, logits.shape[-1]))
+    else:
+        ids = torch.tensor(given, device=logits.device).expand(len(logits), -1)
+        values = logits.gather(-1, ids)
     if batch_invariant() or model.head.weight.dtype.itemsize < 4:  # its logits are rounded
         taken, logprobs = model.logprobs(hidden, token, ids, logits.shape[-1])
         logprobs = torch.where(ids == token[:, None], taken[:, None], logprobs)
-        logprobs, order = logprobs.sort(stable=True, descending=True)
-        ids = ids.gather(-1, order)
+        if given is None:
+            logprobs, order = logprobs.sort(stable=True, descending=True)
+            ids = ids.gather(-1, order)
     else:
         total = logits.logsumexp(-1)
         taken, logprobs = logits.gather(-1, token[:, None])[:, 0] - total, values - total[:, None]
@@ -90,6 +100,7 @@ class DecodeStep:
                 budget=torch.zeros(rows, dtype=torch.int32, device=device),
             )
             self.limit = torch.zeros(rows, dtype=torch.int32, device=device)
+            self.least = torch.zeros(rows, dtype=torch.int32, device=device)
             self.threshold = torch.zeros(rows, dtype=torch.float64, device=device)
             self.draws = Draws.of([GREEDY] * rows, device)
             self.token = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -110,6 +121,7 @@ class DecodeStep:
             self.ended = [torch.cuda.Event() for _ in range(RING)] if pinned else []
         self.ahead = 1 if pinned else 0
         self._ranked = [False] * RING
+        self._given: list[dict[int, Tensor]] = [{}] * RING  # of rows for which ids were given: `rank` of those
         self.begun = 0
         """Steps run so far."""
         self._looked = 0  # those whose outcome was read
@@ -123,16 +135,19 @@ class DecodeStep:
         limit: int,
         threshold: float,
         draw: Draw = GREEDY,
+        least: int = 0,
     ) -> None:
         """Put a sequence into an empty row; keys and values of its tokens, but perhaps the last, are in its pages.
 
-        It halts at `limit` tokens, for which the pages are enough; the threshold is in nats.
+        It halts at `limit` tokens, for which the pages are enough; below `least` in all, it takes none that ends it if
+        `run` says so. The threshold is in nats.
         """
         self.wait_for_stream()
         count = len(tokens)
         self.state.tokens[row, :count] = torch.tensor(tokens)
         self.state.length[row] = count
         self.limit[row] = limit
+        self.least[row] = least
         self.threshold[row] = threshold
         for column, value in zip(self.draws, draw, strict=True):
             column[row] = value
@@ -178,8 +193,8 @@ class DecodeStep:
         held = count + RING
         self.state.tokens[to, :held] = self.state.tokens[row, :held]
         state = self.state
-        columns = (state.length, state.halt, state.budget, self.limit, self.threshold, self.table, *self.draws)
-        for column in columns:
+        columns = (state.length, state.halt, state.budget, self.limit, self.least, self.threshold, self.table)
+        for column in (*columns, *self.draws):
             column[to] = column[row]
         self.slots[to] = self.slots[row]
         self.logits[to] = self.logits[row]
@@ -193,30 +208,50 @@ class DecodeStep:
             torch.cuda.current_stream(self.logits.device).wait_event(self.ended[(self.begun - 1) % RING])
 
     @torch.no_grad()
-    def run(self, count: int, ranked: bool = False, sampled: bool = False) -> None:
+    def run(
+        self,
+        count: int,
+        ranked: bool = False,
+        given: Mapping[int, Sequence[int]] = EMPTY,
+        sampled: bool = False,
+        early: bool = False,
+    ) -> None:
         """Run one step: each of the first `count` rows appends its token or halts; its logits are in `logits`.
 
-        With `ranked`, outcomes also have the likeliest tokens, which are computed after the step. With `sampled`, rows
-        draw their tokens as they were put; otherwise all take the likeliest.
+        With `ranked`, outcomes also have the likeliest tokens, or those `given` for a row, which are computed after the
+        step. With `sampled`, rows draw their tokens as they were put; otherwise all take the likeliest. With `early`,
+        rows of fewer than their `least` tokens take none that ends them.
         """
         self.wait_for_stream()
-        self._ready(self._captured(count), self.begun % RING, sampled)()
-        self._record(slice(count), ranked)
+        self._ready(self._captured(count), self.begun % RING, sampled, early)()
+        self._record(slice(0, count), ranked, given)
 
     @torch.no_grad()
-    def first(self, rows: slice, hidden: Tensor, ranked: bool = False, sampled: bool = False) -> None:
+    def first(
+        self,
+        rows: slice,
+        hidden: Tensor,
+        ranked: bool = False,
+        given: Mapping[int, Sequence[int]] = EMPTY,
+        sampled: bool = False,
+        early: bool = False,
+    ) -> None:
         """As `run`, for some rows alone, whose last token needs no forward: `hidden` [n, D] is the stream after it."""
         self.wait_for_stream()
-        self._commit(rows, hidden, self.begun % RING, sampled)
-        self._record(rows, ranked)
+        self._commit(rows, hidden, self.begun % RING, sampled, early)
+        self._record(rows, ranked, given)
 
-    def _record(self, rows: slice, ranked: bool) -> None:
+    def _record(self, rows: slice, ranked: bool, given: Mapping[int, Sequence[int]]) -> None:
         """Count a step that was enqueued."""
         slot = self.begun % RING
         self._ranked[slot] = ranked
         if ranked:
             top = rank(self.model, self.hidden[rows], self.logits[rows], self.token[rows])
             self.ranks[slot, rows].copy_(top, non_blocking=True)
+        self._given[slot] = {
+            row: rank(self.model, self.hidden[row, None], self.logits[row, None], self.token[row, None], ids)[0]
+            for row, ids in ((rows.start + number, ids) for number, ids in given.items())
+        }
         if self.ended:
             self.ended[slot].record(torch.cuda.current_stream(self.logits.device))
         self.begun += 1
@@ -234,10 +269,12 @@ class DecodeStep:
             self.ended[slot].synchronize()
         self._looked += 1
         rows = slice(begin, begin + count)
-        ranks = map(ranked, self.ranks[slot, rows].tolist()) if self._ranked[slot] else repeat(None)
+        ranks = self.ranks[slot, rows].tolist() if self._ranked[slot] else [None] * count
+        for row, top in self._given[slot].items():
+            ranks[row - begin] = top.tolist()
         return [
-            Outcome(Halt(int(halt)), int(token), nats, top)
-            for (halt, token, nats), top in zip(self.ring[slot, rows].tolist(), ranks, strict=False)
+            Outcome(Halt(int(halt)), int(token), nats, None if top is None else ranked(top))
+            for (halt, token, nats), top in zip(self.ring[slot, rows].tolist(), ranks, strict=True)
         ]
 
     @torch.no_grad()
@@ -247,15 +284,15 @@ class DecodeStep:
             self.wait_for_stream()
             for rows in sorted({self._captured(count) for count in range(1, self.rows + 1)}):
                 for slot, sampled in product(range(RING), (False, True)):
-                    self._ready(rows, slot, sampled)
+                    self._ready(rows, slot, sampled, False)
 
     def _captured(self, count: int) -> int:
         """The rows of a step for `count` sequences: rounded up to a power of 2 (at most all) if captured."""
         return min(self.rows, 1 << (count - 1).bit_length()) if self.model.graphs.captures else count
 
-    def _ready(self, rows: int, slot: int, sampled: bool) -> Callable[[], object]:
-        graphs, key = self.model.graphs, ("step", rows, slot, sampled)
-        compute = partial(self._compute, rows, slot, sampled)
+    def _ready(self, rows: int, slot: int, *kind: bool) -> Callable[[], object]:
+        graphs, key = self.model.graphs, ("step", rows, slot, *kind)
+        compute = partial(self._compute, rows, slot, *kind)
         if not graphs.runs(key):
             return graphs.ready(key, compute)
         halt = self.state.halt.clone()
@@ -264,19 +301,24 @@ class DecodeStep:
         self.state.halt.copy_(halt)
         return ready
 
-    def _compute(self, rows: int, slot: int, sampled: bool) -> None:
+    def _compute(self, rows: int, slot: int, *kind: bool) -> None:
         position, token_place, slot_place = self.state.length[:rows] + self.offsets[:, :rows]
         last = self.state.tokens[:rows].view(-1).index_select(0, token_place)
         slots = self.slots[:rows].view(-1).index_select(0, slot_place)
         hidden = self.model.forward(last, position, position, self.table[:rows], slots)
-        self._commit(slice(rows), hidden, slot, sampled)
+        self._commit(slice(rows), hidden, slot, *kind)
 
-    def _commit(self, rows: slice, hidden: Tensor, slot: int, sampled: bool) -> None:
+    def _commit(self, rows: slice, hidden: Tensor, slot: int, sampled: bool, early: bool) -> None:
         """Rows append their tokens or halt, from the residual stream [n, D] after the last one."""
         state, logits = DecodeState(*(x[rows] for x in self.state)), self.logits[rows]
         self.hidden[rows] = hidden
         logits.copy_(self.model.logits(hidden, self.vocabulary))
+        if early:  # `logits` stays as the model has it, for log-probs
+            own = logits[:, self.ends]
+            logits[:, self.ends] = own.masked_fill((state.length < self.least[rows])[:, None], -torch.inf)
         entropy, values, ids = topk_entropy(logits, self.top_k)
+        if early:
+            logits[:, self.ends] = own
         token = self.token[rows]
         if sampled:
             token.copy_(drawn(values, ids, Draws(*(each[rows] for each in self.draws)), state.length))

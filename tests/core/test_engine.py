@@ -14,6 +14,7 @@ import warnings
 import weakref
 from concurrent.futures import CancelledError, Future
 from fractions import Fraction
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from fb_core import (
     LocalLLM,
     LowLatencyDecoder,
     RequestPolicy,
+    Sampling,
     SLMPreference,
     TokenReranker,
 )
@@ -46,6 +48,7 @@ from fb_core.runtime import loop as runtime_loop
 from fb_core.runtime.cuda_graphs import Graphs
 from fb_core.runtime.kv_pages import SIZE, Pages, pages_of
 from fb_core.runtime.paged_model import BUCKETS, PagedModel, Part
+from fb_core.runtime.plain import Running, Stop, steps
 from fb_core.runtime.step import RANKED, DecodeStep
 from fb_kernels import rms_norm
 from fb_kernels._runtime import cpu
@@ -271,6 +274,44 @@ def test_sequences_come_out_as_alone(family, ahead):
     assert sum(len(events) for _, events in want) > 20
 
 
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.sweep(2)
+def test_no_end_comes_early(ahead, drawn):
+    """Every second token is an end. Tokens and pools are the plain loop's, and log-probs those that the model has."""
+    slm, llm = models()
+    ends = frozenset(range(0, V, 2))
+    for model in (slm, llm):
+        model.generation_config.eos_token_id = sorted(ends)
+    sampling = Sampling(temperature=2.0, top_p=1.0, top_k=0, seed=3) if drawn else None
+    plain, exact = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(1.2), **OPTIONS), copy.deepcopy(slm).double()
+    with engine(slm, llm, max_batch=3, max_length=200) as running:
+        running.decoder.loop.step.ahead = ahead
+        asked = [*zip(prompts(5, 40, 70, 9, 6, 5, seed=6), (0, 1, 7, 12, 20, 25), strict=True)]
+        options = {"ranking": True, "sampling": sampling}
+        handles = [running.submit(ids, 20, min_new_tokens=least, **options) for ids, least in asked]
+        for (ids, least), handle in zip(asked, handles, strict=True):
+            tokens, (new, events) = [*handle], facts(handle.result(60))
+            draws = [] if sampling is None else [sampling.draw(ids.tolist())]
+            row = Running(0, ids.tolist(), len(ids), least=least)
+            for _ in steps(slm, [row], Stop(ends, 20, None), partial(plain.choose, draws)):
+                pass
+            assert (new, events) == (row.new, [(event.step, event.pool, event.choice) for event in row.events])
+            assert ends.isdisjoint(new[:-1])
+            assert len(new) == 20 or (new[-1] in ends and len(new) > least)
+            assert all(ends.isdisjoint(event.pool) for event in row.events if event.step < least)
+            logprobs = exact(torch.cat([ids, torch.tensor(new)])[None]).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+            for token, own in zip(tokens, logprobs.detach(), strict=True):
+                assert token.ranked.taken == pytest.approx(float(own[token.id]), abs=1e-4)
+        with pytest.raises(ValueError, match="min_new_tokens: expected"):
+            running.submit(ids, 20, min_new_tokens=-1)
+    with (
+        engine(slm, llm, pool="llm", max_length=200) as running,
+        pytest.raises(ValueError, match=r'min_new_tokens: .* pool "llm"'),
+    ):
+        running.submit(ids, 20, min_new_tokens=1)
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_log_probs_are_the_small_models_at_every_place(ahead):
     """Some ask for them and some do not, at events and between; float64 forwards say what they are."""
@@ -298,6 +339,28 @@ def test_log_probs_are_the_small_models_at_every_place(ahead):
             assert token.seconds is None or 0 < token.seconds < 60
             events += token.event is not None and token.id != token.ranked.ids[0]
     assert events > 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_of_given_ids(dtype):
+    """Beside a sequence that asks for the likeliest; in bfloat16, of the model's own hidden states."""
+    slm, llm = (model.to(dtype) for model in models())
+    (ids,), given, exact = prompts(40, seed=6), [7, 3, EOS], copy.deepcopy(slm).double()
+    with engine(slm, llm, threshold=-1.0, max_batch=3, max_length=200, max_events=4) as running:
+        handles = [running.submit(ids, 12, ranking=asked) for asked in (given, False, True)]
+        own, _, likely = ([token.ranked for token in handle] for handle in handles)
+        new = handles[0].result(60).token_ids
+        assert torch.equal(new, handles[2].result(60).token_ids)
+        with pytest.raises(ValueError, match="ranking_ids: expected ids from 0 below"):
+            running.submit(ids, 12, ranking=[V])
+    logprobs = exact(torch.cat([ids, new])[None]).logits[0, len(ids) - 1 : -1].detach().log_softmax(-1)
+    atol = 1e-4 if dtype == torch.float32 else 0.1
+    for found, top, row, token in zip(own, likely, logprobs, new.tolist(), strict=True):
+        assert (found.ids, len(top.ids)) == (given, RANKED)
+        assert found.taken == pytest.approx(top.taken, abs=atol)
+        torch.testing.assert_close(
+            torch.tensor([found.taken, *found.logprobs]).double(), row[[token, *given]], rtol=0, atol=atol
+        )
 
 
 @pytest.mark.parametrize("kind", [CollaborativeDecoder, LowLatencyDecoder])

@@ -103,7 +103,7 @@ def test_stop_strings_limits_and_overrides(server, problems, expected):
 
 
 def test_ends_are_ignored_and_unlikely_tokens_dropped_where_that_is_asked(server, problems, expected):
-    """`ignore_eos` and `min_p`, in an answer and in a stream; a min_p of 1 leaves the likeliest token."""
+    """`ignore_eos`, `min_p` (at 1 it leaves the likeliest token) and `min_tokens`, in an answer and in a stream."""
     want = expected[0].token_ids.tolist()
     for stream in (False, True):
         body = {"model": MODEL, "prompt": problems[0].prompt, "max_tokens": len(want) + 9, "stream": stream}
@@ -113,6 +113,11 @@ def test_ends_are_ignored_and_unlikely_tokens_dropped_where_that_is_asked(server
         ids = [token for choice in choices for token in choice.token_ids]
         assert (ids[: len(want)], len(ids)) == (want, len(want) + 9)
         assert choices[-1].finish_reason == "length"
+        more = {"min_tokens": len(want) + 4, "return_token_ids": True}
+        pieces = server.client().completions.create(**body, temperature=0, extra_body=more)
+        ids = [token for piece in (pieces if stream else [pieces]) for token in piece.choices[0].token_ids]
+        assert want[-1] not in ids[: len(want) + 4]
+        assert len(ids) > len(want) + 4
 
 
 REFUSED = {  # name: what it may not be, beside other fields that the request then has
@@ -129,7 +134,7 @@ REFUSED = {  # name: what it may not be, beside other fields that the request th
     "top_p": [0, 1.5],
     "top_k": [-2],
     "min_p": [1.1],
-    "min_tokens": [2],
+    "min_tokens": [-1, {"min_tokens": 2, "stop": "x"}, {"min_tokens": 2, "stop_token_ids": [7]}],
     "detokenize": [1],
     "bad_words": [["x"]],
     "stream_options": [{"stream_options": {"include_usage": True}}],
@@ -140,6 +145,10 @@ REFUSED = {  # name: what it may not be, beside other fields that the request th
     "max_tokens": [1 << 63, 0, "9", {"max_tokens": -1, "echo": True}],
     "guided_json": [{"guided_json": {}}],
     "logprobs": [21, True, {"prompt": [[1, 4]] * 16, "n": 16, "logprobs": 20, "max_tokens": 50}],
+    "logprob_token_ids": [
+        *({"logprob_token_ids": ids, "logprobs": 1} for ids in ([], [-1], [10**6], ["a"], [3] * 129)),
+        {"logprob_token_ids": [3]},
+    ],
     "n": [1000, {"prompt": [[1, 4]] * 17, "n": 16}],
     "stop": [["a"] * 17, "a" * 257, [7]],
     "prompt": [
@@ -364,6 +373,16 @@ def test_log_probs_are_the_small_models(server, pair, problems, expected):
     ]
     none = client.completions.create(**options | {"logprobs": 0}).choices[0].logprobs
     assert [list(top) for top in none.top_logprobs] == [[token] for token in none.tokens]
+
+    given = [5, 3, 5, int(want.token_ids[0])]
+    more = {"logprob_token_ids": given, "return_tokens_as_token_ids": True}
+    asked = client.completions.create(**options, extra_body=more).choices[0].logprobs
+    assert asked.tokens == [f"token_id:{token}" for token in want.token_ids]
+    for top, row, token in zip(asked.top_logprobs, rows, want.token_ids.tolist(), strict=True):
+        assert top == pytest.approx({f"token_id:{own}": float(row[own]) for own in (token, *given)}, abs=1e-4)
+    entries = client.chat.completions.create(model=MODEL, messages=messages, logprobs=True, extra_body=more)
+    for entry, top in zip(entries.choices[0].logprobs.content, asked.top_logprobs, strict=True):
+        assert {each.token: each.logprob for each in entry.top_logprobs} == pytest.approx(top, abs=1e-4)
 
 
 @pytest.mark.parametrize(

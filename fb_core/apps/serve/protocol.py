@@ -29,8 +29,8 @@ MESSAGES, CALLS = 4096, 128  # of a chat; of tools in a message
 OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("add_generation_prompt", "detokenize", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("continue_final_message", "include_stop_str_in_output"), (False,)),
-    **dict.fromkeys(("return_tokens_as_token_ids", "store", "use_beam_search"), (False,)),
-    **dict.fromkeys(("frequency_penalty", "min_tokens", "presence_penalty", "priority"), (0,)),
+    **dict.fromkeys(("store", "use_beam_search"), (False,)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "priority"), (0,)),
     **dict.fromkeys(("best_of", "length_penalty", "repetition_penalty"), (1,)),
     **dict.fromkeys(("bad_words", "logits_processors"), ([],)),
     **dict.fromkeys(("chat_template_kwargs", "logit_bias", "mm_processor_kwargs"), ({},)),
@@ -68,6 +68,11 @@ def _stop_ids(value: Any) -> frozenset[int]:
     if len(value) > STOP_IDS:
         raise ValueError(f"expected at most {STOP_IDS} token ids, got {len(value)}")
     return frozenset(value)
+
+
+def _given(value: Any) -> tuple[int, ...]:
+    """Token ids whose log-probs are asked, each once."""
+    return tuple(dict.fromkeys(value)) if _stop_ids(value) else ()
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
@@ -179,6 +184,7 @@ class Request(_Strict):
     stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()  # strings that end an answer, which ends before them
     stop_token_ids: Annotated[frozenset[int], PlainValidator(_stop_ids)] = frozenset()  # the same
     ignore_eos: bool = False  # whether end tokens are tokens as others
+    min_tokens: int = Field(default=0, ge=0)  # tokens before which none is an end token
     skip_special_tokens: bool = True  # the one that ends the text is never in it
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)  # 0 for the likeliest
     top_p: float | None = Field(default=None, gt=0, le=1)  # share of the probability among which tokens are drawn
@@ -187,6 +193,9 @@ class Request(_Strict):
     seed: int | None = None  # None for another one each time
     n: int = Field(default=1, ge=1, le=16)  # answers, all the same if nothing is drawn
     return_token_ids: bool = False  # of prompt and answers, under vLLM's names
+    return_tokens_as_token_ids: bool = False  # log-probs name a token "token_id:ID"
+    given: Annotated[tuple[int, ...] | None, PlainValidator(_given)] = Field(default=None, alias="logprob_token_ids")
+    """Ids whose log-probs are returned with each token in place of the likeliest ones."""
     prompt_ranking: int | None = Field(default=None, alias="prompt_logprobs", ge=0, le=RANKED)
     """How many of the likeliest tokens are returned with each token of the prompt."""
     futurebridge: Overrides = Overrides()
@@ -195,6 +204,10 @@ class Request(_Strict):
     def _check_stream(self) -> Request:
         if self.stream_options is not None and not self.stream:
             raise ValueError("expected it only with stream true, got it without; leave it out", "stream_options")
+        if self.min_tokens and (self.stop or self.stop_token_ids):
+            raise ValueError("expected it without stop and stop_token_ids, got both; leave out one", "min_tokens")
+        if self.given is not None and (not self.given or getattr(self, "ranking", None) is None):
+            raise ValueError("expected some ids, and logprobs, got none; give both", "logprob_token_ids")
         if self.prompt_ranking is not None and self.stream:
             raise ValueError("expected it only without stream, got it with; leave out one of them", "prompt_logprobs")
         return self

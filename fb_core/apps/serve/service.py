@@ -35,7 +35,7 @@ from fb_core.decode.selectors import LLMPreference
 from fb_core.events import Event
 from fb_core.models.facts import Tokenizer, max_positions
 from fb_core.models.tokens import TextGroup, chat_ids, many_token_ids, text_group_in_steps, text_ids
-from fb_core.runtime.detokenizer import Text, TextPart
+from fb_core.runtime.detokenizer import Name, Text, TextPart
 from fb_core.runtime.sampling import Sampling, occurrences
 from fb_core.runtime.step import Ranked
 
@@ -101,7 +101,7 @@ class Answer:
         text, logprobs, entries = "", list[TokenLogprobs](), list[dict[str, Any] | None]()
         for token, ranked in zip_longest(self.prompt, [None, *self.handle.prompt_ranks]):
             if echo and ranking is not None:
-                logprobs.append(_token_logprobs(self.before, token, ranked, ranking, self.before.decoded))
+                logprobs.append(self._logprobs(self.before, token, ranked, ranking, self.before.decoded))
             if ranked is None:
                 entries.append(None)
             elif count is not None:
@@ -129,7 +129,10 @@ class Answer:
                 texts = [self.text.name(candidate).text for candidate in token.event.pool]
                 events.append(event_fields(token.event, texts, offset))
             if self.request.ranking is not None and token.ranked is not None:
-                logprobs.append(_token_logprobs(self.text, token.id, token.ranked, self.request.ranking, offset))
+                top, count = token.ranked, self.request.ranking
+                if self.request.given is not None:
+                    top, count = Ranked([token.id, *top.ids], [top.taken, *top.logprobs], top.taken), 1 + len(top.ids)
+                logprobs.append(self._logprobs(self.text, token.id, top, count, offset))
             if token.id not in self.ends:  # the token that ends an answer is no part of its text
                 text += self.text.add(token.id)
             if self.text.stopped or token.id in self.ends:
@@ -150,15 +153,19 @@ class Answer:
         if self.ended:
             yield Piece(finish=self.finish)
 
+    def _logprobs(self, text: Text, token: int, ranked: Ranked | None, count: int, offset: int) -> TokenLogprobs:
+        """A token with its log-prob and likeliest alternatives; without them where nothing is before it."""
 
-def _token_logprobs(text: Text, token: int, ranked: Ranked | None, count: int, offset: int) -> TokenLogprobs:
-    """A token with its log-prob and likeliest alternatives; without them where nothing is before it."""
-    own = text.name(token)
-    if ranked is None:
-        return TokenLogprobs(own, None, [], offset)
-    ids, logprobs = ranked.ids[:count], ranked.logprobs[:count]
-    logprob = dict(zip(ids, logprobs, strict=True)).get(token, ranked.taken)
-    return TokenLogprobs(own, logprob, list(zip(map(text.name, ids), logprobs, strict=True)), offset)
+        def name(own: int) -> Name:
+            named = text.name(own)
+            return Name(f"token_id:{own}", named.bytes) if self.request.return_tokens_as_token_ids else named
+
+        if ranked is None:
+            return TokenLogprobs(name(token), None, [], offset)
+        top = dict(zip(ranked.ids[:count], ranked.logprobs[:count], strict=True))
+        return TokenLogprobs(
+            name(token), top.get(token, ranked.taken), [(name(own), value) for own, value in top.items()], offset
+        )
 
 
 class Reply:
@@ -324,6 +331,7 @@ class Service:
         """ValueError for too many log-probs."""
         tokens = self.settings.max_new_tokens if request.max_tokens is None else request.max_tokens
         new, old = (0 if ranks is None else 1 + ranks for ranks in (request.ranking, request.prompt_ranking))
+        new = max(new, len(request.given or ()))
         places = sum(map(len, prompts)) * (old + (new if request.echo else 0))
         logprobs = request.n * (len(prompts) * min(tokens, self.length) * new + places)
         if logprobs > LOGPROBS:
@@ -485,12 +493,13 @@ class Service:
                     threshold=own.threshold,
                     max_events=0 if own.recipe == "greedy" else own.max_events,
                     selector=DIRECT if own.recipe == "direct" else None,
-                    ranking=request.ranking is not None,
+                    ranking=request.ranking is not None if request.given is None else request.given,
                     listener=partial(loop.call_soon_threadsafe, on_token, index),  # type: ignore[arg-type]
                     sampling=sampling,
                     sample=sample,
                     prompt_ranking=ranks_prompt or not tokens,
                     ignore_ends=request.ignore_eos,
+                    min_new_tokens=request.min_tokens,
                 )
                 reply.add(handle)
                 self.metrics.scored.inc(len(ids) - 1 if ranks_prompt else 0)
