@@ -326,8 +326,8 @@ class CollaborativeDecoder:
         """One token per row: the selector's where the policy asks (kept as an event), or the SLM's own."""
         logits = step.logits[:, : self.vocabulary]
         if early := [number for number, row in enumerate(step.rows) if row.early]:
-            logits = logits.clone()
-            logits[torch.tensor(early)[:, None], sorted(self.pair.ends)] = -torch.inf
+            logits, ends = logits.clone(), [end for end in self.pair.ends if end < self.vocabulary]
+            logits[torch.tensor(early)[:, None], ends] = -torch.inf
         entropy, asking = gate(self.policy, step, logits, self.max_events)
         if draws:
             how = Draws.of([draws[row.index] for row in step.rows], logits.device)

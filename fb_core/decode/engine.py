@@ -248,6 +248,10 @@ class Engine:
             check_sampling(sampling)
             draw = sampling.draw(tokens, sample)
         least = check_count("min_new_tokens", min_new_tokens, 0)
+        if least > max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens: expected at most the max_new_tokens {max_new_tokens}, got {least}; ask for fewer"
+            )
         if least and events and decoder.intervention.pool == "llm":
             raise ValueError('min_new_tokens: expected 0 with the pool "llm", got more; use the pool "joint"')
         row = Running(0, tokens, len(ids), least=0 if ignore_ends else least)

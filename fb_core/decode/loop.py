@@ -214,7 +214,7 @@ class PairLoop(Loop[PairTask]):
         state = State(tokens, len(task.row.new), entropy, prefix)
         own = logits = self.step.logits[task.step_row : task.step_row + 1].to(torch.float32, copy=True)
         if task.row.early:
-            logits = own.index_fill(1, self.step.ends, -torch.inf)
+            logits = own.index_fill(1, self.step.own_ends, -torch.inf)
         answer = None
         if self._threads is not None:
             made = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None

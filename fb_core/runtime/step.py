@@ -45,7 +45,7 @@ def rank(
     if given is None:
         _, values, ids = topk_entropy(logits, min(RANKED, logits.shape[-1]))
     else:
-        ids = torch.tensor(given, device=logits.device).expand(len(logits), -1)
+        ids = torch.tensor(given, dtype=torch.int64, device=logits.device).expand(len(logits), -1)
         values = logits.gather(-1, ids)
     if batch_invariant() or model.head.weight.dtype.itemsize < 4:  # its logits are rounded
         taken, logprobs = model.logprobs(hidden, token, ids, logits.shape[-1])
@@ -113,6 +113,7 @@ class DecodeStep:
             self.hidden = model.keys[0].new_zeros(rows, model.width)
             self.end_ids = ends
             self.ends = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
+            self.own_ends = self.ends[self.ends < vocabulary]  # others only an LLM chooses
             exact = torch.promote_types(model.keys[0].dtype, torch.float32)
             pinned = device.type == "cuda"
             self.ring = torch.zeros(RING, rows, 3, dtype=exact, pin_memory=pinned)  # halt, token, entropy
@@ -314,11 +315,11 @@ class DecodeStep:
         self.hidden[rows] = hidden
         logits.copy_(self.model.logits(hidden, self.vocabulary))
         if early:  # `logits` stays as the model has it, for log-probs
-            own = logits[:, self.ends]
-            logits[:, self.ends] = own.masked_fill((state.length < self.least[rows])[:, None], -torch.inf)
+            own = logits[:, self.own_ends]
+            logits[:, self.own_ends] = own.masked_fill((state.length < self.least[rows])[:, None], -torch.inf)
         entropy, values, ids = topk_entropy(logits, self.top_k)
         if early:
-            logits[:, self.ends] = own
+            logits[:, self.own_ends] = own
         token = self.token[rows]
         if sampled:
             token.copy_(drawn(values, ids, Draws(*(each[rows] for each in self.draws)), state.length))

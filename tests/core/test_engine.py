@@ -280,14 +280,14 @@ def test_sequences_come_out_as_alone(family, ahead):
 def test_no_end_comes_early(ahead, drawn):
     """Every second token is an end. Tokens and pools are the plain loop's, and log-probs those that the model has."""
     slm, llm = models()
-    ends = frozenset(range(0, V, 2))
+    ends = frozenset(range(0, V, 2)) | {V + 5}  # one that neither model has
     for model in (slm, llm):
         model.generation_config.eos_token_id = sorted(ends)
     sampling = Sampling(temperature=2.0, top_p=1.0, top_k=0, seed=3) if drawn else None
     plain, exact = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(1.2), **OPTIONS), copy.deepcopy(slm).double()
     with engine(slm, llm, max_batch=3, max_length=200) as running:
         running.decoder.loop.step.ahead = ahead
-        asked = [*zip(prompts(5, 40, 70, 9, 6, 5, seed=6), (0, 1, 7, 12, 20, 25), strict=True)]
+        asked = [*zip(prompts(5, 40, 70, 9, 6, 5, seed=6), (0, 1, 7, 12, 20, 20), strict=True)]
         options = {"ranking": True, "sampling": sampling}
         handles = [running.submit(ids, 20, min_new_tokens=least, **options) for ids, least in asked]
         for (ids, least), handle in zip(asked, handles, strict=True):
@@ -303,8 +303,9 @@ def test_no_end_comes_early(ahead, drawn):
             logprobs = exact(torch.cat([ids, torch.tensor(new)])[None]).logits[0, len(ids) - 1 : -1].log_softmax(-1)
             for token, own in zip(tokens, logprobs.detach(), strict=True):
                 assert token.ranked.taken == pytest.approx(float(own[token.id]), abs=1e-4)
-        with pytest.raises(ValueError, match="min_new_tokens: expected"):
-            running.submit(ids, 20, min_new_tokens=-1)
+        for wrong in (-1, 21):
+            with pytest.raises(ValueError, match="min_new_tokens: expected"):
+                running.submit(ids, 20, min_new_tokens=wrong)
     with (
         engine(slm, llm, pool="llm", max_length=200) as running,
         pytest.raises(ValueError, match=r'min_new_tokens: .* pool "llm"'),

@@ -134,7 +134,7 @@ REFUSED = {  # name: what it may not be, beside other fields that the request th
     "top_p": [0, 1.5],
     "top_k": [-2],
     "min_p": [1.1],
-    "min_tokens": [-1, {"min_tokens": 2, "stop": "x"}, {"min_tokens": 2, "stop_token_ids": [7]}],
+    "min_tokens": [-1, 10, 1 << 70, {"min_tokens": 2, "stop": "x"}, {"min_tokens": 2, "stop_token_ids": [7]}],
     "detokenize": [1],
     "bad_words": [["x"]],
     "stream_options": [{"stream_options": {"include_usage": True}}],

@@ -72,7 +72,8 @@ def _stop_ids(value: Any) -> frozenset[int]:
 
 def _given(value: Any) -> tuple[int, ...]:
     """Token ids whose log-probs are asked, each once."""
-    return tuple(dict.fromkeys(value)) if _stop_ids(value) else ()
+    _stop_ids(value)
+    return tuple(dict.fromkeys(value))
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
