@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 from math import isnan
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from fb_core.runtime.kv_pages import SIZE, pages_of
 from fb_core.runtime.paged_model import CHUNK, PagedModel, Part
 from fb_core.runtime.plain import Running, Stop, not_finite
 from fb_core.runtime.sampling import GREEDY, Draw
-from fb_core.runtime.step import DecodeStep, Ranked, rank, ranked
+from fb_core.runtime.step import DecodeStep, Ranked, Wanted, rank, ranked
 from fb_core.score import shared_prefix
 from fb_kernels import Halt
 
@@ -69,14 +69,14 @@ class Task:
 AnyTask = TypeVar("AnyTask", bound=Task)
 
 
-def _wanted(tasks: Sequence[Task]) -> dict[str, Any]:
-    """What a step over these sequences computes besides."""
-    return {
-        "ranked": any(task.ranking and task.given is None for task in tasks),
-        "given": {number: task.given for number, task in enumerate(tasks) if task.given is not None},
-        "sampled": any(task.draw.temperature > 0 for task in tasks),
-        "early": any(task.row.early for task in tasks),
-    }
+def _wanted(tasks: Sequence[Task]) -> Wanted:
+    """What a step over these sequences does besides."""
+    return Wanted(
+        ranked=any(task.ranking and task.given is None for task in tasks),
+        given={number: task.given for number, task in enumerate(tasks) if task.given is not None},
+        sampled=any(task.draw.temperature > 0 for task in tasks),
+        early=any(task.row.early for task in tasks),
+    )
 
 
 class Loop(Generic[AnyTask]):
@@ -155,7 +155,7 @@ class Loop(Generic[AnyTask]):
         self._enter(changed)
         self._score(changed)
         if any(not task.halted for task in self.rows):
-            self.step.run(len(self.rows), **_wanted(self.rows))
+            self.step.run(len(self.rows), _wanted(self.rows))
             self._record(0, changed)
         return list(dict.fromkeys(changed))  # a sequence that begins gets two tokens
 
@@ -234,7 +234,7 @@ class Loop(Generic[AnyTask]):
                 changed.append(task)
         if rows := self.rows[begun:]:
             hidden = torch.stack([last[task] for task in rows])
-            self.step.first(slice(begun, len(self.rows)), hidden, **_wanted(rows))
+            self.step.first(slice(begun, len(self.rows)), hidden, _wanted(rows))
             self._record(begun, changed)
 
     @torch.no_grad()

@@ -21,7 +21,6 @@ RING = 2
 """Runs whose outcomes the host may still read."""
 RANKED = 20
 """Likeliest tokens that are known of a place, where they are asked for."""
-EMPTY: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 class Ranked(NamedTuple):
@@ -73,6 +72,18 @@ class Outcome(NamedTuple):
     token: int  # the likeliest or drawn one, appended unless it halted
     entropy: float  # nats
     ranked: Ranked | None  # None if not requested
+
+
+class Wanted(NamedTuple):
+    """What a step does besides; without any of it, each row takes its likeliest token."""
+
+    ranked: bool = False  # outcomes have the likeliest tokens, which are computed after the step
+    given: Mapping[int, Sequence[int]] = MappingProxyType({})  # ids, by the step's row, that its outcome has instead
+    sampled: bool = False  # rows draw their tokens as they were put
+    early: bool = False  # rows of fewer than their `least` tokens take none that ends them
+
+
+PLAIN = Wanted()
 
 
 class DecodeStep:
@@ -140,8 +151,8 @@ class DecodeStep:
     ) -> None:
         """Put a sequence into an empty row; keys and values of its tokens, but perhaps the last, are in its pages.
 
-        It halts at `limit` tokens, for which the pages are enough; below `least` in all, it takes none that ends it if
-        `run` says so. The threshold is in nats.
+        It halts at `limit` tokens, for which the pages are enough; below `least` in all it takes none that ends it, if
+        that is `Wanted`. The threshold is in nats.
         """
         self.wait_for_stream()
         count = len(tokens)
@@ -209,49 +220,29 @@ class DecodeStep:
             torch.cuda.current_stream(self.logits.device).wait_event(self.ended[(self.begun - 1) % RING])
 
     @torch.no_grad()
-    def run(
-        self,
-        count: int,
-        ranked: bool = False,
-        given: Mapping[int, Sequence[int]] = EMPTY,
-        sampled: bool = False,
-        early: bool = False,
-    ) -> None:
-        """Run one step: each of the first `count` rows appends its token or halts; its logits are in `logits`.
-
-        With `ranked`, outcomes also have the likeliest tokens, or those `given` for a row, which are computed after the
-        step. With `sampled`, rows draw their tokens as they were put; otherwise all take the likeliest. With `early`,
-        rows of fewer than their `least` tokens take none that ends them.
-        """
+    def run(self, count: int, wanted: Wanted = PLAIN) -> None:
+        """Run one step: each of the first `count` rows appends its token or halts; its logits are in `logits`."""
         self.wait_for_stream()
-        self._ready(self._captured(count), self.begun % RING, sampled, early)()
-        self._record(slice(0, count), ranked, given)
+        self._ready(self._captured(count), self.begun % RING, wanted.sampled, wanted.early)()
+        self._record(slice(0, count), wanted)
 
     @torch.no_grad()
-    def first(
-        self,
-        rows: slice,
-        hidden: Tensor,
-        ranked: bool = False,
-        given: Mapping[int, Sequence[int]] = EMPTY,
-        sampled: bool = False,
-        early: bool = False,
-    ) -> None:
+    def first(self, rows: slice, hidden: Tensor, wanted: Wanted) -> None:
         """As `run`, for some rows alone, whose last token needs no forward: `hidden` [n, D] is the stream after it."""
         self.wait_for_stream()
-        self._commit(rows, hidden, self.begun % RING, sampled, early)
-        self._record(rows, ranked, given)
+        self._commit(rows, hidden, self.begun % RING, wanted.sampled, wanted.early)
+        self._record(rows, wanted)
 
-    def _record(self, rows: slice, ranked: bool, given: Mapping[int, Sequence[int]]) -> None:
+    def _record(self, rows: slice, wanted: Wanted) -> None:
         """Count a step that was enqueued."""
         slot = self.begun % RING
-        self._ranked[slot] = ranked
-        if ranked:
+        self._ranked[slot] = wanted.ranked
+        if wanted.ranked:
             top = rank(self.model, self.hidden[rows], self.logits[rows], self.token[rows])
             self.ranks[slot, rows].copy_(top, non_blocking=True)
         self._given[slot] = {
             row: rank(self.model, self.hidden[row, None], self.logits[row, None], self.token[row, None], ids)[0]
-            for row, ids in ((rows.start + number, ids) for number, ids in given.items())
+            for row, ids in ((rows.start + number, ids) for number, ids in wanted.given.items())
         }
         if self.ended:
             self.ended[slot].record(torch.cuda.current_stream(self.logits.device))

@@ -30,7 +30,7 @@ from fb_core.rerank.value_head import ValueHead
 from fb_core.runtime.kv_pages import pages_of
 from fb_core.runtime.paged_model import PagedModel, Part
 from fb_core.runtime.plain import Stop, lockstep
-from fb_core.runtime.step import DecodeStep
+from fb_core.runtime.step import DecodeStep, Wanted
 from fb_kernels._runtime import backend, precision
 
 pytestmark = pytest.mark.gpu
@@ -171,12 +171,12 @@ def test_small_replays_are_the_eager_steps(dtype: torch.dtype) -> None:
 def test_small_a_warm_step_never_syncs(ranked: bool) -> None:
     step = started(model(torch.bfloat16), 200, tokens(9))
     for _ in range(2):  # a graph for each place of the ring
-        step.run(1, ranked)
+        step.run(1, Wanted(ranked))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(20):
-            step.run(1, ranked)
+            step.run(1, Wanted(ranked))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for outcome in (*step.outcomes(1), *step.outcomes(1)):
