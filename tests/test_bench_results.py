@@ -134,6 +134,14 @@ def test_the_kernels_that_take_most_of_a_call_are_named_with_their_shares() -> N
     assert named({"alone": 2.0}) == "alone"
 
 
+@pytest.mark.skipif(harness.DEVICE == "cuda", reason="names the GPU")
+@pytest.mark.parametrize(("last", "folder"), [("avx2", "cpu-avx2"), ("avx512_bf16", "cpu"), ("amx_bf16", "cpu-amx")])
+def test_no_kind_of_cpu_overwrites_anothers_results(last: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = ["avx2", "avx512f", "avx512_bf16", "amx_bf16"]
+    monkeypatch.setattr(harness, "_instructions", lambda: known[: known.index(last) + 1])
+    assert harness.device_name() == folder
+
+
 # --- tokens are compared up to the first near tie ---------------------------------------------------------------------
 
 

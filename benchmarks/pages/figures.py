@@ -59,7 +59,7 @@ SPEED = (  # label, result file, op, part of the shape
     ("log-probs of an LM head", "linear_logprob", "linear_logprob", ""),
     ("rerank at an event", "decode", "rerank_event", "(deployed)"),
 )
-CPUS = {"cpu": "AVX-512", "cpu-avx2": "AVX2", "cpu-amx": "AMX"}  # folders of their results, and what they know
+CPUS = {"cpu": "AVX-512", "cpu-avx2": "AVX2", "cpu-amx": "AMX"}  # by folder of results: its instructions
 MODEL = {"cpu": "random 42M model"} | dict.fromkeys(GPUS, "Qwen3-1.7B's shapes, random")  # of scorer and decoding
 SIZES = {
     "R": "{} runs",
